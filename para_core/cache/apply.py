@@ -1,4 +1,4 @@
-"""Putting a cache on a model of one's own, and taking it off."""
+"""Apply First Block Cache to a model without a pipeline, and remove it."""
 
 from __future__ import annotations
 
@@ -30,39 +30,37 @@ _KEY = "cache of the model"
 def apply_cache(
     model: Model, blocks: CachedBlocks, *, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any
 ) -> Model:
-    """Skip blocks of ``model`` while the residual of its first one hardly changes; for a denoising loop of your own.
+    """Skip transformer blocks of ``model`` while its first-block residual hardly changes, in your own denoising loop. Not exact.
 
-    Call :func:`reset_cache` before each generation. Branches of guidance are told apart by
-    ``model.cache_context(name)`` where the model has it (diffusers' models do), else by ``blocks.conditions``. Calling this
-    again takes effect; :func:`remove_cache` undoes it.
+    Call :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the model has it (models of
+    diffusers do), otherwise by ``blocks.conditions``. Calling this function again replaces the settings; :func:`remove_cache` undoes it.
 
     Args:
-        model: any module; what ``torch.compile`` makes of it later runs with the cache, too.
-        blocks: its block stack.
-        mesh: ranks that hold parts of one sequence and decide together. Left out: those of the plan that was applied, or of
-            the mode around the call; what is compiled under a mode of yours needs it.
-        **options: each of :class:`CacheOptions`, of which ``residual_diff_threshold`` is needed. What follows a schedule needs
-            a pipeline.
+        model (`nn.Module`): The model. It may be compiled before or after.
+        blocks (`CachedBlocks`): Its block stack.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks that hold parts of one sequence and decide together. Defaults to those of the
+            plan that is applied, or of the mode around the call. Needed if you compile the model inside a mode of your own.
+        **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a schedule are refused.
 
     Returns:
-        ``model``.
+        ``model`` itself.
 
     Raises:
-        TypeError, ValueError: an option does not fit, or the model has no such blocks.
+        TypeError, ValueError: An option is invalid, or the model has no such blocks.
     """
     module: Any = uncompiled(model)
-    given = options_of("apply_cache", options)
-    if given.needs_schedule:
-        name = given.needs_schedule[0]
+    settings = options_of("apply_cache", options)
+    if settings.needs_schedule:
+        name = settings.needs_schedule[0]
         raise ValueError(
-            f"{name}={getattr(given, name)!r} was given, which reads pipe.scheduler; a model alone has no schedule. Leave it out, "
+            f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave it out, "
             "or use apply_cache_on_pipe(pipe, ...)."
         )
     remove_cache(model)
-    cache = BlockCache(module, blocks, given, None if mesh is None else sequence_mesh(mesh))
-    site = cache.attach()
-    site.resident = cache
-    caller = site.caller(_KEY)
+    cache = BlockCache(module, blocks, settings, None if mesh is None else sequence_mesh(mesh))
+    host = cache.attach()
+    host.resident = cache
+    caller = host.caller(_KEY)
     parameters = parameters_of(module)
 
     def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +76,7 @@ def apply_cache(
 
 
 def remove_cache(model: Model) -> Model:
-    """Undo :func:`apply_cache`; returns ``model``, which is then what it was before."""
+    """Undo :func:`apply_cache`. Returns ``model``, which has its original class and no attribute of the cache."""
     for module in (model, uncompiled(model)):
         caller = _caller_of(module)
         cache = _cache_of(module)
@@ -91,28 +89,36 @@ def remove_cache(model: Model) -> Model:
 
 
 def reset_cache(model: nn.Module) -> None:
-    """Forget all steps: the next call of ``model`` begins a generation."""
+    """Drop the stored residuals and the report of ``model``, because its next call begins a generation.
+
+    Raises:
+        ValueError: The model has no cache.
+    """
     cache = _required(model)
     cache.reset()
     cache.readings.clear()
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
-    """What the cache of ``model`` did since :func:`reset_cache`, in calls of ``model`` itself; of more than 4096 calls, in the last."""
+    """Return what the cache of ``model`` did in its calls since :func:`reset_cache`, but at most in the last 4096.
+
+    Raises:
+        ValueError: The model has no cache.
+    """
     cache = _required(model)
     names = rule_of(cache.options.rule).name, cache.options.forecasts.name
     return CacheReport(rows_of(cache.readings), *names, dropped=cache.readings.dropped)
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes that the cache of ``model`` holds now, of all branches."""
+    """Return the number of bytes that the cache of ``model`` holds now, over all branches."""
     cache = _required(model)
     states = {id(state): state for state in (*cache.states.values(), cache.state)}
     return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
 
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
-    """What :func:`apply_cache` was given for ``model``; None if it has no cache."""
+    """Return the options of the cache of ``model``; None if it has no cache."""
     cache = _cache_of(model)
     return None if cache is None else cache.options
 
@@ -126,10 +132,10 @@ def _required(model: nn.Module) -> BlockCache:
 
 def _cache_of(module: nn.Module) -> BlockCache | None:
     caller = _caller_of(module)
-    found = None if caller is None else caller.cache
-    return found if isinstance(found, BlockCache) else None
+    cache = None if caller is None else caller.cache
+    return cache if isinstance(cache, BlockCache) else None
 
 
 def _caller_of(module: nn.Module) -> ModelCallHook | None:
-    found = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
-    return found if isinstance(found, ModelCallHook) else None
+    caller = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
+    return caller if isinstance(caller, ModelCallHook) else None

@@ -1,4 +1,4 @@
-"""What stands around the blocks of a model, for the caches that run there."""
+"""Hooks on a model and on its blocks, through which caches run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from para_core.cache.blocks import Role
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# By model, what stood around it when a graph was compiled, and was removed since: a graph fits the classes that it was compiled with.
-# Here and not at the model, of which nothing may be left behind. A site refers to its model weakly, so the entry goes with the model.
+# By model, the removed hooks with which a graph was compiled, because a graph is valid only for the classes that it was compiled with. Not an
+# attribute of the model, on which a removed cache must leave nothing. The host refers to its model weakly, so the entry ends with the model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
 
-# Each block at which something is done, in the order in which they run.
+# The blocks that need a hook, in the order in which they run.
 Roles = list[tuple[nn.Module, Role]]
 
 
 class BlockRunner(Protocol):
-    """A cache, as far as what stands around a model knows it."""
+    """The interface of a cache for its hooks."""
 
     def run_block(
         self,
@@ -36,26 +36,27 @@ class BlockRunner(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """In place of ``call(block, *args, **kwargs)``."""
+        """Run ``block`` by ``call(block, *args, **kwargs)``, or skip it. Returns its output."""
 
     def in_branch(self, name: str) -> AbstractContextManager[None]:
-        """Inside, calls of the model are of the branch ``name``."""
+        """Use the state of the branch ``name`` while the block runs."""
 
 
 class BlockHookHost:
-    """One model at which caches run, or ran: whose turn it is, and what stands around the model and its blocks.
+    """The hooks of one model, and the cache that uses them now.
 
-    A graph fits the classes that it was compiled with. So where one was, they are kept when the last cache is removed, and
-    the next cache gets the same.
+    A graph is valid only for the classes that it was compiled with. After a graph was compiled, the hooks are kept when the last cache is
+    removed, and the next cache gets the same ones.
     """
 
     def __init__(self) -> None:
-        # Of the call under way, and the thread that makes it; and of calls that no pipeline makes.
+        # The cache of the current call, and the thread of that call.
         self.running: BlockRunner | None = None
         self.thread = 0
+        # The cache of calls without a pipeline.
         self.resident: BlockRunner | None = None
         self._local = threading.local()
-        # Those for which it stands.
+        # The caches that use these hooks.
         self.owners: WeakSet[Any] = WeakSet()
         self.attachments: list[BlockHooks] = []
         self.callers: list[ModelCallHook] = []
@@ -66,21 +67,21 @@ class BlockHookHost:
 
     @property
     def branch(self) -> str | None:
-        """What diffusers' ``cache_context`` calls the branch under way in this thread."""
-        found: str | None = getattr(self._local, "branch", None)
-        return found
+        """The name that diffusers' ``cache_context`` gives the current branch in this thread, or None."""
+        name: str | None = getattr(self._local, "branch", None)
+        return name
 
     def caller(self, key: str) -> ModelCallHook:
-        """One that is free."""
-        alike = [caller for caller in self.callers if caller.key.startswith(key)]
-        free = next((caller for caller in alike if caller.run is None), None)
+        """Return a hook of the model's call that no cache uses, with a key that begins with ``key``."""
+        hooks = [caller for caller in self.callers if caller.key.startswith(key)]
+        free = next((hook for hook in hooks if hook.run is None), None)
         if free is None:
-            free = ModelCallHook(f"{key} {len(alike)}")
+            free = ModelCallHook(f"{key} {len(hooks)}")
             self.callers.append(free)
         return free
 
     def remember(self, instance: Any) -> None:
-        """Keep the class that ``instance`` has now."""
+        """Keep the present class of ``instance`` alive."""
         self._classes[id(type(instance))] = type(instance)
 
     def _make_named(self) -> Around:
@@ -101,10 +102,10 @@ class BlockHookHost:
 
 
 class ModelCallHook:
-    """What stands around a model for one cache, or for one pipeline: others may share the model.
+    """A hook of a model's call, for one cache or one pipeline. Several pipelines may share the model.
 
     Args:
-        key: under which it is wrapped.
+        key: The key of the wrapper.
     """
 
     def __init__(self, key: str) -> None:
@@ -123,29 +124,31 @@ class ModelCallHook:
 
 
 class BlockHooks:
-    """What stands around the blocks of one model, for caches of the same roles."""
+    """Hooks of the blocks of one model, for caches with the same roles."""
 
-    def __init__(self, site: BlockHookHost, module: nn.Module, roles: Roles) -> None:
-        self.site = site
+    def __init__(self, host: BlockHookHost, module: nn.Module, roles: Roles) -> None:
+        self.host = host
         self._module = ref(module)
         self._roles = [(ref(block), role) for block, role in roles]
         self._arounds = {role: self._around_block(role) for _, role in roles}
 
     def fits(self, roles: Roles) -> bool:
-        """Whether it stands around the same blocks, for the same roles."""
+        """Whether the hooks are on the same blocks with the same roles."""
         own = [(block(), role) for block, role in self._roles]
         return len(own) == len(roles) and all(
             block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
         )
 
     def _around_block(self, role: Role) -> Around:
-        site = self.site
+        host = self.host
 
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            cache = site.running or site.resident
-            # A pipe without a cache may use the model in another thread.
-            elsewhere = not torch.compiler.is_compiling() and site.running is not None and site.thread != get_ident()
-            if elsewhere or cache is None:
+            cache = host.running or host.resident
+            # A pipeline without a cache may use the model in another thread.
+            in_other_thread = (
+                not torch.compiler.is_compiling() and host.running is not None and host.thread != get_ident()
+            )
+            if in_other_thread or cache is None:
                 return call(block, *args, **kwargs)
             return cache.run_block(role, block, call, args, kwargs)
 
@@ -158,60 +161,60 @@ class BlockHooks:
             wrap_alike(blocks, "__call__", _KEY, around, order=WrapperPriority.CACHED_BLOCK)
         module = self._module()
         if hasattr(module, "cache_context"):
-            wrap_method(module, "cache_context", _KEY, self.site.named, order=WrapperPriority.CACHE)
+            wrap_method(module, "cache_context", _KEY, self.host.named, order=WrapperPriority.CACHE)
 
     def remove(self) -> None:
-        """Give the blocks back as they were."""
+        """Remove the hooks from the model and its blocks."""
         for reference in (self._module, *[block for block, _ in self._roles]):
             module = reference()
             if module is not None:
-                self.site.remember(module)
+                self.host.remember(module)
                 unwrap(module, _KEY)
 
 
 def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
-    """The site of ``module``, with what stands around its blocks for ``cache``: what stood there, if it fits."""
-    standing = _attachment_at(roles[0][0])
-    site = _site_of(module, standing)
-    if standing is None or not standing.fits(roles):
-        if standing is not None:
-            standing.remove()
-        found = next((known for known in site.attachments if known.fits(roles)), None)
-        if found is None:
-            found = BlockHooks(site, module, roles)
-            site.attachments.append(found)
-        found.install()
-    site.owners.add(cache)
-    return site
+    """Install hooks with these ``roles`` for ``cache``, and return their host. Hooks that are installed and fit are kept."""
+    installed = _hooks_of(roles[0][0])
+    host = _host_of(module, installed)
+    if installed is None or not installed.fits(roles):
+        if installed is not None:
+            installed.remove()
+        hooks = next((hooks for hooks in host.attachments if hooks.fits(roles)), None)
+        if hooks is None:
+            hooks = BlockHooks(host, module, roles)
+            host.attachments.append(hooks)
+        hooks.install()
+    host.owners.add(cache)
+    return host
 
 
 def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
-    """Undo :func:`attach`, unless another cache runs on the same model.
+    """Undo :func:`attach`, unless another cache uses the same hooks.
 
     Args:
-        traced: a graph was compiled with it.
+        traced: Whether a graph was compiled with ``cache``.
     """
-    standing = _attachment_at(roles[0][0])
-    if standing is None:
+    installed = _hooks_of(roles[0][0])
+    if installed is None:
         return
-    site = standing.site
-    site.traced = site.traced or traced
-    site.owners.discard(cache)
-    if site.resident is cache:
-        site.resident = None
-    if not site.owners:
-        standing.remove()
-        if site.traced:
-            _COMPILED[module] = site
+    host = installed.host
+    host.traced = host.traced or traced
+    host.owners.discard(cache)
+    if host.resident is cache:
+        host.resident = None
+    if not host.owners:
+        installed.remove()
+        if host.traced:
+            _COMPILED[module] = host
 
 
-def _site_of(module: nn.Module, standing: BlockHooks | None) -> BlockHookHost:
+def _host_of(module: nn.Module, installed: BlockHooks | None) -> BlockHookHost:
     compiled = _COMPILED.pop(module, None)
-    if standing is not None:
-        return standing.site
+    if installed is not None:
+        return installed.host
     return BlockHookHost() if compiled is None else compiled
 
 
-def _attachment_at(block: nn.Module) -> BlockHooks | None:
-    found = getattr(wrapper(block, "__call__", _KEY), "attachment", None)
-    return found if isinstance(found, BlockHooks) else None
+def _hooks_of(block: nn.Module) -> BlockHooks | None:
+    hooks = getattr(wrapper(block, "__call__", _KEY), "attachment", None)
+    return hooks if isinstance(hooks, BlockHooks) else None

@@ -1,12 +1,12 @@
-"""First Block Cache on one model: around its blocks, in eager code and in a compiled graph.
+"""First Block Cache on one model, in eager code and in a compiled graph.
 
-The blocks stay where they are, in the lists where they stand. Around each runs what lives in a private subclass
-(``para_core.instance_patching``): the first block is measured, those behind it are computed or passed by, and behind the last
-one of a group the stored residual is added. What a model does between its blocks (a ControlNet's residuals) is done on
-skipped steps too, and then has no effect: the stored residual contains it.
+The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`): at the first block the residual is
+measured and the step is decided, the other blocks run or are skipped, and at the last block of a group the stored residual is added. What the
+model computes between its blocks (residuals of a ControlNet) also runs at skipped steps, and has no effect then, because the stored residual
+contains it.
 
-In a graph the skipped blocks are a branch of ``torch.cond``: all of a group in one where the model does nothing between
-them, else each in one of its own, on one predicate.
+In a graph the skipped blocks are a branch of ``torch.cond``: one for all blocks of a group if the model does nothing between them, otherwise one
+per block, with the same predicate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.attachment import BlockHookHost, attach, detach
-from para_core.cache.blocks import CachedBlocks, Role, argument, as_tuple, like, require_streams, roles_of
+from para_core.cache.blocks import CachedBlocks, Role, argument, as_output, as_tuple, require_streams, roles_of
 from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of, names_in_batch
-from para_core.cache.cond import either, nothing_like
+from para_core.cache.cond import cond
 from para_core.cache.decision import (
     DecisionInput,
     DecisionParams,
@@ -52,17 +52,16 @@ from para_core.user_warnings import CacheWarning, WarningLog
 
 
 class BlockCache:
-    """One model's cache under one set of options. Not for two threads.
+    """The cache of one model with one set of options. Not thread-safe.
 
     Args:
-        module: the model.
-        blocks: its block stack.
-        options: what the user set.
-        mesh: the ranks that hold the tokens of one sequence, which decide together; None: those of the plan that runs
-            the model, if any.
+        module: The model.
+        blocks: Its block stack.
+        options: The user's options.
+        mesh: The ranks that hold the tokens of one sequence and decide together. Defaults to those of the plan that is applied to the model.
 
     Raises:
-        ValueError: the model has no such blocks, none would ever be skipped, or diffusers has a cache on it.
+        ValueError: The model has no such blocks, no block would be skipped, or the model has a cache of diffusers.
     """
 
     def __init__(
@@ -72,20 +71,20 @@ class BlockCache:
         self.module = module
         self.blocks = blocks
         self.options = options
-        # May be set at any time; every other option needs another cache.
+        # Can be changed at any time. Other options need a new cache.
         self.threshold = options.residual_diff_threshold
         first_blocks = blocks_before_deciding(original_class(module).__name__, blocks, options)
         self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
         self._given_mesh = mesh
         self.mesh = mesh
-        # Whether a graph was compiled with it.
+        # Whether a graph was compiled with this cache.
         self.traced = False
-        # Whether the model runs as if there were no cache.
+        # Whether the model runs without the cache now.
         self.idle = False
         self._warnings = WarningLog()
-        # Branches of guidance in the whole batch, and its size, of which a plan may give this rank a part; 0: not known.
+        # Number of CFG branches in the whole batch, and its size (0 if unknown). A plan may give this rank a part of the batch.
         self.branches, self.batch = 1, 0
-        # The argument for whose sake the last call ran without the cache.
+        # The argument because of which the last call ran without the cache.
         self.uncached_by: str | None = None
         self._branches = Branches(conditions_of(module, blocks))
         self.states: dict[str, BranchState] = {}
@@ -94,17 +93,16 @@ class BlockCache:
         self.step = Step()
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self.terms = DecisionParams.of(self.step, options, self.threshold)
-        # The same for graphs.
-        self.terms_on_device = self.terms.tensor(device)
-        # Of each group, whether the model does something between its blocks in this call.
+        self.params = DecisionParams.of(self.step, options, self.threshold)
+        # The same numbers for graphs.
+        self.params_on_device = self.params.tensor(device)
+        # For each group, whether the model computes something between its blocks in this call.
         self.unchained = [not group.chained for group in blocks.groups]
         self._group_blocks = [
-            GroupBlocks([block for block, role in self.roles if role.skipped and role.group == place])
-            for place in range(len(blocks.groups))
+            GroupBlocks([block for block, role in self.roles if role.skipped and role.group == index])
+            for index in range(len(blocks.groups))
         ]
-        # Of the call under way.
-        # A list: an attribute that is set behind torch.cond stays what it was, in Dynamo 2.13.
+        # State of the current call. Lists, because Dynamo 2.13 loses an attribute that is set after torch.cond.
         self._group_outputs: list[Streams | None] = [None] * len(blocks.groups)
         self._before: Tensor | None = None
         self._entries: list[Streams | None] = [None] * len(blocks.groups)
@@ -113,62 +111,66 @@ class BlockCache:
         self.observed = Observed(None, Verdict.WARMUP, 0, 1)
 
     def attach(self) -> BlockHookHost:
-        """Where this cache runs, with what stands around the blocks; again and again."""
+        """Install the hooks, unless they are installed, and return their host."""
         return attach(self.module, self.roles, self)
 
     def detach(self) -> None:
-        """Undo :meth:`attach`, and forget all steps."""
+        """Remove the hooks and all state."""
         self.reset()
         detach(self.module, self.roles, self, traced=self.traced)
 
     def as_text(self) -> dict[str, str]:
-        """Its options by name, for comparing ranks."""
+        """Return the options by name as text, for the comparison between ranks."""
         return {**self.options.as_text(), "residual_diff_threshold": str(self.threshold)}
 
     # -- around the model
 
-    def run(self, call: Callable[[], Any], given: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
-        """One call of the model in eager code, or of what was compiled of it.
+    def run(self, call: Callable[[], Any], arguments: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
+        """Run one call of the model with the cache. The model, or its blocks, may be compiled.
 
         Args:
-            given: the arguments of the call, by name.
-            step_of: where in the schedule this call of a branch is.
+            call: Calls the model.
+            arguments: The arguments of the call by name.
+            step_of: Returns the position in the schedule for a branch.
+
+        Raises:
+            RuntimeError: The model already runs with this cache, or the policy cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             require_no_foreign_cache(self.module)
-        site = self.attach()
-        if site.running is not None:
+        host = self.attach()
+        if host.running is not None:
             raise RuntimeError(
-                f"this {type(self.module).__name__} with a cache is already running, in another thread? Both would use the "
+                f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both would use the "
                 "same cache. Use one thread, or a copy of the model for each."
             )
-        self.uncached_by = next((name for name in self.blocks.uncached if given.get(name) is not None), None)
+        self.uncached_by = next((name for name in self.blocks.uncached if arguments.get(name) is not None), None)
         if self.uncached_by is not None:
             with self.paused():
                 return call()
-        branch = site.branch or self._branches.name_of(given)
+        branch = host.branch or self._branches.name_of(arguments)
         if branch is None:
             return self._run_without_branches(call)
         # Before the state is looked up, because a call that begins a section of a video resets the cache.
         step = step_of(branch)
         state = self.state_of(branch)
-        signature = tuple((name, *_form(x)) for name, x in sorted(given.items()) if isinstance(x, Tensor))
+        signature = tuple((name, *_form(x)) for name, x in sorted(arguments.items()) if isinstance(x, Tensor))
         if state.signature != signature:
             state.clear()
             state.signature = signature
         self.state, self.step = state, step
         self.find_mesh()
         self.unchained = [
-            not group.chained or any(given.get(name) is not None for name in group.between)
+            not group.chained or any(arguments.get(name) is not None for name in group.between)
             for group in self.blocks.groups
         ]
-        device = next((x.device for x in given.values() if isinstance(x, Tensor)), self.terms_on_device.device)
-        self.terms = DecisionParams.of(step, self.options, self.threshold)
-        # A new tensor: an accelerator may still read the one before.
-        self.terms_on_device = self.terms.tensor(device)
+        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
+        self.params = DecisionParams.of(step, self.options, self.threshold)
+        # A new tensor, because the device may still read the previous one.
+        self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
-        site.running, site.thread = self, get_ident()
+        host.running, host.thread = self, get_ident()
         try:
             output = call()
             if isinstance(state.decider, TensorDecider):
@@ -181,7 +183,7 @@ class BlockCache:
                 raise policy_cannot_be_compiled(self.options) from error
             raise
         finally:
-            site.running = None
+            host.running = None
         samples = int(self.observed.samples)
         names = names_in_batch(branch, samples, self.branches, self.batch)
         room = self.options.num_residuals
@@ -196,20 +198,20 @@ class BlockCache:
         with self.paused():
             return call()
 
-    def announce(self, given: Mapping[str, Any]) -> None:
-        """Tell that the model is called with the arguments ``given``, maybe on another rank: so all ranks number branches alike."""
+    def announce(self, arguments: Mapping[str, Any]) -> None:
+        """Note that the model is called next with ``arguments``, maybe on another rank, so that all ranks number the branches equally."""
         if self.attach().branch is None:
-            self._branches.announce(given)
+            self._branches.announce(arguments)
 
     def find_mesh(self) -> None:
-        """A plan may have been applied, or removed, since the last call. Traced where the whole call is."""
+        """Find the mesh of the next call, because a plan may have been applied or removed. May be traced."""
         self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
             modes = function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> BranchState:
-        """What is held of a branch; of too many, the oldest goes."""
+        """Return the state of ``branch``, creating it if necessary. Of too many branches the oldest is dropped."""
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
         for oldest in list(self.states)[:-MOST_BRANCHES]:
@@ -218,7 +220,7 @@ class BlockCache:
 
     @contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
-        """Inside, a call is of the branch ``name``: for a graph of the whole model, which does not ask for it."""
+        """Use the state of the branch ``name`` while the block runs. For graphs of the whole model, which cannot look it up."""
         before, self.state = self.state, self.state_of(name)
         try:
             yield
@@ -230,7 +232,7 @@ class BlockCache:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the model runs as if there were no cache."""
+        """Run the model without the cache while the block runs."""
         before, self.idle = self.idle, True
         try:
             yield
@@ -238,7 +240,7 @@ class BlockCache:
             self.idle = before
 
     def reset(self) -> None:
-        """Forget all steps, and let their memory go; the report stays."""
+        """Drop all state and free its memory. The report is kept."""
         self.reset_states()
         self._branches = Branches(self._branches.conditions)
         for group in self._group_blocks:
@@ -263,11 +265,11 @@ class BlockCache:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """One block: computed, or not."""
+        """Run or skip one transformer block."""
         if self.idle:
             return call(block, *args, **kwargs)
-        given = tuple([argument(name, role.parameters, args, kwargs) for name in role.streams])
-        measured = given[role.streams.index(role.measured)]
+        inputs = tuple([argument(name, role.parameters, args, kwargs) for name in role.streams])
+        measured = inputs[role.streams.index(role.measured)]
         if role.opens and not role.skipped:
             self._before = measured
         elif role.opens and self.blocks.modulated is not None:
@@ -279,25 +281,25 @@ class BlockCache:
             if role.decides:
                 output = on_all_stages(self.module, block, output)
                 outputs = as_tuple(output)
-                require_streams(role, block, given, outputs)
+                require_streams(role, block, inputs, outputs)
                 self._decide(outputs[role.streams.index(role.measured)] - self._before)
                 self._before = None
             return output
         if role.enters:
-            self._entries[role.group] = given
+            self._entries[role.group] = inputs
         if self._skip is None or self._skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
                 outputs = as_tuple(output)
-                require_streams(role, block, given, outputs)
+                require_streams(role, block, inputs, outputs)
                 self._store(role, outputs)
         elif self._skip is True:
-            output = like(role, self._forecast(role) if role.exits else given)
+            output = as_output(role, self._forecast(role) if role.exits else inputs)
         elif role.chained and not self.unchained[role.group]:
-            output = self._run_group_in_graph(role, given, args, kwargs)
+            output = self._run_group_in_graph(role, inputs, args, kwargs)
         else:
             blocks = self._group_blocks[role.group]
-            output = self._run_in_graph(role, given, lambda: as_tuple(blocks.call(block, call, *args, **kwargs)))
+            output = self._run_in_graph(role, inputs, lambda: as_tuple(blocks.call(block, call, *args, **kwargs)))
         if role.exits:
             self._entries[role.group] = None
         return output
@@ -305,33 +307,31 @@ class BlockCache:
     # -- deciding
 
     def _decide(self, residual: Tensor) -> None:
-        """Whether the blocks that follow are skipped; ``_skip`` is None where nothing is stored yet."""
+        """Set ``_skip``: whether the remaining blocks are skipped, or None if nothing is stored for it."""
         state = self.state
         traced = torch.compiler.is_compiling()
-        # Blocks of the first group decide.
         sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.groups[0].samples, 0)
-        if sample.dim() < 3:
-            # Tokens without a batch.
+        if sample.dim() < 3:  # Tokens without a batch dim.
             sample = sample[None]
-        terms = self.terms_on_device if traced else self.terms
-        inputs = DecisionInput(sample, self.options, terms, self.mesh, ranks_sharing_samples(self.module))
+        params = self.params_on_device if traced else self.params
+        inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
             self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0, inputs.samples)
-            state.begin_anew()
+            state.drop_residuals()
             state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
             return
         skip, self.observed = decider.decide(inputs)
         if traced:
             self._skip_on_device = skip
-            # Once: each branch of the graph reads it, and would else wait for the device.
+            # One copy, because every torch.cond that reads it would otherwise wait for the device.
             skip = skip.to("cpu")
         self._skip = skip
 
-    # -- skipping, and what is stored for it
+    # -- storing and skipping
 
     def _store(self, role: Role, outputs: Streams) -> None:
-        """The residual of a group that was computed."""
+        """Store the residual of a group that was computed."""
         group, entries = self.state.groups[role.group], self._entries[role.group] or ()
         if group.histories:
             group.store(entries, outputs)
@@ -339,62 +339,64 @@ class BlockCache:
             group.begin(entries, outputs, group.room if isinstance(self.state.decider, TensorDecider) else 1)
 
     def _forecast(self, role: Role) -> Streams:
-        """What a group of skipped blocks is taken to return."""
+        """Return the forecast output of a group of skipped blocks."""
         decider: Any = self.state.decider
-        terms = self.terms_on_device if isinstance(decider, TensorDecider) else self.terms
-        weights = decider.weights(self.options, terms)
+        params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
+        weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
-    def _run_in_graph(self, role: Role, given: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
-        """One block."""
+    def _run_in_graph(self, role: Role, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
+        """Run or skip one block by a ``torch.cond`` of its own."""
         if not role.exits:
-            # What it would give is replaced where the group ends, so nothing is to be in it.
-            return like(role, self._cond(role, lambda: tuple([nothing_like(x) for x in given]), compute, given))
-        return like(role, self._end_group_in_graph(role, given, compute))
+            # The outputs of a skipped block are replaced at the end of the group, so they may be uninitialised.
+            return as_output(
+                role, self._cond(role, lambda: tuple([_uninitialised(x) for x in inputs]), compute, inputs)
+            )
+        return as_output(role, self._end_group_in_graph(role, inputs, compute))
 
     def _cond(
-        self, role: Role, skipped: Callable[[], Streams], computed: Callable[[], Streams], given: Streams
+        self, role: Role, skipped: Callable[[], Streams], computed: Callable[[], Streams], inputs: Streams
     ) -> Streams:
-        """``skipped()`` or ``computed()``."""
+        """Return ``skipped()`` if the step is skipped, otherwise ``computed()``."""
         histories = self.state.groups[role.group].histories
         ends_group = role.exits or (role.chained and not self.unchained[role.group])
-        present = [i for i in range(len(given)) if not ends_group or histories[i] is not None]
-        return either(self._skip, skipped, computed, present, given)
+        present = [i for i in range(len(inputs)) if not ends_group or histories[i] is not None]
+        return cond(self._skip, skipped, computed, present, inputs)
 
     def _run_group_in_graph(
-        self, role: Role, given: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, role: Role, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """All blocks of a group at its first one; the others hand on what they are given."""
+        """Run or skip all blocks of a group when its first block is called. The other blocks return their inputs."""
         if not role.enters:
-            before = self._group_outputs[role.group] or (None,) * len(given)
-            # No generator: Dynamo 2.13 runs it further than any() does.
-            if not all([x is y for x, y in zip(given, before, strict=True)]):  # noqa: C419
+            before = self._group_outputs[role.group] or (None,) * len(inputs)
+            # A list, because Dynamo 2.13 runs a generator further than all() does.
+            if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.module).__name__} does something between the blocks of {self.blocks.groups[role.group].lists}. "
                     "Name the arguments that make it do so in BlockGroup(between=...), or leave chained= out."
                 )
             if role.exits:
                 self._group_outputs[role.group] = None
-            return like(role, given)
+            return as_output(role, inputs)
         streams = role.streams
-        places = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
+        indices = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
 
         def compute() -> Streams:
-            values = given
+            values = inputs
             for call in self._group_blocks[role.group]:
-                positional = [x if place is None else values[place] for place, x in zip(places, args, strict=False)]
+                positional = [x if index is None else values[index] for index, x in zip(indices, args, strict=False)]
                 named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
                 values = as_tuple(call(*positional, **named))
             return values
 
-        outputs = self._end_group_in_graph(role, given, compute)
+        outputs = self._end_group_in_graph(role, inputs, compute)
         if not role.exits:
             self._group_outputs[role.group] = outputs
-        return like(role, outputs)
+        return as_output(role, outputs)
 
-    def _end_group_in_graph(self, role: Role, given: Streams, compute: Callable[[], Streams]) -> Streams:
-        """What the group returns, computed or forecast; its residual is stored if computed."""
-        outputs = self._cond(role, lambda: self._forecast(role), compute, given)
+    def _end_group_in_graph(self, role: Role, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
+        """Return the output of a group, computed or forecast. Stores its residual if it was computed."""
+        outputs = self._cond(role, lambda: self._forecast(role), compute, inputs)
         group, entries = self.state.groups[role.group], self._entries[role.group] or ()
         group.store_unless(self._skip_on_device, entries, outputs)
         return outputs
@@ -402,3 +404,7 @@ class BlockCache:
 
 def _form(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.dtype, x.device
+
+
+def _uninitialised(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""What a cache has to know of a model: its block stack, and what is done at which block."""
+"""The description of a model's block stack for a cache, and the role of each block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from para_core.plans.module_matching import parameters_of
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks through which the same tensors run, one block after the other.
+    """Consecutive blocks that pass on the same tensors.
 
     Args:
-        lists: names of the module lists that hold the blocks, in the order in which they run.
-        streams: parameters of a block's ``forward`` whose changed values it returns, in the order in which it returns them.
-            A block of one stream returns the tensor itself.
-        measured: the stream whose change is compared from step to step.
-        chained: the model only hands the streams from block to block, and gives each the same other arguments; a compiled
-            graph then skips all blocks of the group at once.
-        between: arguments of the model with which it does more than that (residuals of a ControlNet).
-        samples: the dim of ``measured`` that holds the samples of a batch: 1 of ``[S, B, C]``.
+        lists (`tuple[str, ...]`): Names of the module lists with the blocks, in the order in which they run.
+        streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new values it returns, in the
+            order in which it returns them. A block with one stream returns the tensor itself.
+        measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
+        chained (`bool`, defaults to `False`): Whether the model does nothing between the blocks but pass the streams on, with equal other
+            arguments. A compiled graph then skips all blocks of the group at once.
+        between (`tuple[str, ...]`, defaults to `()`): Arguments of the model with which a chained model does more between its blocks, such as
+            residuals of a ControlNet.
+        samples (`int`, defaults to `0`): The dim of ``measured`` that holds the samples of the batch; 1 for ``[S, B, C]``.
+
+    Raises:
+        TypeError, ValueError: A value is not a tuple of names, is empty, or ``measured`` is not a stream.
     """
 
     lists: tuple[str, ...]
@@ -47,15 +51,18 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class CachedBlocks:
-    """The block stack of a model, in groups: another begins where the tensors change their form (text joins the image).
+    """The block stack of a model, in groups. A new group begins when the streams change, for example when text joins the image.
 
     Args:
-        groups: in the order in which they run.
-        conditions: arguments of the model that tell the branches of guidance apart where the pipeline does not name them. Defaults
-            to ``encoder_hidden_states``, if the model takes it.
-        uncached: arguments with which the model is called without the cache (those that leave out blocks).
-        modulated: of the first block and its arguments by name, the modulated input ``[B, S, C]``: what it computes at little
-            cost from the tokens and the time. For rules that decide before it.
+        groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
+        conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay equal from step to step.
+            They identify the branch if the pipeline does not name it. Defaults to ``encoder_hidden_states``, if the model has it.
+        uncached (`tuple[str, ...]`, defaults to `()`): Arguments with which a call runs without the cache, such as layers to skip.
+        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the modulated input ``[B, S, C]`` of the first block, which it
+            computes at low cost from tokens and time. Needed by rules that decide before the first block.
+
+    Raises:
+        TypeError, ValueError: A value is not a tuple of the expected kind, or there is no group.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -75,15 +82,26 @@ class CachedBlocks:
                 _require_names("CachedBlocks", name, getattr(self, name))
 
 
-def _require_names(what: str, name: str, given: Any) -> None:
-    if not isinstance(given, tuple) or not all(isinstance(one, str) for one in given):
-        example = f"('{given}',)" if isinstance(given, str) else "('…',)"
-        raise TypeError(f"{what}({name}={given!r}): expected a tuple of names: {name}={example}.")
+def _require_names(cls: str, name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+        example = f"('{value}',)" if isinstance(value, str) else "('…',)"
+        raise TypeError(f"{cls}({name}={value!r}): expected a tuple of names: {name}={example}.")
 
 
 @dataclass(frozen=True)
 class Role:
-    """What is done at a block. Blocks of one role share a class, and so a graph."""
+    """What the cache does at a block. Blocks with equal roles share a class, and therefore a graph.
+
+    Args:
+        group: Index of the block's group.
+        streams, measured, chained: Those of the group.
+        parameters: Parameters of the block's ``forward``.
+        opens: Whether it is the first block, at which the measured stream is recorded.
+        decides: Whether the step is decided after this block.
+        enters: Whether it is the first block of its group that may be skipped.
+        skipped: Whether it may be skipped.
+        exits: Whether it is the last block of its group that may be skipped, at which the residual is stored or added.
+    """
 
     group: int
     streams: tuple[str, ...]
@@ -98,48 +116,48 @@ class Role:
 
 
 def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for name in group.lists:
         try:
-            listed = module.get_submodule(name)
+            module_list = module.get_submodule(name)
         except AttributeError:
             raise ValueError(
                 f"{type(module).__name__} has no {name!r}, which the description of its blocks names. Name its module "
                 "lists in BlockGroup(lists=...)."
             ) from None
-        found.extend(listed.children())
-    return found
+        blocks.extend(module_list.children())
+    return blocks
 
 
 def roles_of(
     module: nn.Module, blocks: CachedBlocks, first_blocks: int = 1, last_blocks: int = 0
 ) -> list[tuple[nn.Module, Role]]:
-    """Each block at which something is done, in the order in which they run, and what.
+    """Return the blocks that need a hook, in the order in which they run, with their roles.
 
     Args:
-        first_blocks, last_blocks: so many always run.
+        first_blocks, last_blocks: Numbers of blocks at both ends that always run.
 
     Raises:
-        ValueError: the model has no such blocks, or none would ever be skipped.
+        ValueError: The model has no such blocks, or no block would be skipped.
     """
-    found = [(place, group, block) for place, group in enumerate(blocks.groups) for block in _blocks_of(module, group)]
-    first, stop = first_blocks, len(found) - last_blocks
-    in_first_group = sum(place == 0 for place, _, _ in found)
+    stack = [(index, group, block) for index, group in enumerate(blocks.groups) for block in _blocks_of(module, group)]
+    first, stop = first_blocks, len(stack) - last_blocks
+    in_first_group = sum(group_index == 0 for group_index, _, _ in stack)
     if first >= stop or first > in_first_group:
         raise ValueError(
-            f"{type(module).__name__} has {len(found)} blocks, {in_first_group} of them in its first group; with "
+            f"{type(module).__name__} has {len(stack)} blocks, {in_first_group} of them in its first group; with "
             f"first_blocks={first} and last_blocks={last_blocks} none is left to skip. Choose fewer."
         )
     skipped = range(first, stop)
     roles = []
-    for index, (place, group, block) in enumerate(found):
+    for index, (group_index, group, block) in enumerate(stack):
         parameters = parameters_of(block)
         missing = [name for name in group.streams if name not in parameters]
         if missing:
             raise ValueError(f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}.")
-        of_group = [i for i in skipped if found[i][0] == place]
+        of_group = [i for i in skipped if stack[i][0] == group_index]
         role = Role(
-            group=place,
+            group=group_index,
             streams=group.streams,
             parameters=parameters,
             measured=group.measured,
@@ -158,21 +176,22 @@ def roles_of(
 def argument(name: str, parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name in kwargs:
         return kwargs[name]
-    place = parameters.index(name)
-    return args[place] if place < len(args) else None
+    index = parameters.index(name)
+    return args[index] if index < len(args) else None
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def like(role: Role, values: tuple[Any, ...]) -> Any:
+def as_output(role: Role, values: tuple[Any, ...]) -> Any:
+    """Return ``values`` in the form in which a block of ``role`` returns its streams."""
     return values[0] if len(role.streams) == 1 else values
 
 
-def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], returned: tuple[Any, ...]) -> None:
-    """Raise unless a block returned its streams in the order that its role names."""
-    before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (given, returned))
+def require_streams(role: Role, block: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` unless a block returned tensors with the shapes of its streams, in their order."""
+    before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
     if len(before) == len(after) and all(x == y for x, y in zip(before, after, strict=True) if None not in (x, y)):
         return
     cls, shapes = (
@@ -182,12 +201,12 @@ def require_streams(role: Role, block: nn.Module, given: tuple[Any, ...], return
     reordered = sorted(map(str, before)) == sorted(map(str, after))
     if not reordered and len(before) == len(after) and any(map(_only_shorter, before, after)):
         raise ValueError(
-            f"{cls} {shapes}: tokens were sharded (or gathered) inside of this block, by a hook on it or by its own code. The cache runs around "
-            "the block and its hooks, and measures tokens that are sharded alike before and after it. Shard before the block stack: the "
-            "model's inputs, or with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
+            f"{cls} {shapes}: tokens were sharded or gathered inside this block, by a hook on it or by its own code. The cache runs outside "
+            "the block and its hooks, and needs the same tokens before and after it. Shard before the block stack: the model's inputs, or "
+            "with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
         )
     raise ValueError(
-        f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose changed values it returns, in the order in which it returns them."
+        f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose new values it returns, in the order in which it returns them."
     )
 
 

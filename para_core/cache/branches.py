@@ -1,4 +1,4 @@
-"""Which branch of guidance a call of a model is, where the pipeline does not say."""
+"""Identify the CFG branch of a model call if the pipeline does not name it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from para_core.instance_patching import original_class
 from para_core.torch_internals import pytree, version_of
 from para_core.user_warnings import CacheWarning, warn_user
 
-# If none are named, and the model takes them.
+# Used if the user names no conditions and the model has the argument.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
-# A pipeline has two or three.
+# Maximum number of branches with stored state. A pipeline has two or three.
 MOST_BRANCHES = 8
-# So many of which none came back are no branches: what tells them apart changes from step to step.
+# After this many new conditions without a repetition, the conditions change from step to step and identify no branches.
 _MOST_NEW = 4
 
 
 def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
-    """Return the arguments of ``module`` that tell its branches of guidance apart.
+    """Return the arguments of ``module`` that identify its CFG branches.
 
     Raises:
-        ValueError: ``blocks.conditions`` names an argument that the model does not take.
+        ValueError: ``blocks.conditions`` names an argument that the model does not have.
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -59,35 +59,35 @@ def names_in_batch(branch: str, samples: int, branches: int, batch: int) -> list
     return [f"{branch}/{i}" for i in range(held)]
 
 
-# Calls of a branch after which nothing is expected to alternate any more.
+# Number of calls of a branch that are searched for alternating arguments.
 _MOST_COMPARED = 6
 
 
 @dataclass
-class _Known:
+class _Branch:
     leaves: list[Any]
     name: str
     came_back: bool = False
 
 
 class _FirstCalls:
-    """The tensors that a model was called with, at its first calls.
+    """The tensor arguments of the first calls of a model.
 
-    Tensors are compared by identity of their memory, so an accelerator is not waited for.
+    Tensors are compared by the identity of their memory, so the host does not wait for the device.
     """
 
     def __init__(self) -> None:
         self._branches: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        # Memory that is held is not used for another tensor.
+        # References that keep the memory from being reused for other tensors.
         self._held: list[Tensor] = []
         self._over = False
 
     def alternating(self, branch: str, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Add a call. Return the arguments that differed between the last two calls, if these were of one step and of one branch.
+        """Add a call. Return the arguments that differ between the last two calls, if these look like two branches of one step.
 
-        Two branches of guidance that are called in turn look like this: the latents of two calls are the same, those of the next
-        call are new, and the text of the first call comes back.
+        With two CFG branches called in turn, two calls have the same latents, the next call has new ones, and the text of the first call comes
+        back.
         """
         if self._over:
             return []
@@ -112,93 +112,95 @@ def _memory_of(x: Tensor) -> Any:
 
 
 class Branches:
-    """Tells branches apart by what the model is conditioned on, never by counting calls.
+    """Identifies branches by the conditions of the model, never by counting calls.
 
     Args:
-        conditions: names of the arguments that differ between branches, and stay from step to step.
+        conditions: Names of the arguments that differ between branches and stay equal from step to step.
     """
 
     def __init__(self, conditions: tuple[str, ...]) -> None:
         self.conditions = conditions
-        self._known: list[_Known] = []
+        self._branches: list[_Branch] = []
         self._count = 0
         self._first_calls = _FirstCalls()
-        # The name of the branch that is called next, if it was announced.
+        # The name of the next call's branch, if it was announced.
         self._announced: tuple[str | None] | None = None
 
-    def announce(self, given: Mapping[str, Any]) -> None:
-        """Name the branch of the next call, which another rank may compute."""
-        self._announced = (self._name_of(given),)
+    def announce(self, arguments: Mapping[str, Any]) -> None:
+        """Determine the branch of the next call from its arguments. Another rank may compute that call."""
+        self._announced = (self._name_of(arguments),)
 
-    def name_of(self, given: Mapping[str, Any]) -> str | None:
-        """The name of the branch: ``branch 0`` for the first that was seen, and so on; None if they cannot be told apart.
+    def name_of(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return the name of the branch: ``branch 0`` for the first one, and so on; None if branches cannot be identified.
 
-        The host waits for the device only where the conditions are tensors that were made anew, and then once.
+        The host waits for the device only if the conditions are new tensors, and then once.
         """
         announced, self._announced = self._announced, None
-        name = self._name_of(given) if announced is None else announced[0]
+        name = self._name_of(arguments) if announced is None else announced[0]
         if name is not None:
-            self._warn_of_unnamed(name, given)
+            self._warn_of_unnamed(name, arguments)
         return name
 
-    def _warn_of_unnamed(self, branch: str, given: Mapping[str, Any]) -> None:
-        others = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in self.conditions}
+    def _warn_of_unnamed(self, branch: str, arguments: Mapping[str, Any]) -> None:
+        others = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.conditions}
         unnamed = self._first_calls.alternating(branch, others)
         if unnamed:
             named = (*self.conditions, *unnamed)
             warn_user(
                 f"{' and '.join(unnamed)} differ(s) between the calls of one step, and CachedBlocks(conditions={self.conditions!r}) "
-                "does not name it: the cache takes these calls for one branch of guidance, and mixes what it stores of them. Write "
+                "does not name it: the cache treats these calls as one CFG branch, and mixes their residuals. Write "
                 f"CachedBlocks(conditions={named!r}), or call the model inside `with model.cache_context(name)`.",
                 CacheWarning,
             )
 
     def why_unknown(self, model: str) -> str:
-        """Say why :meth:`name_of` returned None."""
+        """Return the warning for the case that :meth:`name_of` returned None."""
         return (
-            f"{' and '.join(self.conditions)} of this {model} change from step to step, so its branches of guidance cannot be "
-            "told apart, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
-            "CachedBlocks(conditions=...) what stays from step to step."
+            f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be identified, "
+            "and all steps are computed. Call it inside `with model.cache_context(name)`, or name in CachedBlocks(conditions=...) "
+            "arguments that stay equal from step to step."
         )
 
-    def _name_of(self, given: Mapping[str, Any]) -> str | None:
-        if self._count > _MOST_NEW and not any(known.came_back for known in self._known):
+    def _name_of(self, arguments: Mapping[str, Any]) -> str | None:
+        if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
             return None
-        leaves = pytree.tree_leaves([given.get(name) for name in self.conditions])
-        # Switches, too: some pipelines call the model a third time with some of its layers left out.
-        leaves += [x for name, x in sorted(given.items()) if isinstance(x, (bool, str))]
-        found = self._find(leaves)
-        if found is not None:
-            found.came_back = True
-            # What comes next may be this very tensor.
-            found.leaves = leaves
-            return found.name
+        leaves = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
+        # Bools and strings as well, because some pipelines call the model a third time with some layers left out.
+        leaves += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
+        branch = self._find(leaves)
+        if branch is not None:
+            branch.came_back = True
+            # The next call may pass the same tensors, which are then equal without a comparison of values.
+            branch.leaves = leaves
+            return branch.name
         self._count += 1
-        if self._count > _MOST_NEW and not any(known.came_back for known in self._known):
-            self._known = []
+        if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
+            self._branches = []
             return None
         name = f"branch {self._count - 1}"
-        self._known = [*self._known, _Known(leaves, name)][-MOST_BRANCHES:]
+        self._branches = [*self._branches, _Branch(leaves, name)][-MOST_BRANCHES:]
         return name
 
-    def _find(self, leaves: list[Any]) -> _Known | None:
-        alike = [known for known in self._known if _may_be_same(known.leaves, leaves)]
-        for known in alike:
-            if all(x is y for x, y in zip(known.leaves, leaves, strict=True) if isinstance(x, Tensor)):
-                return known
-        if not alike:
+    def _find(self, leaves: list[Any]) -> _Branch | None:
+        candidates = [branch for branch in self._branches if _may_be_equal(branch.leaves, leaves)]
+        for branch in candidates:
+            if all(x is y for x, y in zip(branch.leaves, leaves, strict=True) if isinstance(x, Tensor)):
+                return branch
+        if not candidates:
             return None
-        same = [
+        equal = [
             torch.stack(
-                [(x == y).all() for x, y in zip(known.leaves, leaves, strict=True) if isinstance(x, Tensor)]
+                [(x == y).all() for x, y in zip(branch.leaves, leaves, strict=True) if isinstance(x, Tensor)]
             ).all()
-            for known in alike
+            for branch in candidates
         ]
-        return next((known for known, equal in zip(alike, torch.stack(same).tolist(), strict=True) if equal), None)
+        return next(
+            (branch for branch, is_equal in zip(candidates, torch.stack(equal).tolist(), strict=True) if is_equal), None
+        )
 
 
-def _may_be_same(before: list[Any], now: list[Any]) -> bool:
-    """Whether only the values of tensors could tell them apart."""
+def _may_be_equal(before: list[Any], now: list[Any]) -> bool:
+    """Whether the two lists are equal except for the values of tensors."""
     return len(before) == len(now) and all(map(_form_is_same, before, now))
 
 

@@ -1,4 +1,4 @@
-"""One of two computations in a compiled graph, chosen by a tensor."""
+"""``torch.cond`` for two computations with optional outputs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 Streams = tuple[Tensor | None, ...]
 
 
-def either(
-    condition: Any, one: Callable[[], Streams], other: Callable[[], Streams], present: list[int], inputs: Streams
+def cond(
+    condition: Any, if_true: Callable[[], Streams], if_false: Callable[[], Streams], present: list[int], inputs: Streams
 ) -> Streams:
-    """Return ``one()`` if ``condition``, else ``other()``: each is a branch of ``torch.cond``.
+    """Return ``if_true()`` or ``if_false()`` by ``torch.cond``.
 
     Args:
-        condition: a bool tensor with one element. On an accelerator, the host waits for it at each call.
-        present: indices of the outputs that are tensors; the others are None.
-        inputs: tensors whose shapes the outputs have.
+        condition: A bool tensor with one element. On an accelerator the host waits for it at each call.
+        present: Indices of the outputs that are tensors; the others are None.
+        inputs: Tensors with the shapes of the outputs.
     """
 
     def flattened(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:
@@ -29,7 +29,7 @@ def either(
 
         return flat_outputs
 
-    flat = torch.cond(condition, flattened(one), flattened(other), ())
+    flat = torch.cond(condition, flattened(if_true), flattened(if_false), ())
     outputs: list[Tensor | None] = [None] * len(inputs)
     for i, x in zip(present, flat, strict=True):
         shape: Any = inputs[i]
@@ -37,17 +37,12 @@ def either(
     return tuple(outputs)
 
 
-def nothing_like(x: Tensor) -> Tensor:
-    """Memory in the form of ``x``, for what is replaced later on."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def _flat_copy(x: Tensor | None) -> Tensor:
     """Return a contiguous copy of ``x`` with one dim.
 
-    ``torch.cond`` requires outputs that alias nothing, and equal strides in both branches. If a size is symbolic, it derives the
-    strides of the result from the sizes, and fails where a dim of size 1 or two branches with other expressions of the same size
-    make that ambiguous. One dim has stride 1 whatever its size.
+    ``torch.cond`` requires outputs that alias nothing, with equal strides in both branches. If a size is symbolic, it derives the strides of the
+    result from the sizes, and fails if a dim has size 1 or if the branches have different expressions for the same size. A tensor with one dim
+    always has stride 1.
     """
     if x is None:
         raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")

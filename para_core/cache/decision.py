@@ -1,4 +1,4 @@
-"""Whether the blocks behind the first are skipped at a step: decided by Python's numbers, or by tensors in a graph."""
+"""The skip decision of one step: by Python numbers in eager code, by tensors in a graph."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Verdict(IntEnum):
     WARMUP = 2
     # max_consecutive_hits or max_hits was reached.
     LIMIT = 3
-    # Outside of start and end, the last step, or one that compute_steps names.
+    # Outside of start and end, the last step, or a step of compute_steps.
     SCHEDULE = 4
-    # The difference was no finite number.
+    # The difference was not finite.
     NOT_FINITE = 5
-    # compute_steps leaves the step out, so it was skipped.
+    # Skipped, because the step is not in compute_steps.
     MASKED = 6
 
     @property
@@ -39,18 +39,18 @@ class Verdict(IntEnum):
         return self in (Verdict.HIT, Verdict.MASKED)
 
 
-# As numbers, which a graph can hold.
+# As floats, which a graph can hold.
 _HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED = map(float, Verdict)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where in the schedule a call is.
+    """The position of a call in the schedule. Without a schedule the defaults hold.
 
     Args:
-        index, total: of the steps of the schedule; a call by hand has no schedule.
-        time: on the schedule's own scale.
-        forced: the verdict, where the step is not asked for.
+        index, total: Index of the step, and number of steps in the schedule.
+        time: The timestep, on the scale of the schedule.
+        forced: The verdict, if the options fix it for this step.
     """
 
     index: int = 0
@@ -69,9 +69,9 @@ def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
 
 
 class DecisionParams(NamedTuple):
-    """By what a call is decided. In a graph 0-dim float64 tensors, so that one graph serves all values."""
+    """Numbers on which the decision of a call depends. In a graph they are 0-dim float64 tensors, so that one graph serves all values."""
 
-    forced: Number  # a Verdict; 0: it is to be asked
+    forced: Number  # A Verdict, or 0 if the difference decides.
     time: Number
     step: Number
     num_steps: Number
@@ -87,16 +87,17 @@ class DecisionParams(NamedTuple):
         return DecisionParams(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Float64, one number per field."""
+        """Return the fields as a float64 tensor ``[8]`` on ``device``, without waiting for it."""
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
 
 
 class Counts(NamedTuple):
-    """What is counted of one branch.
+    """Counters of one branch.
 
     Args:
-        calls, hits, hits_in_a_row: so far; the last since the last computed call.
-        times: of the last computed steps, newest first; 0 where there are none yet.
+        calls, hits: Number of calls, and of skipped ones.
+        hits_in_a_row: Number of skipped calls since the last computed one.
+        times: Timesteps of the last computed steps, newest first; 0 for those that do not exist yet.
     """
 
     calls: Number
@@ -109,7 +110,7 @@ class Counts(NamedTuple):
         return self.calls - self.hits
 
     def after(self, skip: Any, time: Number, where: Where) -> Counts:
-        """Behind a call at ``time`` that was skipped, or computed."""
+        """Return the counters after a call at ``time`` that was skipped or computed."""
         return Counts(
             self.calls + 1,
             where(skip, self.hits + 1, self.hits),
@@ -118,30 +119,30 @@ class Counts(NamedTuple):
         )
 
 
-# where(condition, one, other): of numbers, or of 0-dim tensors.
+# where(condition, a, b) returns a or b: Python numbers, or 0-dim tensors.
 Where = Callable[[Any, Any, Any], Any]
 
 
-def _where(condition: bool, one: Any, other: Any) -> Any:
-    return one if condition else other
+def _where(condition: bool, a: Any, b: Any) -> Any:
+    return a if condition else b
 
 
-def _unasked(terms: DecisionParams, counts: Counts, where: Where) -> Number:
-    """The verdict for which the residual need not be looked at; 0 if it must be."""
-    found: Number = where(counts.hits_in_a_row >= terms.max_consecutive_hits, _LIMIT, 0.0)
-    found = where(counts.hits >= terms.max_hits, _LIMIT, found)
-    found = where(counts.calls < terms.warmup_steps, _WARMUP, found)
-    return where(terms.forced > 0, terms.forced, found)  # type: ignore[no-any-return]
+def _verdict_without_difference(params: DecisionParams, counts: Counts, where: Where) -> Number:
+    """Return the verdict that does not depend on the difference; 0 if the difference decides."""
+    verdict: Number = where(counts.hits_in_a_row >= params.max_consecutive_hits, _LIMIT, 0.0)
+    verdict = where(counts.hits >= params.max_hits, _LIMIT, verdict)
+    verdict = where(counts.calls < params.warmup_steps, _WARMUP, verdict)
+    return where(params.forced > 0, params.forced, verdict)  # type: ignore[no-any-return]
 
 
 class Observed(NamedTuple):
-    """What a call was decided by; tensors if a graph decided.
+    """The outcome of a decision. Its values are tensors if a graph decided.
 
     Args:
-        differences: of each sample; None: not asked for.
-        verdict: a ``Verdict``, or its number.
-        computed: steps of the branch that were computed before, from whose residuals this one may be forecast.
-        samples: number of samples of the call, on all ranks that share them.
+        differences: The difference of each sample; None if the verdict did not depend on it.
+        verdict: A ``Verdict``, or its number.
+        computed: Number of computed steps of the branch before this call, whose residuals a forecast can use.
+        samples: Number of samples of the call, over all ranks that share them.
     """
 
     differences: Any
@@ -156,7 +157,7 @@ class Observed(NamedTuple):
 
 
 class Stopwatch:
-    """Seconds of what runs until :meth:`stop`, without waiting for an accelerator."""
+    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[Any, Any] | None = None
@@ -183,11 +184,11 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A call as it was observed; reading its tensors, or its seconds, may wait for an accelerator.
+    """One call, for the report. Reading its tensors or seconds may wait for the device.
 
     Args:
-        branches: those that the call held, each with as many of the ``samples``.
-        room: so many residuals are stored at most.
+        branches: The branches in the batch of the call; ``samples`` are divided equally among them.
+        room: Maximum number of stored residuals.
     """
 
     step: int
@@ -201,34 +202,33 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """What a decider is asked at one call.
+    """Inputs of the decision of one call.
 
     Args:
-        sample: of the first-block residual of this rank's tokens, what is compared; ``[B, ...]``. Each sample of the batch is
-            compared with itself, and one that changed much is enough to compute all: a graph cannot skip half a batch.
-        options: the rule, and the policy.
-        terms: numbers, or for a graph the tensor of them.
-        mesh: ranks that hold parts of one sequence, and decide alike.
-        sharing: ranks that each have a part of the samples of the call, as many as this rank. They decide alike, too: by all
-            samples, as one device does.
+        sample: ``[B, ...]``, the compared values of this rank's tokens, usually some channels of the first-block residual. Each sample of the
+            batch is compared with its own earlier value, and one large difference computes the whole batch: a graph cannot skip half of it.
+        options: The rule and the policy.
+        params: The numbers of the call; in a graph a tensor of them.
+        mesh: Ranks that hold parts of one sequence. They decide together.
+        sharing: Ranks that hold an equal number of the samples of the call. They decide together as well, by all samples, as one device does.
     """
 
     sample: Tensor
     options: CacheOptions
-    terms: DecisionParams | Tensor
+    params: DecisionParams | Tensor
     mesh: SequenceMesh | None
     sharing: MeshDim | None = None
 
     @property
     def samples(self) -> int:
-        """Number of samples of the call, on all ranks that share them."""
+        """Number of samples of the call, over all ranks that share them."""
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return the differences to ``first`` of all samples of the call, ``[samples]``; the same on all ranks that share the call."""
+        """Return the difference of each sample of the call to ``first``: ``[samples]``, equal on all ranks that decide together."""
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
-        # Every rank adds up the same numbers in the same order, so none decides by another rounding.
+        # All ranks add the same numbers in the same order, so that rounding cannot make their decisions differ.
         for dim in () if self.mesh is None else self.mesh.dims:
             if dim.size > 1:
                 sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
@@ -237,81 +237,81 @@ class DecisionInput:
             differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
         return differences
 
-    def may_skip(self, largest: Number, terms: DecisionParams, counts: Counts) -> Any:
-        """What the threshold says of the largest difference, or the policy."""
+    def may_skip(self, largest: Number, params: DecisionParams, counts: Counts) -> Any:
+        """Return whether the threshold, or the policy, allows to skip a step with this largest difference."""
         if self.options.policy is None:
-            return largest < terms.threshold
+            return largest < params.threshold
         return self.options.ask_policy(
-            Observation(largest, terms.threshold, terms.step, terms.num_steps, counts.hits_in_a_row)
+            Observation(largest, params.threshold, params.step, params.num_steps, counts.hits_in_a_row)
         )
 
 
 class Decider(Protocol):
-    """Decides for one branch; begins with a call that was computed.
+    """Decides for one branch. It is created after the first call of the branch was computed.
 
     Attributes:
-        first: the first-block residual that the next one is compared with, sampled.
+        first: The sample of the last computed step, with which the next one is compared.
     """
 
     first: Tensor
 
     def decide(self, inputs: DecisionInput) -> tuple[Any, Observed]:
-        """Whether to skip, and by what it was decided."""
+        """Return whether to skip the step, and the outcome for the report. Updates the counters."""
 
-    def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
-        """Of the stored residuals in the forecast for the call of these terms, newest first; after :meth:`decide`."""
+    def weights(self, options: CacheOptions, params: Any) -> list[Any]:
+        """Return the weights of the stored residuals, newest first, in the forecast for this call. Called after :meth:`decide`."""
 
     def leave_graph(self) -> None:
-        """Copy the tensors that it holds, which a graph has returned."""
+        """Copy the held tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
 
 
 class NumberDecider:
-    """In eager code. The host waits for the device at most once per call, and not where the residual is not asked for."""
+    """The decider in eager code. The host waits for the device at most once per call, and only if the difference decides."""
 
     def __init__(self, inputs: DecisionInput) -> None:
-        terms: Any = inputs.terms
+        params: Any = inputs.params
         later = [0.0] * (inputs.options.num_residuals - 1)
         self.first = inputs.sample.contiguous()
-        self._counts = Counts(1, 0, 0, (terms.time, *later))
+        self._counts = Counts(1, 0, 0, (params.time, *later))
 
     def decide(self, inputs: DecisionInput) -> tuple[bool, Observed]:
-        terms: Any = inputs.terms
+        params: Any = inputs.params
         counts = self._counts
-        verdict = Verdict(int(_unasked(terms, counts, _where)))
+        verdict = Verdict(int(_verdict_without_difference(params, counts, _where)))
         differences: list[float] | None = None
         if verdict is Verdict.HIT:
             differences = inputs.differences(self.first).tolist()
             verdict = Verdict.NOT_FINITE
             if all(math.isfinite(x) for x in differences):
-                verdict = Verdict.HIT if bool(inputs.may_skip(max(differences), terms, counts)) else Verdict.MISS
+                verdict = Verdict.HIT if bool(inputs.may_skip(max(differences), params, counts)) else Verdict.MISS
         skip = verdict.skips
-        self._counts = counts.after(skip, terms.time, _where)
+        self._counts = counts.after(skip, params.time, _where)
         if not skip:
             self.first = inputs.sample.contiguous()
         return skip, Observed(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
-        """Do nothing: it was made in eager code."""
+        """Do nothing, because its tensors were made in eager code."""
 
-    def weights(self, options: CacheOptions, terms: Any) -> list[float]:
+    def weights(self, options: CacheOptions, params: Any) -> list[float]:
         if options.num_residuals == 1:
             return [1.0]
-        numbers = self._counts.times, terms.time, self._counts.computed
+        numbers = self._counts.times, params.time, self._counts.computed
         times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
-        found: list[float] = options.forecasts.weights(times, now, computed).tolist()
-        return found
+        weights: list[float] = options.forecasts.weights(times, now, computed).tolist()
+        return weights
 
 
 class TensorDecider:
-    """In a graph, where what it holds is changed in place."""
+    """The decider in a graph. Its tensors are changed in place."""
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
-        # Calls, hits, hits in a row; times.
-        begun = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+        # Calls, hits, hits in a row, and the times.
+        counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
-        given: Any = inputs.terms
-        self._numbers = torch.cat([begun, given[1:2], later])
+        params: Any = inputs.params
+        self._numbers = torch.cat([counters, params[1:2], later])
 
     @property
     def _counts(self) -> Counts:
@@ -319,53 +319,53 @@ class TensorDecider:
         return Counts(calls, hits, hits_in_a_row, tuple(times))
 
     def decide(self, inputs: DecisionInput) -> tuple[Tensor, Observed]:
-        given: Any = inputs.terms
-        terms, counts, first = DecisionParams(*given.unbind()), self._counts, self.first
+        numbers: Any = inputs.params
+        params, counts, first = DecisionParams(*numbers.unbind()), self._counts, self.first
         differences = inputs.differences(first).double()
-        may_skip = torch.as_tensor(inputs.may_skip(differences.max(), terms, counts), device=first.device)
+        may_skip = torch.as_tensor(inputs.may_skip(differences.max(), params, counts), device=first.device)
         verdict = torch.where(may_skip, _HIT, _MISS)
         verdict = torch.where(differences.isfinite().all(), verdict, _NOT_FINITE)
-        unasked: Any = _unasked(terms, counts, torch.where)
-        verdict = torch.where(unasked > 0, unasked.to(verdict.dtype), verdict)
+        fixed: Any = _verdict_without_difference(params, counts, torch.where)
+        verdict = torch.where(fixed > 0, fixed.to(verdict.dtype), verdict)
         skip = (verdict == _HIT) | (verdict == _MASKED)
-        counted: Any = counts.after(skip, terms.time, torch.where)
-        self._numbers.copy_(torch.stack([*counted[:3], *counted.times]))
+        after: Any = counts.after(skip, params.time, torch.where)
+        self._numbers.copy_(torch.stack([*after[:3], *after.times]))
         first.copy_(torch.where(skip, first, inputs.sample))
         return skip, Observed(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
         self.first, self._numbers = self.first.clone(), self._numbers.clone()
 
-    def weights(self, options: CacheOptions, terms: Any) -> list[Any]:
+    def weights(self, options: CacheOptions, params: Any) -> list[Any]:
         if options.num_residuals == 1:
             return [1.0]
         computed: Any = self._counts.computed
-        return list(options.forecasts.weights(self._numbers[3:], terms[1], computed).unbind())
+        return list(options.forecasts.weights(self._numbers[3:], params[1], computed).unbind())
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
-    """So many first blocks of ``model`` always run, before a step is decided.
+    """Return the number of blocks of ``model`` that run before a step is decided.
 
     Raises:
-        ValueError: the rule decides before any block, and that does not go with what is known, or was asked for.
+        ValueError: The rule decides before block 0, but ``blocks.modulated`` is missing or ``first_blocks`` is set.
     """
     if not options.decides_before_blocks:
         return options.first_blocks
     name = rule_of(options.rule).name
     if blocks.modulated is None:
         raise ValueError(
-            f"rule {name} compares the modulated input of the first block, and that of {model} is not known. Describe it in "
-            "CachedBlocks(modulated=...), or take rule='first_block'."
+            f"rule {name} compares the modulated input of the first block, which is not known for {model}. Describe it in "
+            "CachedBlocks(modulated=...), or use rule='first_block'."
         )
     if options.first_blocks != 1:
         raise ValueError(
-            f"rule {name} runs no block before it decides, so first_blocks={options.first_blocks} has no effect."
+            f"rule {name} decides before the first block, so first_blocks={options.first_blocks} has no effect. Leave it out."
         )
     return 0
 
 
 def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
-    """What to raise where :func:`~para_core.foreign_errors.is_data_dependent`."""
+    """Return the error for a policy that Dynamo could not trace because it depends on values of tensors."""
     return RuntimeError(
         f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim tensors: "
         "write & and | in place of `and` and `or`, and torch.where in place of `if`."

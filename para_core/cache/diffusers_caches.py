@@ -1,4 +1,4 @@
-"""Caches that diffusers itself put on a model."""
+"""Detect caches of diffusers on a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-# Where their hooks are written.
+# The modules of diffusers that define the hooks of its caches.
 _MODULES = (
     "faster_cache",
     "first_block_cache",
@@ -19,27 +19,24 @@ _MODULES = (
 
 
 def foreign_cache(module: nn.Module) -> str | None:
-    """What diffusers calls a cache of its own on ``module``; None if there is none."""
+    """Return the name of the cache of diffusers on ``module``; None if there is none."""
     config: Any = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__
     for part in module.modules():
         registry: Any = part.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():
-            # apply_first_block_cache(transformer, ...) and its like leave no config.
+            # apply_first_block_cache(transformer, ...) and similar functions set no _cache_config.
             if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _MODULES:
                 return type(hook).__name__
     return None
 
 
 def require_no_foreign_cache(module: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: diffusers has a cache on ``module``.
-    """
-    found = foreign_cache(module)
-    if found is not None:
+    """Raise ``ValueError`` if ``module`` has a cache of diffusers."""
+    cache = foreign_cache(module)
+    if cache is not None:
         raise ValueError(
-            f"this {type(module).__name__} has a cache of diffusers ({found}), and two caches would skip the same blocks. Call "
+            f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same blocks. Call "
             "disable_cache() of the transformer first; apply_cache_on_pipe(pipe, ...) then is its only cache."
         )

@@ -1,4 +1,4 @@
-"""How the residual of a skipped step is forecast from those of computed ones."""
+"""Forecasts: how the residual of a skipped step is computed from those of computed steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Forecast:
-    """How the residual of a skipped step is forecast from those of the last computed ones.
+    """A rule that forecasts the residual of a skipped step as a weighted sum of the last computed ones.
 
     Args:
-        name: in reports and messages.
-        num_residuals: so many are stored, at least 1.
-        weights: ``weights(times, now, known)``: of the stored residuals in their sum, ``[num_residuals]``. ``times``: of the
-            stored ones, newest first, ``[num_residuals]``; ``now``: of the step to forecast; ``known``: how many there are so
-            far, 0-dim. All float64 tensors, on the device in a compiled graph: no branch on their values.
-        source: who published it.
+        name (`str`): Name in reports and messages.
+        num_residuals (`int`): Number of residuals that are stored, at least 1.
+        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times`` ``[num_residuals]`` are the timesteps
+            of the stored residuals, newest first, ``now`` is that of the step to forecast, and ``known`` the number of residuals so far. All are
+            float64 tensors, in a compiled graph on the device, so the function must not branch on their values.
+        source (`str`): Who published it.
+
+    Raises:
+        TypeError, ValueError: ``num_residuals`` is not a positive integer, or ``weights`` is not callable.
     """
 
     name: str
@@ -33,31 +36,29 @@ class Forecast:
         if self.num_residuals < 1:
             raise ValueError(f"num_residuals is {self.num_residuals}; expected at least 1.")
         if not callable(self.weights):
-            raise TypeError(
-                f"weights is {self.weights!r}; expected a function of the times, the time now, and how many are known."
-            )
+            raise TypeError(f"weights is {self.weights!r}; expected a function weights(times, now, known).")
 
 
 def taylor(order: int) -> Forecast:
-    """The residuals of the last ``order + 1`` computed steps, extrapolated in the schedule's time; 0 adds the last one."""
+    """Return the forecast that extrapolates the last ``order + 1`` residuals in the schedule's time. Order 0 repeats the last one."""
     source = "First Block Cache" if order == 0 else "TaylorSeer (arXiv:2503.06923), eq. 9"
     return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
 
 
 def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
-    """Weights ``[n]`` of the last n residuals in a forecast: Lagrange's polynomial through them, at ``now``.
+    """Return the weights ``[n]`` of the last n residuals: those of the Lagrange polynomial through them at ``now``.
 
-    Exact for a residual that is a polynomial of degree n - 1 in time, at any distances. A Taylor forecast with finite
-    differences (TaylorSeer, arXiv:2503.06923, eq. 9) is this at equal distances.
+    Exact for a residual that is a polynomial of degree n - 1 in time, with any distances between the times. With equal distances it is the
+    Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
 
     Args:
-        times: ``[n]``, of the residuals, newest first; any unit.
-        now: the time to forecast for.
-        known: how many of them there are; with fewer than n, or with two at the same time (schedulers that call twice
-            per step), the polynomial goes through the newest ones only.
+        times: ``[n]``, the times of the residuals, newest first, in any unit.
+        now: The time to forecast for.
+        known: Number of residuals. With fewer than n, or with two at the same time (schedulers that call the model twice per step), the
+            polynomial goes through the newest ones only.
 
     Returns:
-        Float64, summing to 1.
+        Float64 weights whose sum is 1.
     """
     times, now = times.double(), now.double()
     count = times.shape[0]
@@ -76,11 +77,11 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
 
 
 def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
-    """FoCa (arXiv:2508.16211): BDF2 predicts (eq. 7), Heun corrects (eq. 8) with the slopes at the last computed step and at
-    the predicted one, which by eq. 6 is the slope that went into the prediction.
+    """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
-    With one slope of two residuals for both this is Taylor's first order, at any distances; so the one at the last computed
-    step is that of the parabola through three. Args and result as for :func:`forecast_weights`.
+    Heun's method averages the slopes at the last computed step and at the predicted one; by eq. 6 the latter is the slope of the prediction.
+    With the slope between two residuals for both, the result would be Taylor's first order. Therefore the slope at the last computed step is
+    that of the parabola through three residuals. Arguments and result as in :func:`forecast_weights`.
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)
@@ -89,10 +90,10 @@ def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     curve = (straight - torch.stack([zero, one, -one]) / safe_older) / (safe + safe_older)
     newest = torch.stack([one, zero, zero])
     first = newest + (now - times[0]) * straight
-    # The parabola's slope at its newest point, and the straight one.
+    # The mean of the parabola's slope at its newest point and of the slope between two residuals.
     second = first + (now - times[0]) / 2 * safe * curve
-    found = torch.where((known >= 2) & (gap != 0), first, newest)
-    return torch.where((known >= 3) & (gap != 0) & (older != 0), second, found)
+    weights = torch.where((known >= 2) & (gap != 0), first, newest)
+    return torch.where((known >= 3) & (gap != 0) & (older != 0), second, weights)
 
 
 FOCA = Forecast("foca", 3, foca_weights, "FoCa, arXiv:2508.16211")
@@ -101,10 +102,11 @@ FORECASTS = {forecast.name: forecast for forecast in (FOCA,)}
 
 
 def forecast_of(forecast: str | Forecast) -> Forecast:
-    """A forecast by its name, or itself.
+    """Return the forecast with this name, or ``forecast`` itself if it is a :class:`Forecast`.
 
     Raises:
-        ValueError, TypeError: there is no such forecast.
+        TypeError: ``forecast`` is neither.
+        ValueError: There is no forecast with this name.
     """
     if isinstance(forecast, Forecast):
         return forecast

@@ -1,4 +1,4 @@
-"""What a cache asks of residuals as operators: on a GPU few launches, elsewhere what plain PyTorch gives."""
+"""Comparison and forecast of residuals as operators: Triton kernels with few launches on a GPU, plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
     if fused is None or not are_floats(now, before):
         return residual_reference.change(now, before)
     with on_device_of(now):
-        found: Tensor = fused.change(now, before)
-    return found
+        sums: Tensor = fused.change(now, before)
+    return sums
 
 
 def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
@@ -29,8 +29,8 @@ def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]
     if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
         return residual_reference.forecast(entry, residuals, weights)
     with on_device_of(entry):
-        found: Tensor = fused.forecast(entry, residuals, weights)
-    return found
+        output: Tensor = fused.forecast(entry, residuals, weights)
+    return output
 
 
 LIBRARY.impl("residual_change", residual_reference.change, "CompositeExplicitAutograd")
@@ -44,23 +44,23 @@ torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """:func:`para_core.kernels.residual_reference.change`."""
+    """Compute :func:`para_core.kernels.residual_reference.change` by the fastest way."""
     if _needs_plain(now, before):
         return residual_reference.change(now, before)
-    found: Tensor = torch.ops.para_core.residual_change.default(now, before)
-    return found
+    sums: Tensor = torch.ops.para_core.residual_change.default(now, before)
+    return sums
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """:func:`para_core.kernels.residual_reference.forecast`."""
+    """Compute :func:`para_core.kernels.residual_reference.forecast` by the fastest way."""
     if _needs_plain(entry, *residuals):
         return residual_reference.forecast(entry, residuals, weights)
-    found: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))
-    return found
+    output: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))
+    return output
 
 
 def _needs_plain(*tensors: Tensor) -> bool:
-    """Compilers fuse plain operators on their own, and a gradient follows them."""
+    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and if a gradient is needed."""
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,8 +1,7 @@
-"""Linear layers with quantized weights inside of ``torch.cond``.
+"""Linear layers with quantized weights inside ``torch.cond``.
 
-The branches of ``torch.cond`` take plain tensors alone (torch 2.13 and 2.15): a weight of a wrapper subclass, as torchao makes them,
-fails with "There was no rule registered for HOP cond". So a branch is given the tensors inside of such a weight, and the linear
-layer puts them together again.
+The branches of ``torch.cond`` support plain tensors only (torch 2.13 and 2.15). A weight that is a wrapper subclass, as torchao's are, fails with
+"There was no rule registered for HOP cond". Therefore a branch gets the tensors inside such a weight, and the linear layer rebuilds the weight.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class WrappedLinear(NamedTuple):
 
 
 def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
-    """Return the layers of ``block`` with wrapped weights; those of ``before`` that still fit, because graphs are guarded on them."""
+    """Return the layers of ``block`` with wrapped weights. Those of ``before`` that are still valid are reused, because graphs guard on them."""
     earlier = {id(layer.module): layer for layer in before}
     layers = []
     for module in block.modules():
@@ -57,7 +56,7 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
 
 
 class GroupBlocks:
-    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without a cache around them."""
+    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without the cache's hooks."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._blocks = [(block, original_class(block).__call__) for block in blocks]
@@ -65,7 +64,7 @@ class GroupBlocks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the layers again, because weights may have been quantized."""
+        """Find the layers with wrapped weights again, because weights may have been quantized."""
         self._layers = [
             wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
@@ -115,13 +114,13 @@ def _at(weight: Any, path: Path) -> Any:
 
 
 class _Recipe(NamedTuple):
-    """A wrapper subclass without its tensors: what ``__tensor_flatten__`` returns, of the tensors inside as well."""
+    """A wrapper subclass without its data: what ``__tensor_flatten__`` returns, recursively."""
 
     cls: type
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
-    # By name; None for a plain tensor.
+    # The tensors inside by name; None for a plain tensor.
     inner: tuple[tuple[str, _Recipe | None], ...]
 
 
@@ -142,7 +141,7 @@ def _flatten(weight: Any) -> tuple[list[Path], _Recipe]:
 
 
 def _build(recipe: _Recipe, tensors: list[Tensor]) -> Any:
-    """The weight of ``recipe`` around the first of ``tensors``, which are taken out of the list."""
+    """Return the weight of ``recipe`` with the first of ``tensors``, which are removed from the list."""
     inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in recipe.inner}
     cls: Any = recipe.cls
     return cls.__tensor_unflatten__(inner, recipe.context, recipe.size, recipe.stride)

@@ -1,4 +1,4 @@
-"""What a cache did, step by step."""
+"""The report of a cache, step by step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class CachedStep:
     """One step of one branch.
 
     Args:
-        difference: what was compared with the threshold, the largest of the samples; None where the step was decided without.
-        seconds: of the whole call of the model, which may have held several branches.
-        call: the same for the branches of one call.
-        samples: the difference of each sample of this branch.
-        held_back_by: the branches and samples of this call for whose sake alone it was computed; empty where all agree.
-        forecast_from: of so many computed steps the residual of a skipped one was made; 0 for computed ones.
+        difference: The difference that was compared with the threshold: the largest of all samples; None if it did not decide.
+        seconds: Duration of the model call, which may have contained several branches.
+        call: Index of the model call. Equal for the branches of one call.
+        samples: The difference of each sample of this branch.
+        held_back_by: The branches and samples that caused the call to be computed although others could have been skipped.
+        forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for a computed step.
     """
 
     step: int
@@ -44,17 +44,17 @@ class CachedStep:
 
     @property
     def hit(self) -> bool:
-        """Whether it was skipped."""
+        """Whether the step was skipped."""
         return self.verdict.skips
 
 
-# Calls of a model that are kept for its report. A pipeline forgets them at every generation; a loop that never calls reset_cache
-# would collect them, and their tensors on a GPU, without end.
+# Number of model calls that are kept for the report. A pipeline clears them at every generation, but a loop that never calls reset_cache would
+# collect them, and their tensors on a GPU, without end.
 MOST_READINGS = 4096
 
 
 class Readings:
-    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and how many calls before them were dropped."""
+    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and the number of earlier calls, which were dropped."""
 
     def __init__(self) -> None:
         self._last: deque[StepRecord] = deque(maxlen=MOST_READINGS)
@@ -76,7 +76,7 @@ class Readings:
 
 
 def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
-    """One for each branch of each call of a generation; may wait for an accelerator."""
+    """Return one row per branch and call. May wait for the device."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
@@ -85,7 +85,7 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     differences, verdict, computed, _ = observed
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
-        # A graph measures these, too.
+        # A graph computes differences even if they do not decide.
         differences = [None] * reading.samples
     each = len(differences) // len(reading.branches)
     of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(reading.branches)}
@@ -113,22 +113,23 @@ def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tupl
         for name, of_branch in of_branches.items()
         for i, difference in enumerate(of_branch)
     ]
-    found = tuple(name for name, difference in names if difference >= threshold)
-    return found if len(found) < len(names) else ()
+    above = tuple(name for name, difference in names if difference >= threshold)
+    return above if len(above) < len(names) else ()
 
 
 def _largest(differences: Sequence[float | None]) -> float | None:
-    known = [x for x in differences if x is not None]
-    return next((x for x in known if math.isnan(x)), max(known)) if known else None
+    measured = [x for x in differences if x is not None]
+    return next((x for x in measured if math.isnan(x)), max(measured)) if measured else None
 
 
 @dataclass(frozen=True)
 class CacheReport:
-    """The last generation: a row for each step and branch. ``print`` shows it.
+    """What a cache did in the last generation: one row per step and branch. ``print(report)`` shows a table.
 
     Args:
-        rule, forecast: their names.
-        dropped: earlier calls of the generation that have no row: only the last ``MOST_READINGS`` calls of a model are kept.
+        rows: The steps.
+        rule, forecast: Names of the rule and of the forecast.
+        dropped: Number of earlier calls without a row, because only the last ``MOST_READINGS`` calls of a model are kept.
     """
 
     rows: Sequence[CachedStep]
@@ -146,16 +147,16 @@ class CacheReport:
 
     @property
     def seconds(self) -> float:
-        """Of all calls of the model."""
+        """Duration of all model calls."""
         return sum({row.call: row.seconds for row in self.rows}.values())
 
     def differences(self) -> list[float]:
-        """All that were measured and are finite."""
+        """Return all finite differences."""
         return [row.difference for row in self.rows if row.difference is not None and math.isfinite(row.difference)]
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no steps yet: call the pipeline"
+            return "no steps yet: call the pipeline first"
         lines = [f"{'step':>4}  {'branch':<14} {'difference':>10}  {'threshold':>9}  {'':<10} {'seconds':>8}"]
         for row in self.rows:
             difference = "" if row.difference is None else f"{row.difference:.4f}"
@@ -169,7 +170,7 @@ class CacheReport:
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
             f"{self.seconds:.3f} s in the model; forecast {self.forecast}, rule {self.rule}"
             + (
-                f"; {self.dropped} earlier calls are not kept: reset_cache(model) begins a generation"
+                f"; {self.dropped} earlier calls are not listed: call reset_cache(model) before each generation"
                 if self.dropped
                 else ""
             )
@@ -177,12 +178,12 @@ class CacheReport:
         return "\n".join(lines)
 
     def to_json(self, path: str | Path) -> None:
-        """Write all rows and the totals."""
+        """Write all rows and the totals to a JSON file."""
         rows = [
             {
                 "step": row.step,
                 "branch": row.branch,
-                # JSON knows no infinity.
+                # JSON has no infinity.
                 "difference": row.difference if row.difference is None or math.isfinite(row.difference) else None,
                 "threshold": row.threshold if math.isfinite(row.threshold) else None,
                 "verdict": row.verdict.name.lower(),
@@ -204,10 +205,10 @@ class CacheReport:
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Plot the differences of each branch over the steps, with the threshold. Needs matplotlib.
+        """Plot the differences of each branch over the steps, with the threshold, to an image file. Needs matplotlib.
 
         Raises:
-            ValueError: there are no steps yet.
+            ValueError: There are no steps yet.
         """
         if not self.rows:
             raise ValueError(f"there are no steps to plot in {path} yet: call the pipeline first.")
@@ -222,8 +223,8 @@ class CacheReport:
         figure = Figure(figsize=(8, 0.5 + 2.5 * len(branches)), layout="constrained")
         FigureCanvasAgg(figure)
         shown: dict[str, Any] = {}
-        for place, branch in enumerate(branches):
-            axes = figure.add_subplot(len(branches), 1, place + 1)
+        for index, branch in enumerate(branches):
+            axes = figure.add_subplot(len(branches), 1, index + 1)
             rows = [row for row in self.rows if row.branch == branch]
             measured = [
                 (row.step, row.difference, row.hit)
@@ -235,13 +236,15 @@ class CacheReport:
                 chosen = [(step, y) for step, y, was_hit in measured if was_hit is hit]
                 axes.scatter([step for step, _ in chosen], [y for _, y in chosen], color=color, label=label)
             unmeasured = [row.step for row in rows if row.difference is None]
-            axes.scatter(unmeasured, [0.0] * len(unmeasured), color="tab:blue", marker="x", label="computed unasked")
+            axes.scatter(
+                unmeasured, [0.0] * len(unmeasured), color="tab:blue", marker="x", label="computed without comparison"
+            )
             if rows and math.isfinite(rows[0].threshold):
                 axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
             axes.set(title=f"Branch {branch!r}: change since the last computed step", xlabel="step", ylabel=self.rule)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             handles, labels = axes.get_legend_handles_labels()
             shown.update(zip(labels, handles, strict=True))
-        # Below all plots: inside one it would hide points.
+        # Below all plots, because inside a plot it would hide points.
         figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small")
         return figure

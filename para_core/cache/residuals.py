@@ -1,4 +1,4 @@
-"""What is stored of one branch from step to step, and what is forecast from it."""
+"""The stored residuals of one branch, and the outputs that are forecast from them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from para_core.cache.decision import Decider
 from para_core.cache.operators import forecast
 
-# Of the streams of a group: what its blocks are given, or return; None where they return None.
+# The inputs or outputs of a block group, one per stream; None if the blocks return None for it.
 Streams = tuple[Tensor | None, ...]
 
 
 class Residuals:
-    """Of the streams of one group, over its skipped blocks, at the last computed steps.
+    """The residuals of one group's skipped blocks at the last computed steps.
 
     Args:
-        room: so many are stored of each stream.
+        room: Maximum number of residuals per stream.
 
     Attributes:
-        histories: of each stream, newest first; None where the blocks return None. Empty until a step was computed.
+        histories: For each stream, its residuals, newest first; None if the blocks return None. Empty until a step was computed.
     """
 
     def __init__(self, room: int) -> None:
@@ -29,14 +29,14 @@ class Residuals:
         self.histories: list[list[Tensor] | None] = []
 
     def begin(self, entries: Streams, outputs: Streams, room: int = 1) -> None:
-        """Store the first ones. In a graph all have their ``room`` from then on; those not known yet weigh nothing."""
+        """Store the first residuals. ``room`` - 1 zero tensors are added, which a graph needs from the start; their weight is 0."""
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         self.histories.extend(
             [None if x is None else [x, *[torch.zeros_like(x) for _ in range(room - 1)]] for x in new]
         )
 
     def store(self, entries: Streams, outputs: Streams) -> None:
-        """Those of a computed step; the oldest go."""
+        """Store the residuals of a computed step. The oldest ones are dropped."""
         for history, x, entry in zip(self.histories, outputs, entries, strict=True):
             residual = _residual(x, entry)
             if history is not None and residual is not None:
@@ -44,7 +44,7 @@ class Residuals:
                 del history[self.room :]
 
     def store_unless(self, skip: Tensor, entries: Streams, outputs: Streams) -> None:
-        """The same in a graph, in place."""
+        """Store the residuals in place unless ``skip``, a bool tensor. For graphs."""
         for history, x, entry in zip(self.histories, outputs, entries, strict=True):
             residual = _residual(x, entry)
             if history is None or residual is None:
@@ -54,7 +54,7 @@ class Residuals:
             history[0].copy_(torch.where(skip, history[0], residual))
 
     def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
-        """What the skipped blocks are taken to return."""
+        """Return the forecast outputs of the skipped blocks."""
         return tuple([_added(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
 
     def tensors(self) -> list[Tensor]:
@@ -62,15 +62,15 @@ class Residuals:
 
 
 class BranchState:
-    """What is held of one branch; empty until a step was computed.
+    """The state of one branch. Empty until a step was computed.
 
     Args:
-        num_groups: of the block stack.
-        room: so many residuals are stored of each stream.
+        num_groups: Number of block groups.
+        room: Maximum number of residuals per stream.
 
     Attributes:
-        decider: what holds the first-block residual, and counts; of tensors if a graph made it.
-        signature: shapes, dtypes and devices of what the model was called with.
+        decider: Holds the last first-block residual and the counters; a ``TensorDecider`` if a graph made it.
+        signature: Shapes, dtypes and devices of the model's arguments.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
@@ -80,9 +80,9 @@ class BranchState:
         self.signature: object = None
 
     def leave_graph(self) -> None:
-        """Copy all tensors, which a graph has returned: the next replay of a CUDA graph overwrites its outputs.
+        """Copy all tensors that a graph returned, because the next replay of a CUDA graph overwrites its outputs.
 
-        Once for each branch and generation: later graphs change the copies in place.
+        Needed once per branch and generation. Later graphs change the copies in place.
         """
         if self.decider is not None:
             self.decider.leave_graph()
@@ -90,17 +90,17 @@ class BranchState:
             group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
 
     def clear(self) -> None:
-        """Forget everything, and let its memory go."""
+        """Drop everything."""
         self.decider, self.signature = None, None
-        self.begin_anew()
+        self.drop_residuals()
 
-    def begin_anew(self) -> None:
-        """Forget the residuals."""
+    def drop_residuals(self) -> None:
+        """Drop the residuals and keep the decider."""
         for group in self.groups:
             group.histories = []
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds, for counting memory."""
+        """Return all stored tensors, for counting memory."""
         kept = [x for group in self.groups for x in group.tensors()]
         return [*([] if self.decider is None else [self.decider.first]), *kept]
 
