@@ -1,4 +1,4 @@
-"""Where a plan does something to a model: its submodules by name, and what the plan says of each."""
+"""Find the submodules that a plan names, with the rules for each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from para_core.plans.plan import Attending, AttentionByHeads, Gather, Halo, Plan
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """What a plan says of one submodule; ``name`` as the plan has it."""
+    """The rules of a plan for one submodule.
+
+    Args:
+        name: The name in the plan, with wildcards.
+        cuts: Rules for inputs (by parameter) and outputs (by index).
+        exchange: For a submodule of an :class:`AttentionByHeads`, whether its output is exchanged to all tokens (``"enter"``) or its input back to
+            this rank's tokens (``"leave"``).
+    """
 
     name: str = ""
     cuts: tuple[tuple[str | int, ShardRule], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
     attention: Attending = ()
     halo: Halo | None = None
-    # Of an attention by heads, whether this submodule's output becomes that of all tokens, or its input that of own ones.
     exchange: Literal["enter", "leave"] | None = None
 
     def with_more(self, other: ModuleRules) -> ModuleRules:
@@ -38,10 +44,10 @@ class ModuleRules:
 
 
 def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ModuleRules]]:
-    """Of each submodule that the plan names, by name, the module and all that the plan says of it.
+    """Return the submodules that ``plan`` names, by their full names, with the rules for each.
 
     Raises:
-        ValueError: the plan shards or gathers at a module that is not there.
+        ValueError: The plan has a rule for a module that does not exist. Attention rules without a match are allowed.
     """
     required = [ModuleRules(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
     required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
@@ -51,58 +57,58 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
         if isinstance(attention, AttentionByHeads):
             required += [ModuleRules(f"{name}.{projection}", exchange="enter") for projection in attention.projections]
             required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
-    found: dict[str, tuple[nn.Module, ModuleRules]] = {}
+    matches: dict[str, tuple[nn.Module, ModuleRules]] = {}
     for rules in (*required, *attending):
-        matching = matching_modules(module, rules.name)
-        if not matching and rules in required:
+        submodules = matching_modules(module, rules.name)
+        if not submodules and rules in required:
             raise ValueError(f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have.")
-        for name, submodule in matching.items():
-            found[name] = (submodule, found[name][1].with_more(rules) if name in found else rules)
-    return found
+        for name, submodule in submodules.items():
+            matches[name] = (submodule, matches[name][1].with_more(rules) if name in matches else rules)
+    return matches
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Submodules by name; of a compiled one (``OptimizedModule``) the outer, under the name of the inner."""
+    """Return the submodules whose names match ``pattern``. A compiled one (``OptimizedModule``) has the name of the module inside."""
     parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
-    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _counted(module, pattern)])
-    found: dict[str, nn.Module] = {}
+    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _with_last_index(module, pattern)])
+    submodules: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
-        if plain not in found and re.fullmatch(expression, f"{plain}."):
-            found[plain] = submodule
-    return found
+        if plain not in submodules and re.fullmatch(expression, f"{plain}."):
+            submodules[plain] = submodule
+    return submodules
 
 
-def _counted(module: nn.Module, pattern: str) -> list[str]:
-    """The parts of ``pattern``, with -1 replaced by the last index."""
+def _with_last_index(module: nn.Module, pattern: str) -> list[str]:
+    """Return the parts of ``pattern``, with -1 replaced by the last index of the list."""
     parts = pattern.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part == "-1":
-            parts[place] = str(len(list(module.get_submodule(".".join(parts[:place])).children())) - 1)
+            parts[index] = str(len(list(module.get_submodule(".".join(parts[:index])).children())) - 1)
     return parts
 
 
 def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
-    """Whether ``submodule`` still stands under that name."""
-    found: Any = module
+    """Whether ``submodule`` is the submodule of ``module`` with this name."""
+    current: Any = module
     for part in name.split("."):
-        found = getattr(uncompiled(found), part, None)
-    return found is submodule
+        current = getattr(uncompiled(current), part, None)
+    return current is submodule
 
 
 def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
-    """What is gathered of each tensor of an output."""
+    """Return the gathers for the tensors of an output as a tuple."""
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
 
-# Of ``*args``. More positional arguments have no name.
+# Number of positional arguments of ``*args`` that get names.
 _MOST_VARIADIC = 16
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``forward``, in order; of what torch.compile wraps, those of the module inside.
+    """Return the names of the parameters of ``forward``, in order. For a compiled module these are those of the module inside.
 
-    Positional arguments behind ``*args`` are called ``args[0]``, ``args[1]``, and so on.
+    Positional arguments of ``*args`` are named ``args[0]``, ``args[1]``, and so on.
     """
     cls = original_class(uncompiled(module))
     names: list[str] = []

@@ -1,6 +1,6 @@
-"""Sharding plans: where a model's tensors are split and gathered, and what its attention calls consist of.
+"""Plans: which tensors of a model are split and gathered, and which segments its attention calls consist of.
 
-A plan is data; ``para_core.plans.region`` applies one to a module. Published plans (diffusers' ``_cp_plan``) are read as they are.
+A plan is data. :mod:`para_core.plans.region` applies it to a module; plans that diffusers publishes (``_cp_plan``) are accepted as they are.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Split:
-    """Shard a tensor (or each tensor of a tuple, list or dict) along ``dim`` to this rank's part.
+    """Shard a tensor, or each tensor of a tuple, list or dict, along ``dim``.
 
-    Fewer than two tokens for each rank are replicated, and fewer rows or frames than ranks: so is a dim of size 1, which is broadcast.
+    A segment with fewer than two tokens per rank, or with fewer rows or frames than ranks, is replicated instead. So is a dim of size 1.
 
     Args:
-        segment: the tokens of this name are what the tensor holds, and attention sees them from here on.
-        like: or: something that has one entry for each token of this segment, such as its positions.
-        ndim: the number of dims of the tensor. A companion with fewer has no dim for tokens, and is replicated (a time step
-            for each sample, say, instead of each token); one with more has others behind ``dim``. Tokens that do not have
-            as many are an error.
-        after: the tokens of this segment come first along ``dim``; every rank keeps them.
-        then_replicated: something else follows along ``dim``; every rank keeps it. The segment has been sharded before.
-        per: entries along ``dim`` for each one of the segment, which stay together: a segment of rows of an image, or of frames,
-            has many tokens a row. None: as many as there are; how many rows has been said before.
-        after_replicated: something else comes first along ``dim``; every rank keeps it. How many tokens the segment has, was said before.
-        runs: along ``dim`` stands one run of all tokens behind the other, such as those of each sample. Only with ``like``.
+        dim (`int`): The dim to split.
+        segment (`str`, *optional*): The tensor holds the tokens of this segment. Attention over it is intercepted from here on.
+        like (`str`, *optional*): Instead of ``segment``: the tensor has one entry per token of this segment, such as its positions.
+        ndim (`int`, *optional*): Number of dims of the tensor. With ``like``, a tensor with fewer dims has none for tokens and is replicated (a
+            timestep per sample instead of per token). With ``segment``, another number of dims is an error.
+        after (`str`, *optional*): The tokens of this segment come first along ``dim`` and are kept on every rank.
+        then_replicated (`bool`, defaults to `False`): Whether something else follows along ``dim``, which is kept on every rank. The segment must
+            have been sharded before.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` per entry of the segment. They stay together: a segment of rows or
+            frames has many tokens per row. None if the number follows from the length, and the number of rows is known from an earlier split.
+        after_replicated (`bool`, defaults to `False`): Whether something else comes first along ``dim``, which is kept on every rank. The length of
+            the segment must be known from an earlier split.
+        runs (`bool`, defaults to `False`): Whether ``dim`` contains several runs of all tokens, such as one per sample. Only with ``like``.
     """
 
     dim: int
@@ -43,7 +45,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank keeps all tokens of ``segment``, of which the tensor's ``dim`` says how many there are."""
+    """Keep all tokens of ``segment`` on every rank. The size of ``dim`` is the length of the segment."""
 
     dim: int
     segment: str
@@ -51,9 +53,9 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Count:
-    """A segment has as many tokens as the numbers that stand at ``at`` of a nested list multiply to; it will be sharded later.
+    """Read the length of a segment that is sharded later: the product of the numbers at ``at`` of a nested list.
 
-    For an argument such as ``img_shapes``, a list of ``(frames, height, width)`` for each sample.
+    For an argument such as ``img_shapes``, a list with ``(frames, height, width)`` per sample.
     """
 
     segment: str
@@ -62,26 +64,28 @@ class Count:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """A number of tokens at the start of ``segment`` becomes the number of those that this rank holds."""
+    """Replace an integer, a number of tokens at the start of ``segment``, by the number of those that this rank holds."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class LastTokens:
-    """A number of tokens at the end of ``segment`` becomes the number of those that this rank holds."""
+    """Replace an integer, a number of tokens at the end of ``segment``, by the number of those that this rank holds."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Put the parts of a tensor along ``dim`` together again: all tokens of ``segment``.
+    """Gather all tokens of ``segment`` along ``dim``.
 
     Args:
-        per: entries along ``dim`` for each one of the segment. None: as many as there are.
-        after_replicated: something else comes first along ``dim``, which every rank has.
-        then_replicated: something else follows along ``dim``, which every rank has.
+        dim (`int`): The dim to gather along.
+        segment (`str`): The segment.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` per entry of the segment; None if it follows from the length.
+        after_replicated (`bool`, defaults to `False`): Whether something that every rank has comes first along ``dim``.
+        then_replicated (`bool`, defaults to `False`): Whether something that every rank has follows along ``dim``.
     """
 
     dim: int
@@ -93,39 +97,39 @@ class Gather:
 
 @dataclass(frozen=True)
 class Entries:
-    """Of a tuple or list, what is done to each entry; None: nothing. Only of what goes with tokens, such as positions."""
+    """A rule for each entry of a tuple or list, or None to leave the entry. Only for companions of tokens, such as positions."""
 
     cuts: tuple[Split | None, ...]
 
 
 @dataclass(frozen=True)
 class SplitMask:
-    """Shard a ``BlockMask`` of flex attention, which is over all tokens, to the rows that this rank computes.
+    """Shard a ``BlockMask`` of flex attention over all tokens to the rows that this rank computes.
 
     Args:
-        queries: the segments of its rows, in their order. They have been sharded before, or are replicated.
-        keys: those of its columns. None: those of its rows.
+        queries (`tuple[str, ...]`): The segments of its rows, in order. A segment that was not sharded before is replicated.
+        keys (`tuple[str, ...]`, *optional*): The segments of its columns. Defaults to ``queries``.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
 
 
-# A Gather of an input: this one module sees all tokens.
+# A Gather as the rule of an input gives that module all tokens.
 ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What one call of ``scaled_dot_product_attention`` consists of: segments, in their order along its tokens.
+    """The segments of one call of ``scaled_dot_product_attention``, in their order along its tokens.
 
-    A segment that the call of the model did not shard is held by every rank; it may have any length. If all keys are, no
-    rank needs another.
+    A segment that this call of the model did not shard is replicated, with any length. If all keys are replicated, nothing is sent.
 
     Args:
-        keys: None: those of the queries.
-        mask: how the mask is to be read. ``"keys"``: its columns are of this rank's keys. ``"pairs"``: it says of each two of
-            this rank's tokens whether both are valid. None: as sizes say.
+        queries (`tuple[str, ...]`): The segments of the queries.
+        keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
+        mask (`"keys"` or `"pairs"`, *optional*): How to read the mask. ``"keys"``: its columns are this rank's keys. ``"pairs"``: for each pair of
+            this rank's tokens it states whether both are valid. Defaults to deciding by its size.
     """
 
     queries: tuple[str, ...]
@@ -135,12 +139,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class OneForEach:
-    """A module that makes one attention call for each entry of a list, and then one more.
+    """A module that makes one attention call per entry of a list, and then one more.
 
     Args:
-        parameter: of the module, holds the list; none is made for None.
-        each: what these calls consist of.
-        last: what the last call consists of.
+        parameter (`str`): The parameter of the module that holds the list, or None for an empty one.
+        each (`Attention`): The segments of the calls for the entries.
+        last (`Attention`): The segments of the last call.
     """
 
     parameter: str
@@ -150,12 +154,14 @@ class OneForEach:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """A module that sums over tokens once, and attends to that sum: each rank sums over its own, then all add their sums up.
+    """A module with linear attention: it sums over tokens and attends to the sum. Each rank's sum is added up over the ranks.
 
-    What it sums is small, whatever the number of tokens: ``[B, H, D, D]``. Each token of ``segment`` is held by one rank.
+    The sums are small for any number of tokens: ``[B, H, D, D]``.
 
     Args:
-        sums: what sums over tokens: the name of a function of torch, and which of the module's calls of it, counted from 0.
+        segment (`str`): The segment over whose tokens the module sums.
+        sums (`tuple[tuple[str, int], ...]`): The calls that sum over tokens: the name of a function of torch, and the index of the call among the
+            module's calls of that function.
     """
 
     segment: str
@@ -164,17 +170,19 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class AttentionByHeads:
-    """A self-attention module that each rank runs on all tokens of ``segment``, with a share of its heads.
+    """A self-attention module that each rank runs on all tokens of ``segment`` and some of the heads.
 
-    For a module that needs all tokens between its projections and its attention: it packs or pads them, makes a mask from them, or
-    keeps their keys for later calls. Tokens are exchanged for heads over all sequence ranks, those of a ring, too, so there have to be
-    as many heads as ranks. What the module is given besides its tokens, such as positions, is left whole.
+    For a module that needs all tokens between its projections and its attention, because it packs or pads them, makes a mask from them, or keeps
+    their keys for later calls. Tokens are exchanged for heads over all sequence ranks, including those of a ring, so there must be at least as many
+    heads as ranks. Other arguments of the module, such as positions, are not sharded.
 
     Args:
-        projections: submodules whose outputs, ``[B, S, heads * D]``, are exchanged: the last before heads are taken apart.
-        output: the submodule whose input, of the same form, is exchanged back.
-        heads: the attribute of the module that holds their number.
-        caches: parameters of the module that hold tensors (or dicts of such) with all heads, and the dim of these.
+        segment (`str`): The segment of the tokens.
+        projections (`tuple[str, ...]`): Submodules whose outputs ``[B, S, heads * D]`` are exchanged, just before heads become a dim.
+        output (`str`): The submodule whose input, of the same form, is exchanged back.
+        heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
+        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Parameters of the module that hold tensors, or dicts of tensors, with all heads, and
+            the dim of the heads.
     """
 
     segment: str
@@ -184,7 +192,7 @@ class AttentionByHeads:
     caches: tuple[tuple[str, int], ...] = ()
 
 
-# What a module attends to.
+# Descriptions of a module's attention.
 Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
@@ -194,20 +202,25 @@ def attention_calls(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Attention, ...]:
-    """What each attention call of a module consists of that is given these arguments."""
+    """Return the segments of each attention call that a module makes for these arguments."""
     if isinstance(attention, AttentionByHeads):
         return (Attention((attention.segment,)),)
     if not isinstance(attention, OneForEach):
         return attention
-    given = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
-    return (attention.each,) * len(given) + (attention.last,)
+    entries = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
+    return (attention.each,) * len(entries) + (attention.last,)
 
 
 @dataclass(frozen=True)
 class Halo:
-    """A module that mixes rows within ``size`` of each other, such as a convolution with padding: it sees those of the ranks beside.
+    """A module that needs rows of neighbouring ranks, such as a convolution with padding.
 
-    They are put on its first input, and taken off its output, both along ``dim``, which holds rows of ``segment``.
+    The halo is added to its first input and removed from its output, along ``dim``.
+
+    Args:
+        dim (`int`): The dim with the rows.
+        segment (`str`): The segment of the rows.
+        size (`int`): Number of rows that are needed on each side.
     """
 
     dim: int
@@ -217,25 +230,26 @@ class Halo:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one model splits and gathers.
+    """The sharding of one model: which tensors are split and gathered, and the segments of its attention calls.
 
-    In names of modules, ``*`` stands for any one part (``blocks.*.attn``), ``**`` for any number of parts, and ``-1`` for
-    the last index of a list.
+    In module names ``*`` matches one part (``blocks.*.attn``), ``**`` any number of parts, and ``-1`` the last index of a list.
 
     Args:
-        inputs: parameters of the model's ``forward`` that are split, wherever they are given and not None.
-        outputs: module name (``""``: the model itself) to what is gathered of its output; of a tuple, the first tensor.
-        joint_order: the segments of which an attention call consists, unless ``attention`` says otherwise.
-        inner: module name to splits of its inputs (by parameter) or outputs (by index).
-        attention: module name to what its first, second, … attention call consists of; the last stands for all further. Or, where
-            their number depends on an argument, to that; or to the sum over tokens that stands for attention there; or, for a module that
-            needs all tokens, to its share of heads. Where several names fit, the first counts.
-        halos: module name to the rows of other ranks that it sees.
-        refused: parameters of the model's ``forward`` that cannot be given in parallel, each with the reason.
-        batched: parameters that hold all branches of guidance, one behind the other, and the dim along which they do (None:
-            they are lists with an entry for each sample); the tokens first. Empty: the model is called in sequential CFG passes.
-        common: with ``batched``, the other parameters that may hold tensors: what they hold is for all samples.
-        unshared: with ``batched``, parameters of which a part cannot be given: where one is given, all ranks compute all samples.
+        inputs (`Mapping[str, ShardRule]`): Rules for parameters of the model's ``forward``. They apply if the argument is given and not None.
+        outputs (`Mapping[str, Gather | Sequence[Gather | None]]`): What to gather of the output of a module (``""`` is the model itself). A single
+            ``Gather`` applies to a tensor, or to the first tensor of a tuple.
+        joint_order (`tuple[str, ...]`): The segments of an attention call, unless ``attention`` describes its module.
+        inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for inputs (by parameter) and outputs (by index) of submodules.
+        attention (`Mapping[str, ...]`, *optional*): How a submodule attends: a tuple with an :class:`Attention` for each of its calls (the last one
+            also for all further calls), or :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match, the
+            first one counts.
+        halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks.
+        refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that are not supported in parallel, with the reason.
+        batched (`Mapping[str, int | None]`, *optional*): Parameters that hold all samples, or all CFG branches, and the dim of the samples (None for
+            a list with one entry per sample). The first one holds the tokens. Without it CFG branches are expected in sequential calls.
+        common (`tuple[str, ...]`, *optional*): With ``batched``, the other parameters that may hold tensors; they apply to all samples.
+        unshared (`tuple[str, ...]`, *optional*): With ``batched``, parameters that cannot be split by samples. If one is given, all ranks compute all
+            samples.
     """
 
     inputs: Mapping[str, ShardRule]
@@ -250,12 +264,12 @@ class Plan:
     unshared: tuple[str, ...] = ()
 
     def cuts(self, segment: str) -> bool:
-        """Whether any tensor of ``segment`` is sharded."""
-        cuts = [*self.inputs.values(), *[cut for cuts in self.inner.values() for cut in cuts.values()]]
-        return any(isinstance(cut, Split) and cut.segment == segment for cut in cuts)
+        """Whether the plan splits a tensor of ``segment``."""
+        rules = [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
+        return any(isinstance(rule, Split) and rule.segment == segment for rule in rules)
 
     def with_replicated(self, segment: str) -> Plan:
-        """This plan, but every rank keeps all tokens of ``segment``."""
+        """Return this plan with ``segment`` replicated on every rank."""
         inner = {name: _with_replicated(cuts, segment) for name, cuts in self.inner.items()}
         return replace(
             self,
@@ -265,31 +279,29 @@ class Plan:
 
 
 def coarse_segments(plan: Plan) -> frozenset[str]:
-    """Return the segments of rows or frames: somewhere along a tensor, each entry of one of these stands for several tokens."""
+    """Return the segments of rows or frames, whose entries stand for several tokens each."""
     gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
-    cuts = [*plan.inputs.values(), *[cut for cuts in plan.inner.values() for cut in cuts.values()], *gathers]
-    cuts = [one for cut in cuts for one in (cut.cuts if isinstance(cut, Entries) else [cut])]
+    rules = [*plan.inputs.values(), *[rule for rules in plan.inner.values() for rule in rules.values()], *gathers]
+    rules = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
     names = [
-        cut.segment or cut.like if isinstance(cut, Split) else cut.segment
-        for cut in cuts
-        if isinstance(cut, (Split, Gather)) and cut.per != 1
+        rule.segment or rule.like if isinstance(rule, Split) else rule.segment
+        for rule in rules
+        if isinstance(rule, (Split, Gather)) and rule.per != 1
     ]
     return frozenset([name for name in (*names, *[halo.segment for halo in plan.halos.values()]) if name is not None])
 
 
-def _with_replicated(cuts: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
-    kept = {
-        key: Replicate(cut.dim, segment) if isinstance(cut, Split) and cut.segment == segment else cut
-        for key, cut in cuts.items()
-    }
-    kept = {
-        key: Entries(tuple(None if _goes_with(one, segment) else one for one in cut.cuts))
-        if isinstance(cut, Entries)
-        else cut
-        for key, cut in kept.items()
-    }
-    return {key: cut for key, cut in kept.items() if not _goes_with(cut, segment)}
+def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
+    kept: dict[Any, ShardRule] = {}
+    for key, rule in rules.items():
+        if isinstance(rule, Split) and rule.segment == segment:
+            kept[key] = Replicate(rule.dim, segment)
+        elif isinstance(rule, Entries):
+            kept[key] = Entries(tuple(None if _is_companion(entry, segment) else entry for entry in rule.cuts))
+        elif not _is_companion(rule, segment):
+            kept[key] = rule
+    return kept
 
 
-def _goes_with(cut: ShardRule | None, segment: str) -> bool:
-    return isinstance(cut, Split) and cut.like == segment
+def _is_companion(rule: ShardRule | None, segment: str) -> bool:
+    return isinstance(rule, Split) and rule.like == segment
