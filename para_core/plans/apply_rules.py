@@ -1,4 +1,4 @@
-"""What a plan says of tensors, done to them: sharded, counted or gathered. Knows no module, and nothing of attention."""
+"""Apply the rules of a plan to tensors: shard, count and gather them. Independent of modules and of attention."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens
 
 
 class RuleExecutor:
-    """The cuts of one call after the other over ``mesh``.
+    """Applies the rules of one model call at a time over ``mesh``.
+
+    :attr:`segments` holds the segments of the current call, to which later rules refer, until it is cleared. It is a dict, because Dynamo 2.13 loses
+    an attribute that is set before and after torch.cond, which a cache adds.
 
     Args:
-        coarse: segments of rows or frames, each of which stands for many tokens (:func:`~para_core.plans.plan.coarse_segments`).
-
-    What later cuts of a call refer to is kept in :attr:`segments` until it is cleared: a dict, for what is set of an attribute
-    before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
+        coarse: Segments of rows or frames, whose entries stand for several tokens (:func:`~para_core.plans.plan.coarse_segments`).
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         self.mesh = mesh
         self._coarse = coarse
-        # Of the call under way: the segments that were sharded, or found to be replicated.
         self.segments: dict[str, Segment] = {}
-        # Masks that were sharded, with their layouts: a model gives the same one to each block and in each step.
+        # Sharded masks with their layouts, because a model passes the same mask to each block and in each step.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -46,30 +45,35 @@ class RuleExecutor:
         kwargs: dict[str, Any],
         module_name: str = "",
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A module's arguments with ``cuts`` done to those that they name; ``parameters`` are the names in their order.
+        """Return the arguments of a module after applying ``cuts`` to those that they name.
+
+        Args:
+            cuts: Rules by parameter.
+            parameters: Names of the parameters, in order.
+            module_name: For error messages.
 
         Raises:
-            TypeError, ValueError: an argument is not what the plan takes it for; ``module_name`` is for that message.
+            TypeError, ValueError: An argument has not the type or the number of dims that its rule expects.
         """
-        given, named = list(args), dict(kwargs)
+        positional, named = list(args), dict(kwargs)
         for parameter, cut in cuts.items():
             name = f"{module_name}.{parameter}" if module_name else parameter
             if named.get(parameter) is not None:
                 named[parameter] = self.cut(named[parameter], cut, name)
             elif parameter in parameters[: len(given)]:
-                place = parameters.index(parameter)
-                if given[place] is not None:
-                    given[place] = self.cut(given[place], cut, name)
-        return tuple(given), named
+                index = parameters.index(parameter)
+                if positional[index] is not None:
+                    positional[index] = self.cut(positional[index], cut, name)
+        return tuple(positional), named
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """``value``, or each of a list or dict, with ``cut`` done to it; ``name`` is for messages."""
+        """Return ``value`` after applying the rule ``cut`` to it, or to each entry of a list or dict. ``name`` is for error messages."""
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
         if isinstance(cut, Count):
             numbers = value
-            for place in cut.at:
-                numbers = numbers[place]
+            for index in cut.at:
+                numbers = numbers[index]
             total = prod(numbers)
             too_few = bool(total < self.mesh.ranks * self.fewest_on_a_rank(cut.segment))
             self._note(Segment(cut.segment, total, replicated=too_few), 0, name)
@@ -84,7 +88,7 @@ class RuleExecutor:
             return self._count(value, cut)
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{name} is a {type(value).__name__}; the plan splits it: expected a tensor, or a list of such."
+                f"{name} is a {type(value).__name__}; the plan splits it, so a tensor or a list of tensors is expected."
             )
         if isinstance(cut, Gather):
             return self._gather(value, cut)
@@ -101,31 +105,31 @@ class RuleExecutor:
         if not (query_layout.sharded or key_layout.sharded):
             return value
         traced = torch.compiler.is_compiling()
-        known = None if traced else self._masks.get(value)
-        if known is None or known[:2] != (query_layout, key_layout):
-            known = query_layout, key_layout, shard_block_mask(value, query_layout, key_layout, self.mesh)
+        sharded = None if traced else self._masks.get(value)
+        if sharded is None or sharded[:2] != (query_layout, key_layout):
+            sharded = query_layout, key_layout, shard_block_mask(value, query_layout, key_layout, self.mesh)
             if not traced:
-                self._masks[value] = known
-        return known[2]
+                self._masks[value] = sharded
+        return sharded[2]
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
-        """The layout of ``total`` tokens of these segments; of one that was never sharded every rank holds all."""
-        known = [self.segments.get(name) for name in names]
-        rest = total - sum([segment.total for segment in known if segment is not None])
-        found = [
+        """Return the layout of ``total`` tokens of these segments. A segment that was not sharded is replicated, and has the remaining tokens."""
+        sharded = [self.segments.get(name) for name in names]
+        rest = total - sum([segment.total for segment in sharded if segment is not None])
+        segments = [
             Segment(name, rest, replicated=True) if segment is None else segment
-            for name, segment in zip(names, known, strict=True)
+            for name, segment in zip(names, sharded, strict=True)
         ]
-        return SequenceLayout(tuple(found), self.mesh.ranks)
+        return SequenceLayout(tuple(segments), self.mesh.ranks)
 
     def _entries(self, value: Any, cut: Entries, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):
-            found = f"of {len(value)}" if isinstance(value, (list, tuple)) else ""
+            length = f" of {len(value)} entries" if isinstance(value, (list, tuple)) else ""
             raise TypeError(
-                f"{name} is a {type(value).__name__} {found}; the plan takes it for a tuple of {len(cut.cuts)} entries."
+                f"{name} is a {type(value).__name__}{length}; the plan expects a tuple of {len(cut.cuts)} entries."
             )
         pairs = zip(value, cut.cuts, strict=True)
-        return type(value)([item if one is None else self.cut(item, one, name) for item, one in pairs])
+        return type(value)([item if rule is None else self.cut(item, rule, name) for item, rule in pairs])
 
     def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
         if split.ndim is not None and value.ndim != split.ndim:
@@ -164,36 +168,35 @@ class RuleExecutor:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return how ``total`` tokens that are to be split are held: if they are too few for each rank, by all ranks."""
-        # A branch, because a comparison of symbolic lengths is no bool.
+        """Return the segment of ``total`` tokens that a rule splits. It is replicated if there are too few tokens for each rank."""
+        # An if statement, because a comparison of symbolic lengths is not a bool.
         if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
         return Segment(name, total)
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return how many tokens of a segment a rank must have for it to be sharded.
+        """Return the minimum number of tokens per rank for the segment ``name`` to be sharded.
 
-        Two: models take a single token for a step of decoding, and leave out ``is_causal`` (all of Hugging Face transformers).
+        It is 2 for tokens: models treat a single token as a decoding step, and pass ``is_causal=False`` (all of Hugging Face transformers).
         """
         return 1 if name in self._coarse else 2
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Of this rank's part of ``layout``, along ``dim``, what all ranks hold."""
+        """Return the tokens of all ranks along ``dim``; ``part`` is this rank's part of ``layout``."""
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """The layout of ``value``, which holds all of ``segment`` or this rank's part, behind something that every rank holds."""
+        """Return the layout of ``value``: something that every rank has, then all of ``segment`` (``whole``) or this rank's part of it."""
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
         if segment.name not in self.segments:
             self.segments[segment.name] = segment
-        known = self.segments[segment.name]
-        if known.total != segment.total:
+        expected = self.segments[segment.name].total
+        if expected != segment.total:
             raise ValueError(
-                f"{name} has {segment.total} tokens in dim {dim}; expected {known.total}, as the other {segment.name} "
-                "inputs."
+                f"{name} has {segment.total} tokens in dim {dim}; expected {expected}, as the other {segment.name} inputs."
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
@@ -204,23 +207,23 @@ class RuleExecutor:
         return min(max(start + length - (segment.total - number), 0), length)
 
     def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
-        """What a module returned, with ``cuts`` done to the tensors at these places."""
-        for place, cut in cuts.items():
+        """Return the output of a module after applying ``cuts`` to the tensors at these indices."""
+        for index, cut in cuts.items():
             if isinstance(output, Tensor):
-                output = self.cut(output, cut, f"{module_name}[{place}]")
+                output = self.cut(output, cut, f"{module_name}[{index}]")
             else:
                 parts = list(output)
-                parts[place] = self.cut(parts[place], cut, f"{module_name}[{place}]")
+                parts[index] = self.cut(parts[index], cut, f"{module_name}[{index}]")
                 output = tuple(parts)
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """What a module returned (a tensor, a tuple, diffusers' ModelOutput), its parts gathered in their order."""
+        """Return the output of a module (a tensor, a tuple, or diffusers' ModelOutput) with its tensors gathered, in their order."""
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
         if isinstance(output, (tuple, list)):
-            done = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
-            return type(output)([*done, *output[len(done) :]])
+            gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
+            return type(output)([*gathered, *output[len(gathered) :]])
         # A ModelOutput: an ordered mapping whose values are also attributes.
         for key, gather in zip(list(output.keys()), gathers, strict=False):
             output[key] = self._gather(output[key], gather)
@@ -249,8 +252,8 @@ class RuleExecutor:
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
         """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
 
-        If other tokens were sharded, each rank computed these in matrices with a different number of rows, and a matrix product may then
-        differ in its last bit. So each token is taken from the rank that would hold it if the segment were sharded.
+        If other tokens are sharded, the ranks compute these tokens in matrices with different numbers of rows, and the last bit of a matrix product
+        may then differ. Each token is therefore taken from the rank that would hold it if the segment were sharded.
         """
         if all(other.replicated for other in self.segments.values()):
             return value
@@ -258,15 +261,15 @@ class RuleExecutor:
         return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
 
     def segment(self, name: str) -> Segment:
-        """The segment that this call has sharded, or found to be replicated.
+        """Return the segment with this name of the current call, sharded or replicated.
 
         Raises:
-            ValueError: it has not come by.
+            ValueError: The call has not reached a rule that defines it.
         """
         if name not in self.segments:
             raise ValueError(
-                f"the plan refers to the segment {name!r}, which this call has not sharded: the module or parameter at which "
-                f"the plan shards it had no part in the call, or comes later. Known here: {sorted(self.segments) or 'none'}. "
-                "Shard it at what every call needs, such as the embedding of its tokens."
+                f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the module or "
+                f"parameter at which the plan shards it, or uses it later. Segments so far: {sorted(self.segments) or 'none'}. "
+                "Shard it at something that every call uses, such as the embedding of its tokens."
             )
         return self.segments[name]

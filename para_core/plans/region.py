@@ -1,7 +1,7 @@
-"""A plan applied to one module: its calls shard what they are given, run with attention intercepted, and gather.
+"""Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their outputs.
 
-The module's code does not know. What runs around it lives in private subclasses (``para_core.instance_patching``), so hooks,
-``forward`` and attributes stay untouched.
+The code of the module does not change. Wrappers of the module and its submodules live in private subclasses
+(:mod:`para_core.instance_patching`), so hooks, ``forward`` and attributes stay as they are.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 _KEY = "parallel"
 
-# Called with the arguments of a call, by name; raises where ranks differ.
+# Called with the arguments of a call by name; raises on every rank if they differ between ranks.
 RequireEqual = Callable[[Mapping[str, Any]], None]
 
 
 class _Region:
-    """One plan applied to one module, and the call of it that is under way."""
+    """A plan that is applied to one module, and the state of the current call."""
 
     def __init__(
         self,
@@ -90,87 +90,92 @@ class _Region:
         self.batch = batch
         self.warnings = WarningLog()
         self.options, self.attn_func = options, unintercepted(attn_func)
-        # What is known of attention calls, kept from call to call.
+        # Prepared attention calls, kept from call to call.
         self.known = KnownAttention()
         self.require_equal = require_equal
-        # The caller has seen to it that all ranks call alike.
+        # Whether the caller has verified that all ranks pass equal arguments.
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self.encoders = any(
-            isinstance(found, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
-            for found in module.modules()
+            isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
+            for submodule in module.modules()
         )
-        # Parameters in which each rank keeps keys of its own heads, so what they hold differs.
+        # Parameters in which each rank keeps the keys of its own heads, so their values differ between ranks.
         self.kept_by_heads = {
             name
             for attention in plan.attention.values()
             if isinstance(attention, AttentionByHeads)
             for name, _ in attention.caches
         }
-        # The dispatcher has no way to hand on what operators of torch run that run functions.
+        # The dispatcher cannot intercept inside an operator that runs functions, as that of flex_attention.
         self.uses_flex_attention = uses_flex_attention(module)
         self.mixes_over_ranks = mesh.ranks > 1 and (
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
         )
-        # What torch.compile made of this module in place, before a plan was applied: it does not look up _call_impl.
+        # The compiled call of a module that was compiled in place before the plan was applied. It does not look up _call_impl.
         self.compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self.compiled_before, ORIGINAL_CALLABLE, None)):
             self.compiled_before = None
-        # The submodules at which something is done, by name. Loading a LoRA puts others in their place.
+        # The wrapped submodules by name. Loading a LoRA replaces some of them.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
-        # Lists and dicts where something changes during a call: what is set of an attribute before torch.cond (which a cache
-        # brings) and again behind it, Dynamo 2.13 forgets.
+        # State of the current call. Lists and dicts, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a
+        # cache adds.
         self._interceptions: list[Interception] = []
         self._executor = RuleExecutor(mesh, coarse_segments(plan))
-        # The call under way was given a key-value cache that holds tokens.
+        # Whether the call was given a key-value cache with tokens.
         self._continues = False
-        # Of the attention module under way, if it runs by heads.
+        # The exchange of the attention module that runs now by heads.
         self._head_exchanges: list[HeadExchange] = []
         self._sharing_samples: list[MeshDim] = []
 
     @property
     def sharing_samples(self) -> MeshDim | None:
-        """The ranks that each compute a part of the samples of the call under way."""
+        """The mesh dim whose ranks each compute a part of the samples of the current call; None if none do."""
         return self._sharing_samples[-1] if self._sharing_samples else None
 
     @property
     def interception(self) -> Interception | None:
-        """Of the call under way."""
+        """The interception of the current call; None outside of a call."""
         return self._interceptions[-1] if self._interceptions else None
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Of the call under way."""
+        """The segments of the current call."""
         return tuple(self._executor.segments.values())
 
     # -- around the module
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """What goes around the ``__call__`` of the module: outside of what ``Module.compile`` compiles."""
-        # In this order: what is read while tracing becomes a guard.
+        """Wrap ``__call__`` of the module, outside of what ``Module.compile`` compiles: verify the arguments, then run."""
+        # Nothing is read before this test, because what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
             self.attach(module)
-            # Before the call, which may be compiled in place: an error inside of a graph is buried in Dynamo's.
-            self._check_given(module, args, kwargs)
+            # Before a call that may be compiled in place, because Dynamo buries errors that are raised inside a graph.
+            self._refuse_arguments(module, args, kwargs)
             if self.require_equal is not None and not self.inputs_verified:
-                given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-                self.require_equal({name: value for name, value in given.items() if name not in self.kept_by_heads})
+                arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+                self.require_equal({name: x for name, x in arguments.items() if name not in self.kept_by_heads})
         compiled = self.compiled_before
         if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
             return call(module, *args, **kwargs)
-        # Compiled before: the graph inside, splitting and gathering around it.
+        # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering outside.
         return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """``call`` with its inputs split, attention intercepted, and its outputs gathered."""
+        """Run ``call`` with sharded inputs and intercepted attention, and gather its outputs.
+
+        Raises:
+            RuntimeError: The module already runs in another thread, or it attended without a call that can be intercepted.
+            ValueError: An argument is refused by the plan, or a block mask was not sharded.
+        """
         if self.interception is not None:
             raise RuntimeError(
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         if torch.compiler.is_compiling():
-            self._check_given(module, args, kwargs)
+            self._refuse_arguments(module, args, kwargs)
         if self.mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)
@@ -183,16 +188,16 @@ class _Region:
                 self._sharing_samples.append(self.batch)
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.held_off(self.encoders), interception.entered():
-                given = [*args, *kwargs.values()]
-                caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(given)
+                inputs = [*args, *kwargs.values()]
+                caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(inputs)
                 self._continues = caches is not None and caches.hold_tokens
                 self._intercept(self.plan.inputs.values())
                 bind = None if interception.mode is None else partial(self._bound, planned)
                 with recomputed_under(bind, module):
                     output = call(module, *args, **kwargs)
                 if caches is not None:
-                    caches.gather(given, output, self.segments, self.mesh)
-                # Compiled parts set it too, at every call: their graphs repeat what the handler did to the mode.
+                    caches.gather(inputs, output, self.segments, self.mesh)
+                # Compiled parts set `intercepted` as well, because their graphs repeat the side effects of the handler.
                 sharded = self.mesh.ranks > 1 and any(
                     not segment.replicated for segment in self._executor.segments.values()
                 )
@@ -206,7 +211,7 @@ class _Region:
             if rule is not None:
                 output = self._executor.outputs(output, as_tuple(rule))
             return self._all_samples(output, samples)
-        except (ValueError, RuntimeError) as error:  # A RuntimeError since torch 2.15.
+        except (ValueError, RuntimeError) as error:  # Of flex_attention; a RuntimeError since torch 2.15.
             explain_unsharded_mask(error)
             raise
         finally:
@@ -215,7 +220,7 @@ class _Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` so that in a backward it runs as it would now: submodules shard, attend and gather by the plan."""
+        """Return ``function`` such that it can run again in a backward, with the segments and the attention of this moment."""
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +233,7 @@ class _Region:
 
     @contextmanager
     def _resumed(self, planned: PlannedAttention, segments: Mapping[str, Segment]) -> Iterator[None]:
-        """Inside, a call of the module is under way again that had sharded ``segments``."""
+        """Restore the state of a call with these ``segments`` while the block runs."""
         before = dict(self._executor.segments)
         interception = Interception(planned, at_dispatcher=False)
         self._interceptions.append(interception)
@@ -243,27 +248,28 @@ class _Region:
             self._executor.segments.update(before)
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
-        """Whether all attention of this call is dispatched, here and now, by eager code that keeps no gradient."""
+        """Whether this call can be intercepted at the dispatcher: eager code without gradients, compiled parts, modes or encoders."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders or has_other_builds():
             return False
         if self.uses_flex_attention:
             return False
-        # The innermost mode counts, so one around this call would count more than the plan.
+        # A mode around this call would take precedence over interception at the dispatcher.
         if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
 
-    def _check_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _refuse_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for arguments that the plan refuses."""
         for name, reason in self.plan.refused.items():
-            place = self.parameters.index(name)
-            if kwargs.get(name) is not None or (place < len(args) and args[place] is not None):
+            index = self.parameters.index(name)
+            if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
                 raise ValueError(
                     f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. Leave it "
                     "out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
     def _intercept(self, cuts: Iterable[ShardRule]) -> None:
-        """Intercept from here on, if tokens that attention sees are among what was just sharded."""
+        """Start to intercept attention if one of the rules that were just applied sharded a segment."""
         interception = self.interception
         if interception is not None and any(
             isinstance(cut, Split) and cut.segment in self._executor.segments for cut in cuts
@@ -277,23 +283,22 @@ class _Region:
     def _own_samples(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-        """The arguments for this rank's samples, and how many they are; None: all of them."""
+        """Return the arguments for this rank's samples, and the number of these samples, or None if the samples are not split."""
         if self.batch is None or self.batch.size == 1 or not self.plan.batched:
             return args, kwargs, None
         batch = self.batch
-        given = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         name, dim = next(iter(self.plan.batched.items()))
-        total = number_of_samples(given.get(name), dim)
-        if total is None or any(given.get(other) is not None for other in self.plan.unshared):
-            # The model says what is wrong with that, if anything is.
+        total = number_of_samples(arguments.get(name), dim)
+        if total is None or any(arguments.get(other) is not None for other in self.plan.unshared):
             return args, kwargs, None
-        self._check_declared(given)
+        self._check_declared(arguments)
         if total % batch.size != 0:
             if not torch.compiler.is_compiling():
                 self.warnings.warn(
                     "batch",
-                    f"a call has {total} sample(s), which {batch.size} ranks along 'batch' cannot share: all compute all of "
-                    "them. Guide, or give these ranks to the sequence.",
+                    f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along 'batch', so all of "
+                    "these ranks compute all samples. Use guidance, or give these ranks to the sequence.",
                     ParallelWarning,
                 )
             return args, kwargs, None
@@ -302,19 +307,19 @@ class _Region:
             batched = self.plan.batched
             return own_samples(value, batched[name], total, batch) if name in batched else value
 
-        # Each stays where it was given, and the model binds them: it refuses what is unknown, or given twice.
+        # Positional arguments stay positional, so that the model itself raises for unknown or repeated arguments.
         positional = [own(name, value) for name, value in zip(self.parameters, args, strict=False)]
         named = {name: own(name, value) for name, value in kwargs.items()}
         return (*positional, *args[len(positional) :]), named, total // batch.size
 
-    def _check_declared(self, given: Mapping[str, Any]) -> None:
+    def _check_declared(self, arguments: Mapping[str, Any]) -> None:
         declared = (*self.plan.batched, *self.plan.common, *self.plan.unshared)
-        unknown = [name for name, value in given.items() if name not in declared and holds_tensor(value)]
+        unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether each sample of a batch "
-                "has its part of them. Name them in Plan.batched, or, if they are for all samples, in Plan.common; or use a "
-                "mesh without a 'batch' dim."
+                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all samples. Name "
+                "them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a mesh without a 'batch' "
+                "dim."
             )
 
     def _all_samples(self, output: Any, samples: int | None) -> Any:
@@ -325,27 +330,27 @@ class _Region:
     # -- around its submodules
 
     def attach(self, module: nn.Module) -> None:
-        """Put what the plan says around the submodules that it names, if others stand there now.
+        """Wrap the submodules that the plan names, unless they are wrapped.
 
         Raises:
-            ValueError: the plan shards or gathers at a module that is not there.
+            ValueError: The plan has a rule for a module that does not exist.
         """
         if self._tree is not None and self._tree.is_unchanged():
             return
-        if self.submodules and all(is_at(module, name, found) for name, found in self.submodules.items()):
+        if self.submodules and all(is_at(module, name, submodule) for name, submodule in self.submodules.items()):
             self._tree = ModuleTree(module)
             return
         matches = match_modules(module, self.plan)
-        for found in self.submodules.values():
-            unwrap(found, _KEY)
-        self.submodules = {name: found for name, (found, _) in matches.items()}
-        alike: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
-        for found, rules in matches.values():
-            # Read here: while a call is traced, the module has this rank's number.
-            heads = getattr(found, rules.attention.heads) if isinstance(rules.attention, AttentionByHeads) else 0
-            alike.setdefault((rules, parameters_of(found), heads), []).append(found)
-        for (rules, parameters, heads), submodules in alike.items():
-            # __call__: outside of what Module.compile makes of the submodule, before or after this.
+        for submodule in self.submodules.values():
+            unwrap(submodule, _KEY)
+        self.submodules = {name: submodule for name, (submodule, _) in matches.items()}
+        groups: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
+        for submodule, rules in matches.values():
+            # Read here, because during a call the attribute is the number of this rank's heads.
+            heads = getattr(submodule, rules.attention.heads) if isinstance(rules.attention, AttentionByHeads) else 0
+            groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
+        for (rules, parameters, heads), submodules in groups.items():
+            # The wrapper of __call__ is outside of what Module.compile compiles, before or after this.
             wrap_alike(
                 submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=WrapperPriority.PLAN
             )
@@ -484,27 +489,27 @@ def apply_plan(
     options: AttnOptions | None = None,
     attn_func: AttnFunc | None = None,
 ) -> None:
-    """Run this one module over ``mesh`` from now on; a plan applied before is replaced.
+    """Run ``module`` over ``mesh``. Replaces a plan that was applied before.
 
-    On one rank nothing is done, unless it is said what computes attention.
+    On one rank this has an effect only if ``options.backend`` or ``attn_func`` is given.
 
     Args:
-        plan: ours, or a diffusers ``_cp_plan``.
-        batch: ranks that share the samples of a batch, if the plan says which arguments hold them.
-        require_equal: called with the arguments of each call in eager code, outside of what is compiled in place and of
-            :func:`inputs_verified`.
-        options: how attention is computed.
-        attn_func: computes it on one device, in place of SDPA.
+        plan: A plan of ours, or a ``_cp_plan`` of diffusers.
+        batch: Ranks that share the samples of a batch, if ``plan.batched`` is set.
+        require_equal: Called with the arguments of each eager call, before the call, except inside :func:`inputs_verified`. Raises if they differ
+            between ranks.
+        options: Options of attention.
+        attn_func: Computes local attention instead of SDPA.
 
     Raises:
-        ValueError: the plan names a module that is not there.
+        ValueError: The plan has a rule for a module that does not exist.
     """
     remove_plan(module)
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
     options = options or AttnOptions()
-    as_it_is = options.backend is None and attn_func is None
-    if mesh.ranks == 1 and as_it_is and (batch is None or batch.size == 1 or not plan.batched):
+    is_default_attention = options.backend is None and attn_func is None
+    if mesh.ranks == 1 and is_default_attention and (batch is None or batch.size == 1 or not plan.batched):
         return
     region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
@@ -513,7 +518,7 @@ def apply_plan(
 
 
 def remove_plan(module: nn.Module) -> None:
-    """Give ``module`` back as it was before :func:`apply_plan`; nothing happens if none was applied."""
+    """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = _region_of(module)
     submodules = [] if region is None else list(region.submodules.values())
     for submodule in {*module.modules(), *submodules}:
@@ -522,25 +527,25 @@ def remove_plan(module: nn.Module) -> None:
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
-    """The mesh over which a plan runs ``module``; None if none was applied."""
+    """Return the mesh of the plan that is applied to ``module``; None without a plan."""
     region = _region_of(module)
     return None if region is None else region.mesh
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim whose ranks each compute a part of the samples of the call of ``module`` under way; None if none do."""
+    """Return the mesh dim whose ranks each compute a part of the samples of the current call of ``module``; None if none do."""
     region = _region_of(module)
     return None if region is None else region.sharing_samples
 
 
 def plan_options(module: nn.Module) -> AttnOptions | None:
-    """How a plan's attention is computed in ``module``; None if no plan was applied."""
+    """Return the attention options of the plan that is applied to ``module``; None without a plan."""
     region = _region_of(module)
     return None if region is None else region.options
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """During a call of ``module`` on several sequence ranks: their mesh, and which tokens were sharded, or found to be replicated."""
+    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one sequence rank."""
     region = _region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
@@ -548,7 +553,7 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
 
 
 def planned_attention(module: nn.Module, attention: Attention) -> SdpaHandler:
-    """During a call of ``module``, what an attention call becomes that consists of ``attention``."""
+    """Return the function that computes an attention call with the segments ``attention`` in the current call of ``module``."""
     region = _region_of(module)
     if region is None or region.interception is None:
         return SdpaCall.on_one_device
@@ -556,14 +561,14 @@ def planned_attention(module: nn.Module, attention: Attention) -> SdpaHandler:
 
 
 def intercepts_by_mode(module: nn.Module) -> bool:
-    """Whether a call of ``module`` that began now would intercept attention by a mode: inside of a mode of the user's, for example."""
+    """Whether a call of ``module`` would intercept attention by a mode now, and not at the dispatcher."""
     region = _region_of(module)
     return region is not None and not region._may_use_the_dispatcher(module)
 
 
 @contextmanager
 def suspend_interception(module: nn.Module) -> Iterator[None]:
-    """Inside, during a call of ``module``, its plan intercepts nothing: what is around that does."""
+    """Switch off the interception by the plan of ``module`` while the block runs, during a call of ``module``."""
     region = _region_of(module)
     if region is None or region.interception is None:
         yield
@@ -577,8 +582,10 @@ def suspend_interception(module: nn.Module) -> Iterator[None]:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """During a call of ``module`` in eager code: nothing of it is intercepted this time, for a cache computes none of its blocks, or patches
-    attend in a way of their own."""
+    """Note that the current eager call of ``module`` intercepts no attention, because a cache skips all blocks or patches compute their own.
+
+    Without this, the call would raise because nothing was intercepted.
+    """
     region = _region_of(module)
     interception = None if region is None else region.interception
     if interception is not None:
@@ -589,7 +596,7 @@ def attention_is_skipped(module: nn.Module) -> None:
 
 
 def reattach_plan(module: nn.Module) -> None:
-    """Put the plan of ``module`` around submodules that were put in the place of others since (a LoRA's layers)."""
+    """Wrap submodules of ``module`` that have replaced others since the plan was applied, such as the layers of a LoRA."""
     region = _region_of(module)
     if region is not None:
         region.attach(module)
@@ -597,7 +604,7 @@ def reattach_plan(module: nn.Module) -> None:
 
 @contextmanager
 def inputs_verified(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` is called alike on all ranks, so its calls do not ask."""
+    """Skip the comparison of arguments in calls of ``module`` while the block runs, because the caller has verified them."""
     region = _region_of(module)
     before = region is None or region.inputs_verified
     try:
