@@ -60,7 +60,7 @@ class RuleExecutor:
             name = f"{module_name}.{parameter}" if module_name else parameter
             if named.get(parameter) is not None:
                 named[parameter] = self.cut(named[parameter], cut, name)
-            elif parameter in parameters[: len(given)]:
+            elif parameter in parameters[: len(positional)]:
                 index = parameters.index(parameter)
                 if positional[index] is not None:
                     positional[index] = self.cut(positional[index], cut, name)
