@@ -195,7 +195,7 @@ class CacheOptions:
             )
         void = self._changed(_VOID)
         if void:
-            raise ValueError(f"with compute_steps, {void[0]} has no effect. Leave one of the two out.")
+            raise ValueError(f"compute_steps decides alone, so {void[0]} has no effect. Leave one of the two out.")
         return steps
 
     def computes(self, index: int, total: int) -> bool:
