@@ -1,7 +1,7 @@
-"""Attention of a patch as one opaque operator: what compiled blocks call, whose graphs know nothing of keys that are held.
+"""Attention of a patch as one opaque operator for compiled blocks, whose graphs contain no stored keys.
 
-Which patch it is, and what its tokens attend to, is asked when it runs (:func:`attending_by`): graphs are the same for all patches
-of a length, and for all blocks of a kind.
+The patch, and the stored keys, are looked up when the operator runs (:func:`attending_by`), so that one graph serves all patches of equal length and
+all blocks of equal kind.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 
-# Computes a call of the attention of this number.
+# Computes an attention call, given the index of its kind.
 PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
 class _ThreadState(threading.local):
-    """What computes attention of patches in this thread, the innermost last."""
+    """The handlers of patch attention in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.attending: list[PatchHandler] = []
@@ -35,7 +35,7 @@ _THREAD_STATE = _ThreadState()
 
 @contextmanager
 def attending_by(attend: PatchHandler) -> Iterator[None]:
-    """Inside, in this thread, ``attend(kind, call)`` computes the operator."""
+    """Let ``attend(kind, call)`` compute the operator in this thread while the block runs."""
     _THREAD_STATE.attending.append(attend)
     try:
         yield
@@ -44,10 +44,10 @@ def attending_by(attend: PatchHandler) -> Iterator[None]:
 
 
 class PatchAttnMode(TorchFunctionMode):
-    """Makes an operator of each attention call, in graphs and in eager code.
+    """A mode that turns each attention call into the operator, in graphs and in eager code.
 
     Args:
-        kinds: of the first, second, … call; the last stands for all further ones.
+        kinds: The kind of the first, second, … call. The last one is that of all further calls.
     """
 
     def __init__(self, kinds: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ def _patch_attention(
         )
     call = SdpaCall(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
     out = _THREAD_STATE.attending[-1](kind, call)
-    # As the graph expects it, and as SDPA mostly gives it: [B, S, H, D] in memory.
+    # The memory layout that the fake kernel states: [B, S, H, D].
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, done(out)
 
@@ -95,7 +95,7 @@ def _shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, T
     return out, done(out)
 
 
-# It holds keys, and ranks that share a patch exchange them: in program order, and never left out.
+# A collective, because ranks that share a patch exchange keys: the operator must keep its order and must not be removed.
 define_collective(
     "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa, "
     "int kind, Tensor? after=None) -> (Tensor, Tensor)",

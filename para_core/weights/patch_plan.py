@@ -1,4 +1,4 @@
-"""How a model is split into patches: its plan says what it shards among ranks, and patch m of M takes what rank m of M would."""
+"""Split a model's tokens into patches by its plan: patch m of M gets what rank m of M ranks would get."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules
 from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 from para_core.weights.patch_operator import PatchAttnMode
 
-# Begin and length, along tokens, or along a dim of what a model is given.
+# (begin, length) along tokens, or along a dim of a model's input.
 Rows = tuple[int, int]
-# Around what a module is given, and what of it is gathered; around what it gives that is split.
+# Keys of the wrappers that split inputs and gather outputs, and that split outputs.
 _INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 
 @dataclass(frozen=True)
 class Frames:
-    """Where a model that makes tokens of a video has its frames; tokens are in their order, as many of each.
+    """The frames of a model that makes tokens from a video. Its tokens are in the order of the frames, equally many per frame.
 
     Args:
-        dim: of its ``hidden_states`` and of what it returns.
-        together: the entry of its config that says how many frames become one of tokens; of a tuple, the first. None: one.
+        dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
+        together (`str`, *optional*): The entry of the config with the number of frames that become one frame of tokens (of a tuple, the first
+            number). Defaults to one frame.
     """
 
     dim: int
     together: str | None = None
 
     def of_one(self, module: nn.Module) -> int:
-        """Frames of which one is made."""
+        """Return the number of frames that become one frame of tokens."""
         config: Any = module.config
-        found = None if self.together is None else config[self.together]
-        return int((found[0] if isinstance(found, (tuple, list)) else found) or 1)
+        entry = None if self.together is None else config[self.together]
+        return int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class PatchPlan:
     """How one model is split into patches.
 
     Args:
-        segment: of ``plan``, what is split into patches; any other that is sharded goes with the first patch, what is replicated with each.
-        dim: of ``hidden_states`` and of the output, along which patches follow each other.
-        together: entries along ``dim`` that stay in one patch.
-        ndim: of ``hidden_states``.
+        segment: The segment of ``plan`` that is split. Other sharded segments belong to the first patch, replicated ones to each patch.
+        dim: The dim of ``hidden_states`` and of the output along which patches follow each other.
+        together: Number of entries along ``dim`` that stay in one patch.
+        ndim: Number of dims of ``hidden_states``.
     """
 
     plan: Plan
@@ -61,26 +62,27 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model returns the tokens of a patch, rather than a whole output of which these are filled."""
+        """Whether the model returns the tokens of a patch, and not a whole output in which only these are valid."""
         return "" in self.plan.outputs
 
     def rows(self, like: Tensor, num_patches: int) -> list[Rows]:
-        """Of each patch, its begin and length along ``dim`` of ``like``, the model's input.
+        """Return begin and length of each patch along ``dim`` of ``like``, the model's input.
 
         Raises:
-            ValueError: there are too few tokens or frames, or they do not fit.
+            ValueError: ``like`` has other dims than expected, or there are fewer tokens or frames than patches.
         """
         total, rest = divmod(like.shape[self.dim], self.together) if like.ndim == self.ndim else (0, 1)
         if rest:
             raise ValueError(
-                f"the model is given {list(like.shape)}; PipeFusion expects {self.ndim} dims, and dim {self.dim} a multiple of {self.together}."
+                f"the model's input is {list(like.shape)}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a multiple of "
+                f"{self.together}."
             )
         what = "tokens" if self.ndim == 3 else "frames of latents"
         return [(self.together * begin, self.together * size) for begin, size in patch_rows(total, num_patches, what)]
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """How ``module`` is split into patches by ``plan``; or why it cannot be."""
+    """Return how ``plan`` splits ``module`` into patches, or the reason why it cannot."""
     if plan is None or "hidden_states" not in parameters_of(module):
         return "no plan says which of its inputs are tokens"
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
@@ -95,77 +97,79 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     reason = _why_not(plan)
     if reason is not None:
         return reason
-    given, segment = plan.inputs.get("hidden_states"), gathers[0].segment
-    # What is returned has the form of what is given: pipelines add one to the other.
-    of_tokens = "" in plan.outputs or (isinstance(given, Split) and given.segment == segment)
+    rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
+    # The output has the form of the input, because schedulers add them.
+    of_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
     if of_tokens and gathers[0].dim == 1:
         return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
     if frames is None or of_tokens:
-        return "it makes tokens of its input, and it is not known of which part each (Adapter(frames=Frames(...)))"
+        return (
+            "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
+        )
     return PatchPlan(plan, segment, frames.dim, frames.of_one(module), ndim=5)
 
 
 def _why_not(plan: Plan) -> str | None:
-    cuts = [*plan.inputs.values(), *[cut for of_one in plan.inner.values() for cut in of_one.values()]]
+    cuts = [*plan.inputs.values(), *[cut for rules in plan.inner.values() for cut in rules.values()]]
     if plan.halos or not all(isinstance(cut, (Split, Replicate, FirstTokens, LastTokens, Entries)) for cut in cuts):
         return "some of its modules need the tokens of other patches"
     if any(isinstance(cut, Split) and (cut.then_replicated or cut.after_replicated) for cut in cuts):
-        return "its tokens stand beside others in one tensor"
-    calls = plan.attention.values()
-    if any(isinstance(of, AttentionByHeads) for of in calls):
+        return "its tokens share a tensor with others"
+    rules_of_attention = plan.attention.values()
+    if any(isinstance(rule, AttentionByHeads) for rule in rules_of_attention):
         return "its attention needs the tokens of all patches at once"
-    if not all(isinstance(of, tuple) and all(one.mask != "pairs" for one in of) for of in calls):
+    if not all(isinstance(rule, tuple) and all(call.mask != "pairs" for call in rule) for rule in rules_of_attention):
         return "it attends to sums, to lists, or by a mask of pairs of tokens"
     return None
 
 
 def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]:
-    """Begin and length of each patch, as ``torch.tensor_split`` splits.
+    """Return begin and length of each patch. The split is that of ``torch.tensor_split``.
 
     >>> patch_rows(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
 
     Raises:
-        ValueError: there are more patches than ``what``.
+        ValueError: There are more patches than entries. ``what`` names the entries.
     """
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
-    sizes = [(total + num_patches - 1 - place) // num_patches for place in range(num_patches)]
-    return [(sum(sizes[:place]), size) for place, size in enumerate(sizes)]
+    sizes = [(total + num_patches - 1 - patch) // num_patches for patch in range(num_patches)]
+    return [(sum(sizes[:patch]), size) for patch, size in enumerate(sizes)]
 
 
 class PatchCuts(RuleExecutor):
-    """What a plan says of tensors, done for patch ``place`` of ``count``: there are no other ranks, and nothing is sent.
+    """Applies the rules of a plan for patch ``index`` of ``count``, without other ranks and without communication.
 
     Args:
-        units: of ``plan.segment``, that many parts stay whole: frames, or (None) tokens.
+        units: Number of frames, whose tokens stay together; None if tokens are split individually.
     """
 
-    def __init__(self, plan: PatchPlan, place: int, count: int, units: int | None) -> None:
-        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", count, place, "", None), "cpu"))
+    def __init__(self, plan: PatchPlan, index: int, count: int, units: int | None) -> None:
+        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", count, index, "", None), "cpu"))
         self._units = units
-        cuts = [*plan.plan.inputs.values(), *[cut for of in plan.plan.inner.values() for cut in of.values()]]
-        declared = {cut.segment for cut in cuts if isinstance(cut, Split)} - {None, plan.segment}
-        self._with_the_first = declared
+        cuts = [*plan.plan.inputs.values(), *[cut for rules in plan.plan.inner.values() for cut in rules.values()]]
+        self._in_first_patch = {cut.segment for cut in cuts if isinstance(cut, Split)} - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """
+        """Return the segment of ``total`` tokens: all in the first patch, or frame by frame.
+
         Raises:
-            ValueError: these are not the tokens of as many frames.
+            ValueError: The tokens do not divide evenly over the frames.
         """
-        if name in self._with_the_first:
+        if name in self._in_first_patch:
             return Segment(name, total, together=max(total, 1))
         units = self._units or total
         if total % units:
-            raise ValueError(f"{name} has {total} entries, which do not belong to {units} frames, as many of each.")
+            raise ValueError(f"{name} has {total} entries; expected a multiple of the {units} frames.")
         return Segment(name, total, together=max(total // units, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """One: a patch attends to the tokens of the others as well."""
+        """Return 1: models see the tokens of all patches, so a single token is not taken for a decoding step."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """A whole tensor, in which this patch stands, and zeros elsewhere."""
+        """Return a whole tensor with ``part`` in the place of this patch, and zeros elsewhere."""
         shape = list(part.shape)
         shape[dim] = layout.total
         whole, start = part.new_zeros(shape), 0
@@ -175,20 +179,21 @@ class PatchCuts(RuleExecutor):
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``: patches are computed by one rank."""
+        """Return ``value`` itself, because one rank computes a patch."""
         return value
 
     def rows(self, names: tuple[str, ...], held: int) -> tuple[list[Rows], int] | None:
-        """Where the tokens of a call stand among all of them, and how many these are; ``held`` are of this patch, in segments ``names``.
+        """Return the rows of this patch's tokens in the segments ``names``, and the number of tokens of all patches.
 
-        None if that is not what the plan says. At most one segment may be of unknown length: each patch holds all of it.
+        Returns None if ``held``, the number of tokens of this patch, does not fit the plan. At most one segment may have an unknown length; it is
+        replicated.
         """
         unknown = [name for name in names if name not in self.segments]
         rest = held - sum(self.segments[x].size(self.mesh.rank, self.mesh.ranks) for x in names if x not in unknown)
         if rest < 0 or len(unknown) > 1 or (rest and not unknown):
             return None
-        found = [self.segments.get(name) or Segment(name, rest, replicated=True) for name in names]
-        layout = SequenceLayout(tuple(found), self.mesh.ranks)
+        segments = [self.segments.get(name) or Segment(name, rest, replicated=True) for name in names]
+        layout = SequenceLayout(tuple(segments), self.mesh.ranks)
         return list(layout.runs(self.mesh.rank)), layout.total
 
     def cuts(self, names: tuple[str, ...]) -> bool:
@@ -197,41 +202,43 @@ class PatchCuts(RuleExecutor):
 
 
 class PatchPlaces:
-    """What a plan says of the submodules of ``module``, put around them; :attr:`cutting` is that of the call under way, if any.
+    """Wrappers that apply a plan's rules to the submodules of ``module`` for one patch. :attr:`cutting` is the patch of the current call, or None.
 
     Attributes:
-        kinds: of attention calls, all that the plan knows; a number is a place in it.
-        default: numbers of calls in modules that the plan does not name.
+        kinds: All kinds of attention calls in the plan. A call is identified by its index in this tuple.
+        default: The indices of calls in modules that the plan does not name.
     """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.module = module
         self.cutting: PatchCuts | None = None
-        self._found = match_modules(module, plan)
-        named = [rules.attention for _, rules in self._found.values() if isinstance(rules.attention, tuple)]
-        self.kinds = tuple(dict.fromkeys([Attention(plan.joint_order), *[one for of in named for one in of]]))
+        self._matches = match_modules(module, plan)
+        rules_by_name = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
+        self.kinds = tuple(
+            dict.fromkeys([Attention(plan.joint_order), *[call for rule in rules_by_name for call in rule]])
+        )
         self.default = (0,)
-        # Of the innermost module under way last, what its attention calls are of, and how many there were. In graphs: modes.
+        # A stack of (kinds of a module's attention calls, their number so far), the innermost module last. In graphs a stack of modes does this.
         self._attending: list[tuple[tuple[int, ...], list[int]]] = []
         self._in_graphs = False
 
     def begin(self, cutting: PatchCuts | None, *, in_graphs: bool = False) -> None:
-        """From now on calls are of this patch; None: no call is under way.
+        """Set the patch of the next call of the model; None after the call.
 
         Args:
-            in_graphs: blocks were compiled, or the plan intercepts by a mode, and :class:`PatchAttnMode` tells which attention it is.
+            in_graphs: Whether blocks are compiled or the plan intercepts by a mode. :class:`PatchAttnMode` then identifies attention calls.
         """
         self.cutting, self._attending, self._in_graphs = cutting, [(self.default, [0])], in_graphs
 
     def next_attention(self) -> Attention:
-        """What the attention call that is made now consists of."""
+        """Return the segments of the next attention call."""
         attending, calls = self._attending[-1]
         calls[0] += 1
         return self.kinds[attending[min(calls[0], len(attending)) - 1]]
 
     @contextmanager
     def attending_to(self, kinds: tuple[int, ...]) -> Iterator[None]:
-        """Inside, attention calls are of these; they are counted anew."""
+        """Identify the attention calls inside the block as these ``kinds``, counted from 0."""
         if self._in_graphs:
             with PatchAttnMode(kinds):
                 yield
@@ -243,10 +250,10 @@ class PatchPlaces:
             self._attending.pop()
 
     def install(self) -> None:
-        alike: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
-        for submodule, rules in self._found.values():
-            alike.setdefault((rules, parameters_of(submodule)), []).append(submodule)
-        for (rules, parameters), submodules in alike.items():
+        groups: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
+        for submodule, rules in self._matches.values():
+            groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
+        for (rules, parameters), submodules in groups.items():
             around = self._inputs(rules, parameters)
             wrap_alike(submodules, "__call__", _INPUTS, around, order=WrapperPriority.PATCH)
             cuts = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
@@ -255,17 +262,17 @@ class PatchPlaces:
                 wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=WrapperPriority.PATCH_OUTPUTS)
 
     def remove(self) -> None:
-        for submodule, _ in self._found.values():
+        for submodule, _ in self._matches.values():
             unwrap(submodule, _INPUTS)
             unwrap(submodule, _OUTPUTS)
 
     def _inputs(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Any:
         cuts = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
         attention = rules.attention if isinstance(rules.attention, tuple) else ()
-        kinds = tuple(self.kinds.index(one) for one in attention)
+        kinds = tuple(self.kinds.index(call) for call in attention)
 
         def attend(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # Nothing here differs from patch to patch: it is traced.
+            # This may be traced, so nothing here may differ from patch to patch.
             if self.cutting is None or not kinds:
                 return call(module, *args, **kwargs)
             with self.attending_to(kinds):

@@ -1,4 +1,4 @@
-"""Tensors of tokens that come in patches, and what pointwise functions make of them, patch by patch."""
+"""Tensors whose patches arrive one after the other, and pointwise functions of them, evaluated patch by patch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
-# Beside pointwise functions: each element is that of the same place.
+# Like pointwise functions: each element of the result depends only on the same element of the input.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Tagged as pointwise, but gives one bool of all elements.
+# Tagged as pointwise, but returns one bool for all elements.
 _WHOLE = (_aten.equal.default,)
 
 
 class Arrival:
-    """A tensor whose patches, along ``dim``, come one after the other.
+    """A tensor whose patches along ``dim`` arrive one after the other.
 
     Args:
-        whole: memory for it, of any content.
-        rows: of each patch, where it begins and how long it is.
+        whole: The memory of the tensor, uninitialised.
+        rows: Begin and length of each patch.
     """
 
     def __init__(self, whole: Tensor, rows: list[tuple[int, int]], dim: int = 1) -> None:
         self._whole, self._rows, self._dim = whole, rows, dim
-        # Of each patch, what waits for it; None: it has come.
+        # For each patch, the function that waits for it; None if it was read.
         self._coming: list[Callable[[], Tensor] | None] = []
 
     @property
@@ -36,36 +36,36 @@ class Arrival:
         return len(self._rows)
 
     def comes(self, get: Callable[[], Tensor]) -> None:
-        """The next patch is what ``get`` gives; it may wait."""
+        """Add the next patch: ``get`` returns it, and may wait."""
         self._coming.append(get)
 
     def up_to(self, patch: int) -> Tensor:
-        """The whole tensor, of which patches 0 … ``patch`` are valid; the others hold anything."""
-        for place in range(patch + 1):
-            get = self._coming[place]
+        """Wait for patches 0 … ``patch``, and return the whole tensor. Its other patches are uninitialised."""
+        for index in range(patch + 1):
+            get = self._coming[index]
             if get is not None:
-                self._whole.narrow(self._dim, *self._rows[place]).copy_(get())
-                self._coming[place] = None
+                self._whole.narrow(self._dim, *self._rows[index]).copy_(get())
+                self._coming[index] = None
         return self._whole
 
     @property
     def is_complete(self) -> bool:
-        """Whether all patches have come, and nobody waits."""
+        """Whether all patches have arrived and were read."""
         return len(self._coming) == self.num_patches and all(get is None for get in self._coming)
 
 
-class _Made:
-    """A pointwise function of tensors of which some come in patches, evaluated on whole tensors, as far as they are valid."""
+class _Pointwise:
+    """A recorded pointwise call on tensors of which some arrive in patches. It is evaluated on whole tensors, up to a valid patch."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
         self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
         self.num_patches = num_patches
-        self._found: Tensor | None = None
+        self._output: Tensor | None = None
         self._patch = -1
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that it is made of has come."""
+        """Whether all its inputs have arrived."""
         leaves = pytree.tree_leaves(self._call) if self._call is not None else []
         return all(x.source.is_complete for x in leaves if isinstance(x, Patched))
 
@@ -73,19 +73,19 @@ class _Made:
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(Patched, lambda x: x.source.up_to(patch), (args, kwargs))
-            self._found, self._patch = func(*args, **kwargs), patch
+            self._output, self._patch = func(*args, **kwargs), patch
             if patch == self.num_patches - 1:
-                # What it was made of may go.
+                # The inputs are not needed any more.
                 self._call = None
-        if self._found is None:
-            raise RuntimeError("a patch was asked for that nobody computes.")
-        return self._found
+        if self._output is None:
+            raise RuntimeError(f"patch {patch} was requested, but no patch has been computed.")
+        return self._output
 
 
 class _Always:
-    """Of :class:`Patched`, what :class:`Deferred` asks of a round: it is never over, for each tensor has patches of its own."""
+    """The round of a :class:`Patched` tensor. It never ends, because each tensor has patches of its own."""
 
-    later: list[Any] = []  # noqa: RUF012  nothing is ever put there
+    later: list[Any] = []  # noqa: RUF012  It stays empty.
     is_over = False
     waits_for_more = True
 
@@ -93,27 +93,27 @@ class _Always:
         self.live = live
 
     def finish(self) -> None:
-        """Each tensor is waited for on its own."""
+        """Do nothing, because each tensor is waited for separately."""
 
 
 class Patched(Deferred):
-    """A tensor that comes in patches; whatever needs more of it than its elements, each for itself, waits for all.
+    """A tensor that arrives in patches. Pointwise functions of it are recorded; everything else waits for all patches.
 
-    Tensors that a function takes besides are copied: pipelines go on with latents in place.
+    Other tensor arguments of a recorded function are copied, because pipelines may change them in place (latents).
     """
 
-    source: Arrival | _Made
+    source: Arrival | _Pointwise
 
     @staticmethod
-    def of_source(source: Arrival | _Made, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor like ``expected`` that waits for ``source``; ``live`` holds those of the same pipeline call."""
+    def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
+        """Return a tensor like ``expected`` that waits for ``source``. ``live`` holds the deferred tensors of the pipeline call."""
         like = expected.like
-        made: Patched = make_wrapper_subclass(
+        patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
-        made.of, made.source = _Always(live), source
-        live.add(made)
-        return made
+        patched.of, patched.source = _Always(live), source
+        live.add(patched)
+        return patched
 
     @property
     def is_ready(self) -> bool:
@@ -125,15 +125,15 @@ class Patched(Deferred):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        made = _recorded(func, args, kwargs)
-        return func(*materialize(args), **materialize(kwargs)) if made is None else made
+        recorded = _recorded(func, args, kwargs)
+        return func(*materialize(args), **materialize(kwargs)) if recorded is None else recorded
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
-    """``func``, to be computed patch by patch; None if it cannot be."""
+    """Return the result of ``func`` as a :class:`Patched` tensor; None if it cannot be evaluated patch by patch."""
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
-    # Numbers would be drawn for each patch anew.
+    # Random numbers would be drawn again for each patch.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -148,14 +148,14 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
         return None
     on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
     try:
-        found = func(*_without_data(args), **_without_data(on_meta))
+        output = func(*_without_data(args), **_without_data(on_meta))
     except (NotImplementedError, RuntimeError):
         return None
-    if not isinstance(found, Tensor) or found.shape != first.shape:
+    if not isinstance(output, Tensor) or output.shape != first.shape:
         return None
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Patched) else x.clone(), (args, kwargs))
     return Patched.of_source(
-        _Made(func, args, kwargs, first.source.num_patches), Expected(found, first.device), first.of.live
+        _Pointwise(func, args, kwargs, first.source.num_patches), Expected(output, first.device), first.of.live
     )
 
 

@@ -1,10 +1,9 @@
-"""PipeFusion (arXiv:2405.14430): stages work at once, each on another patch of the image. Approximate, and off unless asked for.
+"""PipeFusion (arXiv:2405.14430): all stages work at once, each on another patch of the image. Not exact, and off by default.
 
-The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes ``m + 1``: a patch attends
-to keys and values of the others as they were at the step before (:mod:`~para_core.weights.stale_keys`). What the model returns comes in
-patches, too (:mod:`~para_core.weights.patches`), and the scheduler's step is recorded: patch ``m`` of the next step begins as soon as patch
-``m`` of this one is back, without waiting for the others. What is computed depends on the number of patches alone, not on that of the
-stages: one process computes the same numbers.
+The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m + 1``. A patch attends to the
+keys and values that the other patches had at the previous step (:mod:`~para_core.weights.stale_keys`). The output of the model arrives in patches
+(:mod:`~para_core.weights.patches`), and the scheduler's step is recorded, so that patch ``m`` of the next step starts as soon as patch ``m`` of this
+step has arrived. The result depends on the number of patches, not on the number of stages: one process computes the same numbers.
 """
 
 from __future__ import annotations
@@ -38,18 +37,22 @@ from para_core.weights.stages import Stages, stages_of
 from para_core.weights.stale_keys import StaleKeys
 
 _KEY = "pipefusion"
-# With fewer, each differs too much from the one before: all are computed whole.
+# With fewer steps, consecutive steps differ too much, so all steps are computed without patches.
 FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
 class PipeFusion:
-    """How :func:`~para_core.adapters.parallelize_pipe` runs stages on patches. Not exact.
+    """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. Not exact.
 
     Args:
-        num_patches: of the tokens of an image. More leave stages idle for less time, and cost the host more.
-        warmup_steps: the first steps, at least one, are computed whole, and exactly.
-        cooldown_steps: the last steps, too.
+        num_patches (`int`, defaults to `4`): Number of patches of an image. With more patches the stages are idle for less time, and the host has more
+            work.
+        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed without patches, exactly.
+        cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed without patches.
+
+    Raises:
+        TypeError, ValueError: A value is not an integer, or too small.
     """
 
     num_patches: int = 4
@@ -63,25 +66,25 @@ class PipeFusion:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
             if value < smallest:
-                why = ": patches need the keys of a step before" if name == "warmup_steps" else ""
+                why = ", because patches need the keys of an earlier step" if name == "warmup_steps" else ""
                 raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
 
     def is_whole(self, index: int, total: int) -> bool:
-        """Whether step ``index`` of ``total`` is computed whole."""
+        """Whether step ``index`` of ``total`` steps is computed without patches."""
         return total < FEWEST_STEPS or index < self.warmup_steps or index >= total - self.cooldown_steps
 
 
 @dataclass(frozen=True)
 class PipeFusionReport:
-    """What PipeFusion did in the last generation, on this rank.
+    """What PipeFusion did in the last generation on this rank.
 
     Args:
-        whole_calls, patched_calls: of the model: exact ones, and those in patches.
-        overlapping_calls: of the latter, those that began before the step before had ended. All but the first, where the scheduler's step is
-            of single elements (Euler, DPM++ 2M); with others (UniPC) stages wait once a step. Of several branches, the first begins a step.
-        key_bytes: of keys and values held, of all branches of guidance.
-        bytes_sent: to other stages.
-        seconds, seconds_waited: of patched calls, and how much of that this stage waited for others (on NCCL the host does not wait).
+        whole_calls, patched_calls: Number of model calls without patches, which are exact, and with patches.
+        overlapping_calls: Number of patched calls that started before the previous step had ended. These are all but the first if the scheduler
+            computes elementwise (Euler, DPM++ 2M). With other schedulers (UniPC) the stages wait once per step.
+        key_bytes: Bytes of the stored keys and values, of all CFG branches.
+        bytes_sent: Bytes sent to other stages.
+        seconds, seconds_waited: Duration of the patched calls, and how long this stage waited for others. On NCCL the host does not wait.
     """
 
     whole_calls: int = 0
@@ -95,7 +98,7 @@ class PipeFusionReport:
 
 @dataclass
 class _Branch:
-    """Of one branch of guidance: the keys of the step before, and the form of what the model is given and gives."""
+    """The state of one CFG branch: the keys of the previous step, and the forms of the model's inputs and output."""
 
     keys: StaleKeys
     form: tuple[Any, ...]
@@ -115,11 +118,11 @@ class _Counted:
 
 
 class Fusion:
-    """One model on patches, over the stages that were applied to it; without stages, alone. For eager code, one thread, inference.
+    """PipeFusion on one model, with the stages that are applied to it, or on one process. For inference in eager code and one thread.
 
     Args:
-        branch_of: of the arguments of a call by name, the name of its branch of guidance.
-        step_of: of a branch, the index of the step under way, and how many there are.
+        branch_of: Returns the name of the CFG branch for the arguments of a call by name.
+        step_of: Returns the index of a branch's current step, and the number of steps.
     """
 
     def __init__(
@@ -138,10 +141,10 @@ class Fusion:
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _Branch] = {}
-        # Of the call under way; whether a mode makes an operator of its attention.
+        # The stored keys of the current call, and whether a mode turns its attention into operators.
         self._keys: StaleKeys | None = None
         self._in_graphs = False
-        # What may still be on its way.
+        # Outputs whose patches may still be in flight.
         self._coming: list[Arrival] = []
         self._live = LiveDeferred()
         self._counted = _Counted()
@@ -164,7 +167,7 @@ class Fusion:
         self._report = PipeFusionReport()
 
     def end(self, *, failed: bool = False) -> None:
-        """Wait for all patches that are in flight; after an exception, mark the links as broken instead."""
+        """Wait for all patches in flight. After an exception, mark the links as broken instead."""
         links = None if self._stages is None else self._stages.links
         try:
             if not failed:
@@ -181,7 +184,7 @@ class Fusion:
             self._finish()
 
     def _finish(self) -> None:
-        """Write the report and drop what belongs to the generation."""
+        """Write the report and drop the state of the generation."""
         self._live.become_tensors()
         counted = self._counted
         held = sum(branch.keys.nbytes for branch in self._branches.values())
@@ -197,7 +200,7 @@ class Fusion:
         self._branches, self._coming, self._keys = {}, [], None
 
     def report(self) -> PipeFusionReport:
-        """Of the last generation."""
+        """Return the report of the last generation."""
         return self._report
 
     # -- around the model and its blocks
@@ -217,72 +220,85 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         self._refuse(module)
-        # Not once for each patch: it looks at all modules.
-        # A mode of the plan sees attention before the dispatcher does, so patches need a mode inside of it.
+        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside of it. Once per call and not per patch,
+        # because has_compiled_parts looks at all modules.
         by_mode = intercepts_by_mode(module) or not dispatcher_is_available()
         self._in_graphs = by_mode or any(map(has_compiled_parts, self._own))
-        name = self._branch_of(given)
+        name = self._branch_of(arguments)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS
-        form = tuple((key, tuple(x.shape), x.dtype) for key, x in sorted(given.items()) if isinstance(x, Tensor))
+        form = tuple((key, tuple(x.shape), x.dtype) for key, x in sorted(arguments.items()) if isinstance(x, Tensor))
         branch = self._branches.get(name)
         if branch is None or branch.form != form or branch.output is None or self.options.is_whole(index, total):
-            return self._whole(call, module, name, form, given)
-        return self._patched(call, module, branch, given)
+            return self._whole(call, module, name, form, arguments)
+        return self._patched(call, module, branch, arguments)
 
     def _refuse(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
-                f"this {type(module).__name__} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. "
+                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot return patch after patch. "
                 "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
-        # It would be of something else.
+        # The gradient would not be that of the model, because keys of other steps are used.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"this {type(module).__name__} runs under PipeFusion, and was called with gradients enabled. Call it under torch.no_grad(); "
+                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it under torch.no_grad(), "
                 "or leave pipefusion= out."
             )
 
     def _whole(
-        self, call: Callable[..., Any], module: nn.Module, name: str, form: tuple[Any, ...], given: Mapping[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        name: str,
+        form: tuple[Any, ...],
+        arguments: Mapping[str, Any],
     ) -> Any:
-        """All tokens at once, exactly; keys are held for the patches of the next step."""
-        given = materialize(dict(given))
+        """Compute all tokens at once, exactly, and store the keys for the patches of the next step."""
+        arguments = materialize(dict(arguments))
         branch = self._branches.setdefault(name, _Branch(StaleKeys(self._places), form))
         branch.form = form
         self._counted.whole += 1
-        output = self._call(call, module, branch, self._cuts(given, 0, 1), given)
+        output = self._call(call, module, branch, self._cuts(arguments, 0, 1), arguments)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         branch.output = Expected(tensors[0].to("meta"), tensors[0].device) if len(tensors) == 1 else None
         return output
 
-    def _cuts(self, given: Mapping[str, Any], patch: int, num_patches: int) -> PatchCuts:
-        tokens = given["hidden_states"]
+    def _cuts(self, arguments: Mapping[str, Any], patch: int, num_patches: int) -> PatchCuts:
+        tokens = arguments["hidden_states"]
         units = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
         return PatchCuts(self._plan, patch, num_patches, units)
 
     def _call(
-        self, call: Callable[..., Any], module: nn.Module, branch: _Branch, cuts: PatchCuts, given: Mapping[str, Any]
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        branch: _Branch,
+        cuts: PatchCuts,
+        arguments: Mapping[str, Any],
     ) -> Any:
-        """One patch, or (of one) all tokens."""
+        """Compute the patch of ``cuts``."""
         branch.keys.begin(whole=cuts.mesh.ranks == 1)
         self._places.begin(cuts, in_graphs=self._in_graphs)
         self._keys = branch.keys
         try:
-            _, given = cuts.arguments(self._plan.plan.inputs, self._parameters, (), dict(given))
-            return call(module, **given)
+            _, kwargs = cuts.arguments(self._plan.plan.inputs, self._parameters, (), dict(arguments))
+            return call(module, **kwargs)
         finally:
             self._places.begin(None)
             self._keys = None
 
-    def _patched(self, call: Callable[..., Any], module: nn.Module, branch: _Branch, given: Mapping[str, Any]) -> Any:
+    def _patched(
+        self, call: Callable[..., Any], module: nn.Module, branch: _Branch, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Compute all patches, and return an output whose patches may still be in flight."""
         stages, counted = self._stages, self._counted
         start = time.perf_counter()
-        overlapping = isinstance(given["hidden_states"], Patched) and not given["hidden_states"].source.is_complete
+        tokens = arguments["hidden_states"]
+        overlapping = isinstance(tokens, Patched) and not tokens.source.is_complete
         waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
-        tokens = given["hidden_states"]
         rows = self._plan.rows(tokens, self.options.num_patches)
         expected: Any = branch.output
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
@@ -292,24 +308,26 @@ class Fusion:
             stages.whole = False
         try:
             for patch, own in enumerate(rows):
-                output = self._one_patch(call, module, branch, self._given(given, patch), arrival, patch, own)
+                output = self._one_patch(
+                    call, module, branch, self._arguments_of(arguments, patch), arrival, patch, own
+                )
         finally:
             if stages is not None:
                 stages.whole = True
         if isinstance(tokens, Patched):
-            # All of it has come, for this stage has computed with it, or behind one that has. Nothing grows from step to step.
+            # Complete by now, because this stage or an earlier one has computed with it. Reading it drops the recorded operations of the step.
             tokens.value()
         counted.patched, counted.overlapping = counted.patched + 1, counted.overlapping + overlapping
         counted.seconds += time.perf_counter() - start
         if stages is not None:
             counted.waited += stages.links.seconds_waited - waited
             counted.sent += stages.links.bytes_sent - sent
-        found = Patched.of_source(arrival, expected, self._live)
-        return pytree.tree_map_only(Tensor, lambda _: found, output)
+        patched = Patched.of_source(arrival, expected, self._live)
+        return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _begin_call(self, arrival: Arrival) -> None:
-        """What was sent two calls ago has been taken: whoever sent tokens of the last call here had it."""
-        self._coming = [one for one in self._coming if not one.is_complete] + [arrival]
+        """Release the tensors that were sent two calls ago. Their receivers have them, because they sent tokens of the last call to this rank."""
+        self._coming = [earlier for earlier in self._coming if not earlier.is_complete] + [arrival]
         if self._stages is not None:
             marks = self._counted.marks
             marks.append(self._stages.links.sent)
@@ -321,53 +339,53 @@ class Fusion:
         call: Callable[..., Any],
         module: nn.Module,
         branch: _Branch,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         arrival: Arrival,
         patch: int,
         own: Rows,
     ) -> Any:
-        """Patch ``patch`` through this rank's blocks, and what becomes of its noise."""
+        """Run ``patch`` through this rank's blocks. The last stage sends the noise to all stages, and the others start to receive it."""
         stages = self._stages
         like: Any = branch.output
         noise = like.like.narrow(self._plan.dim, *own)
-        output = self._call(call, module, branch, self._cuts(given, patch, self.options.num_patches), given)
+        output = self._call(call, module, branch, self._cuts(arguments, patch, self.options.num_patches), arguments)
         if stages is not None and not stages.is_last:
-            # Only now: the noise depends on the tokens that this rank has just sent, and on NCCL a receive occupies the device until its
-            # tensor is here. If the host had to wait for the device while it computes those tokens, both ranks would wait for ever.
+            # After the computation, because the noise depends on the tokens that this rank has just sent, and on NCCL a receive occupies the
+            # device until its tensor is here. If the host had to wait for the device while it computes those tokens, both ranks would hang.
             buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
             arrival.comes(stages.links.receive(buffer, stages.dim.size - 1).wait)
         if stages is None or stages.is_last:
-            made: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            computed: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
             if not self._plan.returns_patch:
-                made = made.narrow(self._plan.dim, *own).contiguous()
-            arrival.comes(lambda: made)
+                computed = computed.narrow(self._plan.dim, *own).contiguous()
+            arrival.comes(lambda: computed)
             for stage in range(0 if stages is None else stages.dim.size - 1):
-                stages.links.send(made, stage)  # type: ignore[union-attr]
+                stages.links.send(computed, stage)  # type: ignore[union-attr]
         return output
 
-    def _given(self, given: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
-        """The arguments as far as patch ``patch`` needs them; stages behind the first take zeros for latents, whose embeddings tell the form
-        of what they receive."""
-        tokens = given["hidden_states"]
+    def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
+        """Return the arguments with latents that are valid up to ``patch``.
+
+        Stages after the first get zeros, from whose embeddings they learn the form of the tokens that they receive.
+        """
+        tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
-            return given
-        first = self._stages is None or self._stages.dim.index == 0
-        some = (
-            tokens.source.up_to(patch) if first else torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-        )
-        return {**given, "hidden_states": some}
+            return arguments
+        if self._stages is None or self._stages.dim.index == 0:
+            return {**arguments, "hidden_states": tokens.source.up_to(patch)}
+        return {**arguments, "hidden_states": torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)}
 
 
 def _with_own_strides(x: Tensor) -> Tensor:
-    """Return ``x`` with the strides of a tensor of its shape alone, and as no view.
+    """Return ``x`` with the strides of a new tensor of its shape, and not as a view.
 
-    A part of text and image tokens in one tensor has other strides than a tensor of its own, even where it is contiguous (a batch of one, or no
-    tokens), and a base of another shape: Dynamo makes a graph for each.
+    A part of a tensor of text and image tokens has other strides than a new tensor, even if it is contiguous (a batch of one, or no tokens), and a
+    base of another shape. Dynamo would compile a graph for each.
     """
     return x.contiguous().view(-1).view(x.shape).detach()
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:
-    """What :class:`Fusion` put around ``module``, if it did."""
-    found = getattr(wrapper(module, "__call__", _KEY), "__self__", None)
-    return found if isinstance(found, Fusion) else None
+    """Return the :class:`Fusion` that is installed on ``module``, or None."""
+    fusion = getattr(wrapper(module, "__call__", _KEY), "__self__", None)
+    return fusion if isinstance(fusion, Fusion) else None

@@ -1,4 +1,4 @@
-"""Attention of a patch to all tokens: its own keys are of now, those behind it of the step before. Approximate."""
+"""Attention of a patch to all tokens, with the keys that other patches had at the previous step. Not exact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from para_core.weights.patch_plan import PatchPlaces, Rows
 
 @dataclass
 class Held:
-    """Keys and values ``[B, H, S, D]`` of all tokens, of one attention call, and the mask of these keys, if it has one."""
+    """The stored keys and values ``[B, H, S, D]`` of all tokens in one attention call, and the mask of these keys, if any."""
 
     key: Tensor
     value: Tensor
@@ -30,7 +30,7 @@ class Held:
         return self.key.nbytes + self.value.nbytes
 
     def update(self, rows: Sequence[Rows], key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-        """A patch has these rows; ``mask`` is of its keys."""
+        """Replace the keys, values and mask columns at ``rows``, those of one patch."""
         pairs = [(self.key, key, -2), (self.value, value, -2)]
         if mask is not None and self.mask is not None:
             pairs.append((self.mask, mask, -1))
@@ -43,14 +43,15 @@ class Held:
 
 @dataclass
 class StaleKeys:
-    """Keys and values of all tokens, of each attention call of this rank's blocks, in one branch of guidance.
+    """The stored keys and values of all tokens, for each attention call of this rank's blocks in one CFG branch.
 
-    :meth:`attend` stands in for ``scaled_dot_product_attention``, in compiled blocks :meth:`attend_in_graph`. Where all tokens are
-    computed it holds their keys. A patch writes its rows, and attends to all: what stands before them is of now, what behind of the step
-    before. Attention to what is not split into patches (Wan's text) is left as it is. Ranks that share a sequence exchange the keys of each patch, once, and hold those of all tokens.
+    :meth:`attend` computes ``scaled_dot_product_attention`` in eager code, :meth:`attend_in_graph` in compiled blocks. A call with all tokens stores
+    their keys. A call of a patch replaces the rows of the patch and attends to all keys: those before its rows are of this step, those after them of
+    the previous step. Attention to segments without patches, such as Wan's text, is not changed. Ranks that share a sequence exchange the keys of each
+    patch once, and store those of all tokens.
 
     Args:
-        places: what the call under way is of.
+        places: Identifies the attention calls of the current model call.
     """
 
     places: PatchPlaces
@@ -59,10 +60,10 @@ class StaleKeys:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.held)
+        return sum(held.nbytes for held in self.held)
 
     def begin(self, *, whole: bool) -> None:
-        """A call of the model; with all tokens, their keys are held from then on."""
+        """Begin a call of the model. With ``whole``, all tokens are computed, and their keys replace the stored ones."""
         self._calls = 0
         if whole:
             self.held.clear()
@@ -72,19 +73,19 @@ class StaleKeys:
         return self._attend(self.places.next_attention(), outer_attention, call)
 
     def attend_in_graph(self, kind: int, call: SdpaCall) -> Tensor:
-        """What an operator computes that stands in a graph for attention of the number ``kind``."""
+        """Compute an attention call of index ``kind`` for the operator that represents it in a graph."""
         attention = self.places.kinds[kind]
         attention_is_skipped(self.places.module)
         return self._attend(attention, planned_attention(self.places.module, attention), call)
 
     def _attend(self, attention: Attention, outer: SdpaHandler, call: SdpaCall) -> Tensor:
-        """
+        """Compute ``call``, whose query ``[B, H, S_own, D]`` has the tokens of this patch.
+
         Args:
-            outer: computes the call if all tokens are computed.
-            call: its query is ``[B, H, S_own, D]``, of the tokens of this patch.
+            outer: Computes the call if all tokens are computed.
 
         Raises:
-            RuntimeError: it is attention to something else than the plan says, or has a mask that cannot be read.
+            RuntimeError: The lengths do not fit the plan, or the mask has an unknown form.
         """
         cutting = self.places.cutting
         names = attention.keys or attention.queries
@@ -92,30 +93,32 @@ class StaleKeys:
             return outer(call)
         whole = cutting.mesh.ranks == 1
         query_length, key, value, attn_mask = self._of_all_ranks(attention, *call[:4])
-        found, queries = cutting.rows(names, key.shape[-2]), cutting.rows(attention.queries, query_length)
+        keys, queries = cutting.rows(names, key.shape[-2]), cutting.rows(attention.queries, query_length)
         causal = call.is_causal
-        if found is None or queries is None or causal:
+        if keys is None or queries is None or causal:
             raise RuntimeError(
-                f"an attention call has {query_length} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; of a patch, "
-                f"{' + '.join(attention.queries)} attend to {' + '.join(names)}, as the model's plan says. Leave pipefusion= out: stages "
+                f"an attention call of a patch has {query_length} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; "
+                f"by the model's plan {' + '.join(attention.queries)} attend to {' + '.join(names)}. Leave pipefusion= out: stages "
                 "are exact then."
             )
         if whole:
             held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
             self.held.append(Held(held[0], held[1], None if attn_mask is None else attn_mask.detach().clone()))
             return outer(call)
-        rows, total = found
-        one, self._calls = self.held[self._calls], self._calls + 1
-        mask = _mask_of_patch(attn_mask, queries[0], one.mask, key.shape[-2], total)
+        rows, total = keys
+        stored, self._calls = self.held[self._calls], self._calls + 1
+        mask = _mask_of_patch(attn_mask, queries[0], stored.mask, key.shape[-2], total)
         of_patch = mask is not None and mask.shape[-1] != total
-        one.update(rows, key, value, mask if of_patch else None)
+        stored.update(rows, key, value, mask if of_patch else None)
         attention_is_skipped(self.places.module)
-        return call.with_tensors(call.query, one.key, one.value, one.mask if of_patch else mask).on_one_device()
+        return call.with_tensors(
+            call.query, stored.key, stored.value, stored.mask if of_patch else mask
+        ).on_one_device()
 
     def _of_all_ranks(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Where ranks share a patch: how many queries all of them have, and the keys, values and mask of all. One exchange."""
+        """Return the number of queries, and the keys, values and mask, of all ranks that share the patch. One exchange."""
         over = segments_under_way(self.places.module)
         if over is None:
             return query.shape[-2], key, value, mask
@@ -123,8 +126,8 @@ class StaleKeys:
         of_queries, of_keys = planned_layouts(attention, segments, mesh, query.shape[-2], key.shape[-2])
         if mask is not None and mask.shape[-2] != 1:
             raise RuntimeError(
-                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion knows masks of keys there. Leave "
-                "pipefusion= out: stages are exact then."
+                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion supports only masks of keys there. "
+                "Leave pipefusion= out: stages are exact then."
             )
         if mask is not None and mask.shape[-1] == key.shape[-2] != of_keys.total:
             mask = gather_tokens(mask, -1, of_keys, mesh)
@@ -136,7 +139,17 @@ class StaleKeys:
 def _mask_of_patch(
     mask: Tensor | None, queries: Sequence[Rows], whole: Tensor | None, num_keys: int, total: int
 ) -> Tensor | None:
-    """A mask of the queries of a patch: its columns are of all keys, or of the patch's."""
+    """Return the mask for the queries of a patch. Its columns are all keys, or those of the patch.
+
+    Args:
+        mask: The mask of the patch's call.
+        queries: The rows of the patch's queries.
+        whole: The stored mask of the call with all tokens.
+        num_keys, total: Numbers of keys of the patch, and of all patches.
+
+    Raises:
+        RuntimeError: The masks have an unknown form.
+    """
     if mask is None and whole is None:
         return None
     own = sum(length for _, length in queries)
@@ -145,8 +158,8 @@ def _mask_of_patch(
             return mask
         if mask.shape[-1] == total and mask.shape[-2] == whole.shape[-2]:
             return torch.cat([mask.narrow(-2, *rows) for rows in queries], dim=-2)
-    given, held = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, whole)]
+    of_patch, of_all = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, whole)]
     raise RuntimeError(
-        f"an attention call of a patch of {own} queries and {num_keys} of {total} keys has {given}; the whole one had {held}. PipeFusion knows "
-        "masks of keys. Leave pipefusion= out: stages are exact then."
+        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; with all tokens it had {of_all}. "
+        "PipeFusion supports masks of keys. Leave pipefusion= out: stages are exact then."
     )
