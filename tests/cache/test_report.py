@@ -100,7 +100,12 @@ def test_plots_have_whole_steps_and_legend():
     for axes in figure.axes:
         assert all(tick == int(tick) for tick in axes.get_xticks())
     (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {"skipped", "computed", "computed without comparison", "threshold"}
+    assert {text.get_text() for text in legend.get_texts()} == {
+        "skipped",
+        "computed",
+        "computed without comparison",
+        "threshold",
+    }
     assert not any(legend.get_window_extent().overlaps(axes.get_tightbbox()) for axes in figure.axes)
     assert not any(axes.get_legend() for axes in figure.axes)
 
