@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from para_core.adapters.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.planner.count import on_meta
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
+from para_core.adapters.planner.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape

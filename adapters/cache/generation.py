@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.cache.scheduler_tracker import SchedulerTracker
 from para_core.adapters.compatibility import CompatibilityContext, When, refuse
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.registry import adapter_for, plan_for
-from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache

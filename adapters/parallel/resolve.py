@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility import When, cases_of, refuse
-from para_core.adapters.mesh_choice import Mesh, mesh_and_method
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall
 from para_core.adapters.parallel.options import ParallelOptions
@@ -17,6 +16,7 @@ from para_core.adapters.parallel.parts import CallPart, PipeFusionPart, TimeoutP
 from para_core.adapters.parallel.session import ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
+from para_core.adapters.planner.mesh_choice import Mesh, mesh_and_method
 from para_core.adapters.registry import plan_for, transformers_of, unets_of
 from para_core.adapters.rows.unet import resolve_unet
 from para_core.adapters.rows.vae import require_parallel_vae

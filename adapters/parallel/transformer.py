@@ -11,9 +11,9 @@ from torch import nn
 
 from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
 from para_core.adapters.consistency.arguments import require_same_inputs
-from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.registry import plan_for
 from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.stages import (

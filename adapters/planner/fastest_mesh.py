@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from para_core.adapters.mesh_choice import MeshChoice, Unpredicted
 from para_core.adapters.planner.count import UnknownModelError
+from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted
 from para_core.adapters.planner.plan import plan_mesh
 from para_core.planner.cost import MeshShape
 from para_core.planner.hardware import device_named

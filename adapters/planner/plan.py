@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from para_core.adapters.components import components_of
-from para_core.adapters.mesh_choice import default_guidance, number_of_heads
 from para_core.adapters.planner.count import (
     UnknownModelError,
     bytes_of,
@@ -25,6 +24,7 @@ from para_core.adapters.planner.count import (
     without_data,
 )
 from para_core.adapters.planner.inputs import INPUTS, Sizes
+from para_core.adapters.planner.mesh_choice import default_guidance, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED, Published
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.instance_patching import original_class, uncompiled

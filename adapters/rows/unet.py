@@ -9,8 +9,8 @@ from torch import nn
 
 from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
 from para_core.adapters.consistency.arguments import require_same_inputs
-from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.models.unets import unet_adapter
+from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.rows.unet_rows import UnetRun, unshard_unet
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from para_core.adapters.cache.scheduler_tracker import SchedulerTracker
 from para_core.adapters.components import patch_plan_for, stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for
-from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh

@@ -17,8 +17,8 @@ from para_core.adapters.compatibility import When, cases_of, refuse
 from para_core.adapters.compatibility.placement import tensors_of_diffusers
 from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
-from para_core.adapters.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
+from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.registry import TRANSFORMERS, tensor_plan_for, transformers_of
 from para_core.adapters.weights.sharded_component import (
     KEY,

@@ -13,9 +13,15 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
 from para_core.adapters import mesh_choice, parallelize_pipe
-from para_core.adapters.mesh_choice import MeshChoice, Unpredicted, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
+from para_core.adapters.planner.mesh_choice import (
+    MeshChoice,
+    Unpredicted,
+    choose_mesh,
+    default_guidance,
+    number_of_heads,
+)
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
