@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers of which rows are sharded over ranks. Read against diffusers 0.42."""
+"""Autoencoders of diffusers whose rows are sharded over ranks. Read against diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from para_core.instance_patching import original_class
 
 @dataclass(frozen=True)
 class VaeAdapter:
-    """What is to be known of one autoencoder: the methods that take and give images ``[..., H, W]``, and how it tiles.
+    """Facts about one autoencoder.
 
-    ``encode`` and ``decode`` name the innermost method around which nothing depends on the size of an image: slices over the batch
-    are taken outside of it. ``tiled`` names those that tile and blend, which are given, and give, all rows.
+    Args:
+        vae: Name of the class.
+        encode, decode: Innermost methods that take and return images ``[..., H, W]`` and whose callers do not depend on
+            the size of an image. Slices over the batch are made by the callers.
+        tiled: Methods that tile and blend. They take and return all rows.
+        only_tiled: Whether the class always tiles.
+        why_not_tiles: Reason why the tiles of a class with tiling cannot be distributed; empty if they can.
     """
 
     vae: str
     encode: str = "_encode"
     decode: str = "_decode"
     tiled: tuple[str, ...] = ("tiled_encode", "tiled_decode")
-    # Without tiling it does nothing at all.
     only_tiled: bool = False
-    why_not_tiles: str = ""  # why its tiles are not distributed, though it has a tiling
+    why_not_tiles: str = ""
 
     @property
-    def shares_tiles(self) -> bool:
+    def distributes_tiles(self) -> bool:
         return not self.why_not_tiles
 
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _PLAIN: tuple[str, ...] = ()
-_FRAMES_LEFT = "a tile leaves its last frames in its modules for the next call"
+_CACHED_FRAMES = "a tile stores its last frames in its modules for the next call"
 
 VAES: Mapping[str, VaeAdapter] = {
     adapter.vae: adapter
@@ -53,8 +57,9 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLLTX2Audio", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLLTX2Video"),
         VaeAdapter("AutoencoderKLLTXVideo"),
-        VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_FRAMES_LEFT),
-        # It tiles by default; without tiles its decoder joins tokens of all rows with others, which is refused by name.
+        VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_CACHED_FRAMES),
+        # It tiles by default. Without tiling its decoder concatenates tokens of rows with other tokens, which raises
+        # MixesRows.
         VaeAdapter("AutoencoderKLMiniMaxH3", tiled=("_encode_clip", "_decode_clip")),
         VaeAdapter("AutoencoderKLMiniMaxH3Audio", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLMochi"),
@@ -62,20 +67,20 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLQwenImage21"),
         VaeAdapter("AutoencoderKLTemporalDecoder", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLWan"),
-        # [B, C, length]: what is said of rows is said of samples of a waveform.
+        # [B, C, length]: the samples of a waveform are sharded instead of rows.
         VaeAdapter(
             "AutoencoderOobleck",
             tiled=("_tiled_encode", "_tiled_decode"),
-            why_not_tiles="it asks for each tile's length as soon as it has it",
+            why_not_tiles="it reads each tile's length immediately",
         ),
         VaeAdapter(
             "AutoencoderTiny",
             encode="encode",
             decode="decode",
             tiled=("_tiled_encode", "_tiled_decode"),
-            why_not_tiles="it blends each tile as soon as it has it",
+            why_not_tiles="it blends each tile immediately",
         ),
-        VaeAdapter("AutoencoderVidTok", why_not_tiles=_FRAMES_LEFT),
+        VaeAdapter("AutoencoderVidTok", why_not_tiles=_CACHED_FRAMES),
         VaeAdapter("Cosmos3AVAEAudioTokenizer", decode="decode", tiled=_PLAIN),
         VaeAdapter("Kandinsky6SRVAE", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("LongCatAudioDiTVae", encode="encode", decode="decode", tiled=_PLAIN),
@@ -83,26 +88,26 @@ VAES: Mapping[str, VaeAdapter] = {
 }
 
 
-# The others of diffusers, and why their rows are not distributed.
+# Other autoencoders of diffusers, and why their rows are not sharded.
 REFUSED_VAES: Mapping[str, str] = {
-    "AsymmetricAutoencoderKL": "its decoder takes a mask and an image, of which rows would have to be distributed alike",
-    "AutoencoderRAE": "its encoder and its decoder are transformers of one small size, which join a token of all with those of rows",
-    "AutoencoderSAME": "a transformer over a waveform, which joins its tokens with as many new ones and folds them to chunks",
+    "AsymmetricAutoencoderKL": "its decoder also takes a mask and an image, whose rows would have to be sharded equally",
+    "AutoencoderRAE": "its encoder and decoder are transformers of one small size, which concatenate a global token with those of rows",
+    "AutoencoderSAME": "a transformer over a waveform, which doubles the number of tokens and folds them into chunks",
     "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
     "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is small",
     "RFD4ProteinaAutoencoder": "it encodes proteins, which have no rows",
-    "VQModel": "it looks up codes by the place of each pixel",
+    "VQModel": "it looks up codes by the position of each pixel",
 }
 
 
 def rows_per_latent(vae: Any) -> int:
-    """How many rows of pixels become one row of latents."""
+    """Return the number of rows of pixels per row of latents."""
     config = vae.config
-    # Asked of the instance, diffusers looks in the config, too, and warns.
-    own = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
-    for found in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *own):
-        if found is not None:
-            return int(found)
+    # Not getattr, because diffusers then looks in the config as well, and warns.
+    attributes = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
+    for ratio in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *attributes):
+        if ratio is not None:
+            return int(ratio)
     levels = next(
         config[name] for name in ("block_out_channels", "encoder_block_out_channels", "ch_mult") if name in config
     )
@@ -110,5 +115,5 @@ def rows_per_latent(vae: Any) -> int:
 
 
 def vae_adapter(vae: Any) -> VaeAdapter | None:
-    """What is known of ``vae``; None for an unknown class."""
+    """Return the adapter for the class of ``vae``; None if there is none."""
     return VAES.get(original_class(vae).__name__)

@@ -1,1 +1,1 @@
-"""VAEs and UNets whose rows are sharded over ranks."""
+"""VAEs and UNets whose image rows are sharded over ranks."""

@@ -1,4 +1,4 @@
-"""The ranks that share the rows of a model's images."""
+"""Ranks over which the rows of an image are sharded."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from para_core.spatial.tag import Rows
 
 
 class RowRanks:
-    """The ranks that share the rows of images. On an image of few rows the first of them work alone.
+    """Ranks over which rows of images are sharded. An image with few rows uses the first of them only.
 
     Args:
-        groups: Groups of the mesh that may be used for the first ranks, as :func:`first_ranks` takes them.
+        groups: Groups of the mesh that may be reused for the first ranks, as in :func:`first_ranks`.
+
+    Attributes:
+        mesh: The same ranks as a mesh, for the consistency checks.
     """
 
     def __init__(self, ranks: MeshDim, groups: Sequence[ProcessGroup] = ()) -> None:
         self.ranks, self._groups = ranks, groups
-        # All of them, as agreements take it.
         self.mesh = replace(one_guided_rank("cpu"), batch=ranks)
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:
-        """The first ``count`` ranks as a group; as a dim of ``count`` without a group where this rank is not among them."""
-        if torch.compiler.is_compiling() and count < self.ranks.size:  # no graph makes a group
+        """Return the first ``count`` ranks as a mesh dim, without a group if this rank is not one of them."""
+        if torch.compiler.is_compiling() and count < self.ranks.size:  # A graph cannot create a group.
             return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
             group = self.ranks.group
@@ -45,15 +47,15 @@ class RowRanks:
             )
         return self._first[count]
 
-    def share(self, x: Tensor, dim: int, unit: int, least: int) -> tuple[Rows, MeshDim]:
-        """How the rows of ``x`` along ``dim`` are sharded, and over which ranks.
+    def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[Rows, MeshDim]:
+        """Return how the rows of ``x`` along ``dim`` are sharded, and over which ranks.
 
         Args:
-            unit: a rank holds a multiple of so many rows, but for the last one.
-            least: units that a rank has to have.
+            unit: Every rank except the last holds a multiple of ``unit`` rows.
+            min_units: Units that a rank holds at least.
         """
         dim = dim % x.ndim
-        workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (least * unit))))
+        workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))
         return Rows(dim, even(x.shape[dim], workers.size, unit)), workers
 
 
@@ -64,7 +66,11 @@ def on_rows(
     kwargs: Mapping[str, Any],
     sharded: Mapping[str | int, tuple[int, Layout]],
 ) -> Any:
-    """``call(*args, **kwargs)`` under ``mode``, of the arguments in ``sharded`` (a place or a name) this rank's rows: dim and layout."""
+    """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of some arguments.
+
+    Args:
+        sharded: The arguments to shard, by position or name, each with its dim and layout.
+    """
     positional, named = list(args), dict(kwargs)
     for key, (dim, layout) in sharded.items():
         if isinstance(key, int):

@@ -1,4 +1,4 @@
-"""What an autoencoder or a UNet returns, from the ranks that computed it to those that want it."""
+"""Gather the output of an autoencoder or a UNet from the ranks that computed it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from para_core.distributed.consistency import error_record, exchange, raise_firs
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Rows, rows_of, untagged
+from para_core.spatial.tag import Rows, rows_of, tagged, untagged
 
 Gather = Literal["all", "first"]
-# What a result is made of, as JSON: "tensor", ["tuple", [...]] or ["list", [...]], ["module:Class", {field: ...}],
-# ["module:Class", number of tensors] of a distribution.
+# The structure of an output as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for an
+# output class, or ["module:Class", number of tensors] for a distribution.
 Form = Any
 
 
-def delivered(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather) -> Any:
-    """What ``compute`` gives, of all rows, on the ranks that want it; it is called on the first ``workers`` ranks.
+def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather) -> Any:
+    """Call ``compute`` on the first ``workers`` ranks. Return its output with all rows where ``gather`` says.
 
-    Where some ranks do not work, one exchange tells them the form of the result, or the error.
+    If there are more ranks than workers, one exchange tells the others the structure of the output, or the error.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: The error of ``compute``, on every rank; any other class becomes a
+            ``RuntimeError``.
     """
     works = ranks.index < workers
     record: dict[str, Any] = {}
@@ -41,79 +45,73 @@ def delivered(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Gu
             record = error_record(kind(error if isinstance(error, kind) else f"{type(error).__name__}: {error}"))
     if workers < ranks.size:
         if works and not record:
-            record = {"form": form, "tensors": [_described(x) for x in tensors]}
+            record = {"form": form, "tensors": [_description(x) for x in tensors]}
         records = exchange(record, mesh)
         raise_first_error(records)
         form = records[0]["form"]
         if not works:
-            tensors = [_nothing(described) for described in records[0]["tensors"]]
-    found = iter([_whole(x, workers, ranks, gather) for x in tensors])
-    return _together(form, found)
+            tensors = [_empty_part(description) for description in records[0]["tensors"]]
+    return _rebuild(form, iter([_gather(x, workers, ranks, gather) for x in tensors]))
 
 
-def _whole(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
-    """All of ``x``, of which the first ``workers`` ranks hold rows, or all."""
+def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
+    """Return all rows of ``x``. Each of the first ``workers`` ranks holds some rows, or each holds all."""
     rows = rows_of(x)
     shape = list(x.shape)
     if rows is None:
         if workers == ranks.size:
             return x
-        # As many rows as elements, all of them on the first rank.
+        # The first rank sends all elements, as rows of one element each.
         size = int(torch.Size(shape).numel())
-        mine = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
-        return _gathered(mine, Rows(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
+        local = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
+        return _gather_rows(local, Rows(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
     layout: Layout = (*rows.layout, *[0] * (ranks.size - len(rows.layout)))
-    return _gathered(x, Rows(rows.dim, layout, rows.outer), ranks, gather)
+    return _gather_rows(x, Rows(rows.dim, layout, rows.outer), ranks, gather)
 
 
-def _gathered(x: Tensor, rows: Rows, ranks: MeshDim, gather: Gather) -> Tensor:
+def _gather_rows(x: Tensor, rows: Rows, ranks: MeshDim, gather: Gather) -> Tensor:
     if gather == "all":
         return all_gather(x, rows.layout, rows.dim, ranks).contiguous()
     wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
-    found = start_fetch(x, rows, wanted, ranks)()
-    if found:
-        return found[0].contiguous()
-    # Of its shape, and without its memory.
+    fetched = start_fetch(x, rows, wanted, ranks)()
+    if fetched:
+        return fetched[0].contiguous()
+    # Zeros with the shape of the output, without its memory.
     return x.new_zeros(()).expand([*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]])
 
 
-def _described(x: Tensor) -> dict[str, Any]:
+def _description(x: Tensor) -> dict[str, Any]:
     rows = rows_of(x)
-    of_rows = None if rows is None else [rows.dim, list(rows.layout), rows.outer]
     return {
         "shape": list(x.shape),
         "dtype": str(x.dtype).removeprefix("torch."),
         "device": x.device.type,
-        "rows": of_rows,
+        "rows": None if rows is None else [rows.dim, list(rows.layout), rows.outer],
     }
 
 
-def _nothing(described: dict[str, Any]) -> Tensor:
-    """What a rank holds that did not compute: no row."""
-    shape, dtype = list(described["shape"]), getattr(torch, described["dtype"])
-    if described["rows"] is None:
-        return torch.zeros((), dtype=dtype, device=described["device"]).expand(shape)
-    dim, layout, outer = described["rows"]
+def _empty_part(description: dict[str, Any]) -> Tensor:
+    """Return the part of a rank that did not compute: no rows, or zeros without memory if the output is not sharded."""
+    shape = list(description["shape"])
+    options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}
+    if description["rows"] is None:
+        return torch.zeros((), **options).expand(shape)
+    dim, layout, outer = description["rows"]
     shape[dim] = 0
-    x = torch.empty(shape, dtype=dtype, device=described["device"])
-    x._para_core_rows = Rows(dim, tuple(layout), outer)  # type: ignore[attr-defined]
-    return x
-
-
-# -- taking apart, putting together
+    return tagged(torch.empty(shape, **options), Rows(dim, tuple(layout), outer))
 
 
 def _parameters(value: Any) -> list[Tensor] | None:
-    """What a distribution of diffusers is made of; None of anything else."""
+    """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution."""
     if hasattr(value, "parameters") and hasattr(value, "logvar"):
         return [value.parameters]
     return [value.mean, value.logs] if hasattr(value, "mean") and hasattr(value, "logs") else None
 
 
 def holds_distribution(value: Any) -> bool:
-    """Whether ``value``, what an autoencoder returned, is or holds a distribution."""
+    """Whether ``value``, the output of an autoencoder, is or contains a distribution."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return _parameters(value) is not None or any(holds_distribution(one) for one in parts)
+    return _parameters(value) is not None or any(map(holds_distribution, parts))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -121,12 +119,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif (parameters := _parameters(value)) is not None:
         yield from parameters
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 def _form(value: Any) -> Form:
@@ -135,22 +130,22 @@ def _form(value: Any) -> Form:
     if (parameters := _parameters(value)) is not None:
         return [f"{type(value).__module__}:{type(value).__name__}", len(parameters)]
     if isinstance(value, (tuple, list)):
-        return ["list" if isinstance(value, list) else "tuple", [_form(one) for one in value]]
+        return ["list" if isinstance(value, list) else "tuple", [_form(item) for item in value]]
     if isinstance(value, dict):
-        return [f"{type(value).__module__}:{type(value).__name__}", {name: _form(one) for name, one in value.items()}]
-    raise TypeError(f"a model returned a {type(value).__name__}; expected tensors, or one of diffusers' outputs.")
+        return [f"{type(value).__module__}:{type(value).__name__}", {name: _form(item) for name, item in value.items()}]
+    raise TypeError(f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers.")
 
 
-def _together(form: Form, tensors: Iterator[Tensor]) -> Any:
+def _rebuild(form: Form, tensors: Iterator[Tensor]) -> Any:
     if form == "tensor":
         return untagged(next(tensors))
     kind, parts = form
     if isinstance(parts, int):
         return _class(kind)(*[untagged(next(tensors)) for _ in range(parts)])
     if kind in ("tuple", "list"):
-        found = [_together(one, tensors) for one in parts]
-        return found if kind == "list" else tuple(found)
-    return _class(kind)(**{field: _together(one, tensors) for field, one in parts.items()})
+        items = [_rebuild(part, tensors) for part in parts]
+        return items if kind == "list" else tuple(items)
+    return _class(kind)(**{field: _rebuild(part, tensors) for field, part in parts.items()})
 
 
 def _class(name: str) -> Any:

@@ -1,20 +1,41 @@
-"""Running a UNet of diffusers on several ranks: each holds rows of the image."""
+"""UNets of diffusers on several ranks: each rank holds rows of the image, or some of the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from para_core.adapters.applied import PARALLEL_UNET
 from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
 from para_core.adapters.consistency.arguments import require_same_inputs
 from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
-from para_core.adapters.rows.unet_rows import UnetRun, unshard_unet
+from para_core.adapters.rows.groups import RowRanks, on_rows
+from para_core.adapters.rows.output import deliver
+from para_core.distributed.collectives import all_gather
 from para_core.distributed.consistency import raising_on_all
-from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import original_class, restored_on_failure, uncompiled
+from para_core.distributed.mesh import GuidedMesh, one_guided_rank
+from para_core.instance_patching import (
+    WrapperPriority,
+    original_class,
+    restored_on_failure,
+    uncompiled,
+    unwrap,
+    wrap_method,
+    wrapper,
+)
+from para_core.plans.module_matching import parameters_of
+from para_core.plans.samples import own_samples
+from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.one_group import dim_groups, one_group
+from para_core.torch_internals import pytree
+from para_core.user_warnings import ParallelWarning, WarningLog
 
 Unet = TypeVar("Unet", bound=nn.Module)
 
@@ -22,23 +43,25 @@ Unet = TypeVar("Unet", bound=nn.Module)
 def parallelize_unet(
     unet: Unet, *, mesh: Mesh | GuidedMesh | None = None, assume_equal: bool = False, batched: bool = True
 ) -> Unet:
-    """Run this one UNet, or ControlNet, over ``mesh``: every rank gives it the same input and gets the whole output.
+    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
-    For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments alike on all ranks. Ranks
-    along ``ring`` and ``ulysses`` share the rows of the image (columns where it is wider than high), those along ``batch`` the
-    samples. Nothing is computed for a gradient. Calling this again with another mesh takes effect. If it is refused or fails on a rank, the
-    UNet stays as it was on every rank.
+    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
+    all ranks. Ranks along ``ring`` and ``ulysses`` shard the rows of the image (columns, if it is wider than high),
+    those along ``batch`` the samples. No gradients are computed. Calling this again replaces the previous settings. If
+    anything is invalid or fails on any rank, every rank raises, and the UNet stays as it was.
 
     Args:
-        unet: a supported UNet of diffusers (docs/vae.md lists them).
-        mesh, assume_equal: as for :func:`parallelize_transformer`.
-        batched: False: all ranks compute all samples, for what the model makes of one depends on its place in the batch.
+        unet (`nn.Module`): A supported UNet of diffusers (docs/vae.md lists them).
+        mesh, assume_equal: As in :func:`parallelize_transformer`.
+        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
+            output for a sample depends on its position in the batch.
 
     Returns:
-        ``unet``.
+        ``unet`` itself.
 
     Raises:
-        TypeError: an unknown class.
+        TypeError: If the class is not supported.
+        ValueError: If the mesh does not fit.
     """
     module: Any = uncompiled(unet)
     refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet"))
@@ -52,26 +75,128 @@ def parallelize_unet(
 
 
 def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
-    """Return what runs ``module`` in rows over ``mesh``. Changes nothing.
+    """Return the handler that runs ``module`` in rows over ``mesh``. Changes nothing.
 
     Raises:
-        TypeError, ValueError: The UNet is not supported, or the mesh does not fit.
+        TypeError, ValueError: If the UNet is not supported, or the mesh does not fit.
     """
     refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet", mesh=mesh))
-    adapter: Any = unet_adapter(module)
-
-    def require_equal(kwargs: Mapping[str, Any]) -> None:
-        mesh.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(module, module, mesh=mesh))
-        if not assume_equal:
-            require_same_inputs(kwargs, mesh, f"this {original_class(module).__name__}", problem)
-        elif problem is not None:
-            raise RuntimeError(problem)
-
-    return UnetRun(module, adapter, mesh, batched, require_equal)
+    return UnetRun(module, mesh, batched=batched, assume_equal=assume_equal)
 
 
 def unparallelize_unet(unet: Unet) -> Unet:
-    """Undo :func:`parallelize_unet`; returns ``unet``, which is then what it was before."""
-    unshard_unet(uncompiled(unet))
+    """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
+    unwrap(uncompiled(unet), PARALLEL_UNET)
     return unet
+
+
+class UnetRun:
+    """Handler of the calls of one UNet whose rows, and perhaps samples, are sharded over a mesh.
+
+    Args:
+        batched: Whether the samples of a call are sharded over ``batch``.
+        assume_equal: Whether to skip the comparison of inputs over the ranks.
+    """
+
+    def __init__(self, unet: nn.Module, mesh: GuidedMesh, *, batched: bool, assume_equal: bool) -> None:
+        adapter: Any = unet_adapter(unet)
+        self.unet, self.images, self.mesh = unet, adapter.images, mesh
+        self.batched, self.assume_equal = batched, assume_equal
+        row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
+        self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
+        self.parameters = parameters_of(unet)
+        self.inputs_verified = False  # Set while the caller guarantees equal inputs.
+        self.warnings = WarningLog()
+
+    def apply(self) -> None:
+        """Run the UNet in rows from now on, in place of what was applied before.
+
+        On one rank the UNet stays unwrapped.
+        """
+        unparallelize_unet(self.unet)
+        if self.mesh.ranks > 1:
+            wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
+
+    def remove(self) -> None:
+        """Undo :meth:`apply`."""
+        unparallelize_unet(self.unet)
+
+    def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
+        inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        sample = inputs.get(self.images[0])
+        if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
+            # The arguments are invalid, and the model raises the best error.
+            return call(unet, *args, **kwargs)
+        if not self.inputs_verified:
+            self.require_equal(inputs)
+        if sample.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.images[0]} requires a gradient, and none is computed over ranks. Call the "
+                f"{original_class(unet).__name__} under torch.no_grad(), or unparallelize it."
+            )
+        with torch.no_grad():
+            num_samples = sample.shape[0]
+            if not self.shards_samples(num_samples):
+                return self.run_rows(partial(call, unet), inputs)
+            batch = self.mesh.batch
+            inputs = {name: own_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
+            out = self.run_rows(partial(call, unet), inputs)
+            sizes = [num_samples // batch.size] * batch.size
+            return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
+
+    def run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Return the gathered output of ``call(**inputs)`` on this rank's rows."""
+        sample = inputs[self.images[0]]
+        dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
+        unet: Any = self.unet
+        unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
+        # Two units, because a single row of the innermost level could not be told from a dim of size 1.
+        rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
+        if workers.size == 1:
+            compute = partial(call, **inputs)
+        else:
+            sharded: dict[str | int, Any] = {}
+            for name in self.images:
+                scale, rest = divmod(inputs[name].shape[dim], sample.shape[dim])
+                if rest == 0 and scale > 0:
+                    sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
+            compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
+        return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
+
+    def require_equal(self, inputs: dict[str, Any]) -> None:
+        """Raise on every rank if the inputs of this call differ between ranks or a rank cannot run it."""
+        self.mesh.check_alive()
+        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(self.unet, self.unet, mesh=self.mesh))
+        if not self.assume_equal:
+            require_same_inputs(inputs, self.mesh, f"this {original_class(self.unet).__name__}", problem)
+        elif problem is not None:
+            raise RuntimeError(problem)
+
+    def shards_samples(self, num_samples: int) -> bool:
+        size = self.mesh.batch.size
+        if size == 1 or not self.batched:
+            return False
+        if num_samples % size == 0:
+            return True
+        self.warnings.warn(
+            "batch",
+            f"a call has {num_samples} sample(s), which cannot be sharded over {size} ranks along 'batch': each rank computes all of them. "
+            "Use guidance, or give these ranks to the rows.",
+            ParallelWarning,
+        )
+        return False
+
+
+@contextmanager
+def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block, skip the comparison of inputs for ``unets``, because the caller made it."""
+    handlers = [getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None) for unet in unets]
+    runs = [handler for handler in handlers if isinstance(handler, UnetRun)]
+    before = [run.inputs_verified for run in runs]
+    for run in runs:
+        run.inputs_verified = True
+    try:
+        yield
+    finally:
+        for run, verified in zip(runs, before, strict=True):
+            run.inputs_verified = verified

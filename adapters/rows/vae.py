@@ -1,4 +1,4 @@
-"""Running an autoencoder of diffusers on several ranks: each holds rows of the image, or computes some of its tiles."""
+"""Autoencoders of diffusers on several ranks: each rank holds rows of the image, or computes some of its tiles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.consistency.arguments import describe
+from para_core.adapters.consistency.arguments import describe, differences
 from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
-from para_core.adapters.rows.output import Gather, delivered, holds_distribution
+from para_core.adapters.rows.output import Gather, deliver, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
 from para_core.distributed.consistency import Record, check_consistent, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -47,12 +47,12 @@ Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
 _KEY = "parallel_vae"
-# Beyond so many, what ranks wait for each other is more than what they save.
+# With more ranks than this the waiting at every layer takes longer than the saved computation.
 _MANY = 8
-# Of an input larger than this, some of its values stand for all where ranks compare them.
-_MOST_COMPARED = 1 << 24  # bytes
+# Bytes of an input that are compared between ranks; of a larger input a sample of its values.
+_MAX_COMPARED = 1 << 24
 _NO_TILES_IN_GRAPHS = (
-    "ranks tell each other the shapes of tiles, which is no part of a graph. Call the VAE uncompiled; or compile it with "
+    "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
     "method='exact', and vae.disable_tiling()."
 )
 
@@ -64,28 +64,32 @@ def parallelize_vae(
     method: Method = "exact",
     gather: Gather = "all",
 ) -> Vae:
-    """Encode and decode each image with this one autoencoder on all ranks of ``mesh``, which all call it alike.
+    """Encode and decode images with one autoencoder on all ranks of a mesh. Each rank calls it with the same inputs.
 
-    Calling this again with other settings takes effect; :func:`unparallelize_vae` undoes it. If it is refused or fails on a rank, the VAE
-    stays as it was on every rank. Nothing is computed for a gradient.
-    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` is one graph for each size, in which nothing is compared over ranks.
+    Calling this again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is invalid or
+    fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed. ``vae.decode =
+    torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a graph nothing is compared
+    over the ranks.
 
     Args:
-        vae: an autoencoder of diffusers (docs/vae.md lists them).
-        mesh: all its ranks take part, along whatever dims. Left out: all ranks; one where there is no process group.
-        method: ``"exact"``: every rank computes on rows of the image (columns where it is wider than high), and gets from others
-            what convolutions, norms and attention need: the numbers of one device, up to floating-point order. What the VAE would
-            tile by itself (``enable_tiling``) is tiled. ``"tiled"``: diffusers' own tiling, its tiles distributed: bit by bit what
-            diffusers' tiling gives on one device, seams included.
-        gather: ``"all"`` ranks get the result, or only the ``"first"`` one of the mesh: the others get zeros of its shape.
+        vae (`nn.Module`): An autoencoder of diffusers (docs/vae.md lists them).
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks to use, along all dims. Defaults to all ranks, and to
+            one rank without a process group.
+        method (`"exact"` or `"tiled"`, defaults to `"exact"`): With ``"exact"`` each rank computes rows of the image
+            (columns, if it is wider than high) and fetches from others what convolutions, norms and attention need. The
+            result equals that of one device up to floating-point order; images that the VAE tiles (``enable_tiling``)
+            are tiled. With ``"tiled"`` the tiles of diffusers' tiling are distributed. The result is bitwise that of
+            diffusers' tiling on one device, including its seams.
+        gather (`"all"` or `"first"`, defaults to `"all"`): Whether all ranks get the result, or only the first rank of
+            the mesh; the others then get zeros of its shape.
 
     Returns:
-        ``vae``.
+        ``vae`` itself.
 
     Raises:
-        TypeError: an unknown class.
-        ValueError: an unknown ``method`` or ``gather``, or a class that has no tiling.
-        RuntimeError: one of the methods that are changed was replaced on the instance (compiled, say) before.
+        TypeError: If the class is not supported.
+        ValueError: If ``method`` or ``gather`` is unknown, or ``method`` is ``"tiled"`` and the class has no tiling.
+        RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     if method not in ("exact", "tiled") or gather not in ("all", "first"):
         raise ValueError(
@@ -100,7 +104,7 @@ def parallelize_vae(
         return vae
     if ranks.size > _MANY and ranks.index == 0:
         logger.warning(
-            "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, for ranks wait for each other at every "
+            "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, because ranks wait for each other at every "
             "layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
             ranks.size,
             _MANY,
@@ -111,52 +115,37 @@ def parallelize_vae(
         raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
         unparallelize_vae(vae)
-        _wrap(module, row_ranks, method, gather)
+        _VaeRun(module, row_ranks, method, gather).attach(module)
     return vae
 
 
 def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdapter:
-    """Return what is known of ``module``.
+    """Return the adapter of ``module``.
 
     Raises:
-        TypeError: An unknown class.
-        ValueError: A class that has no tiling, for ``method="tiled"``.
-        RuntimeError: A method that would be wrapped was replaced on the instance.
+        TypeError: If the class is not supported.
+        ValueError: If ``method`` is ``"tiled"`` and the tiles of the class cannot be distributed.
+        RuntimeError: If a method that would be wrapped was replaced on the instance.
     """
     adapter = vae_adapter(module)
     if adapter is None:
         name = original_class(module).__name__
-        reason = REFUSED_VAES.get(name, "nothing is known of it")
+        reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
         raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
-    if method == "tiled" and not (adapter.tiled and adapter.shares_tiles):
+    if method == "tiled" and not (adapter.tiled and adapter.distributes_tiles):
         reason = adapter.why_not_tiles or "diffusers has no tiling for it"
         raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
     replaced = next((name for name in (adapter.encode, adapter.decode) if name in vars(module)), None)
     if replaced is not None:
         raise RuntimeError(
-            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of what runs on several ranks. Compile "
+            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs on several ranks. Compile "
             "it after parallelize_vae, or delete the attribute."
         )
     return adapter
 
 
-def _wrap(module: nn.Module, ranks: RowRanks, method: Method, gather: Gather) -> None:
-    adapter = require_parallel_vae(module, method)
-    run = _Run(module, adapter, ranks, method, gather)
-    wrap_method(module, adapter.encode, _KEY, run.encode, order=WrapperPriority.PARALLEL)
-    wrap_method(module, adapter.decode, _KEY, run.decode, order=WrapperPriority.PARALLEL)
-    for name in adapter.tiled:
-        if hasattr(module, name):
-            wrap_method(module, name, _KEY, run.tiles, order=WrapperPriority.PARALLEL)
-    if adapter.tiled and adapter.shares_tiles:
-        for part in _parts(module):
-            wrap_method(part, "__call__", _KEY, run.tile, order=WrapperPriority.PARALLEL)
-        if hasattr(module, "clear_cache"):
-            wrap_method(module, "clear_cache", _KEY, run.clear, order=WrapperPriority.PARALLEL)
-
-
 def unparallelize_vae(vae: Vae) -> Vae:
-    """Undo :func:`parallelize_vae`; returns ``vae``, which is then what it was before."""
+    """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
     module = uncompiled(vae)
     for part in (module, *_parts(module)):
         unwrap(part, _KEY)
@@ -180,23 +169,38 @@ def _mesh(
     return init_context_parallel_mesh(device_type)
 
 
-class _Run:
-    """One autoencoder on the ranks that share its rows."""
+class _VaeRun:
+    """Handler of the calls of one autoencoder on several ranks.
 
-    def __init__(self, vae: nn.Module, adapter: VaeAdapter, ranks: RowRanks, method: Method, gather: Gather) -> None:
-        self.adapter, self.ranks, self.method, self.gather = adapter, ranks.ranks, method, gather
-        self.row_ranks = ranks
-        self.mesh = self.row_ranks.mesh
-        # What compiled functions call instead.
-        methods: dict[Way, str] = {"encode": adapter.encode, "decode": adapter.decode}
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`require_parallel_vae`.
+    """
+
+    def __init__(self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather) -> None:
+        self.adapter = require_parallel_vae(vae, method)
+        self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
+        self.method, self.gather = method, gather
+        # Compiled functions call these instead of the wrapped methods.
+        methods: dict[Way, str] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in methods.items()
         }
-        self.places: list[Place] = []  # of all ranks, once they have met
-        # What runs now: on rows, and on tiles.
-        self.mode: SpatialShardMode | None = None
-        self.sharing: Tiles | None = None
+        self.places: list[Place] = []  # one per rank, exchanged in the first call
+        self.mode: SpatialShardMode | None = None  # set while a call runs on rows
+        self.distributed_tiles: Tiles | None = None  # set while tiles are distributed
+
+    def attach(self, vae: Any) -> None:
+        """Wrap the methods of ``vae`` that take and return images, and those that tile."""
+        handlers = {self.adapter.encode: self.encode, self.adapter.decode: self.decode}
+        handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
+        if self.adapter.tiled and self.adapter.distributes_tiles:
+            for part in _parts(vae):
+                wrap_method(part, "__call__", _KEY, self.tile, order=WrapperPriority.PARALLEL)
+            if hasattr(vae, "clear_cache"):
+                handlers["clear_cache"] = self.clear
+        for name, handler in handlers.items():
+            wrap_method(vae, name, _KEY, handler, order=WrapperPriority.PARALLEL)
 
     def encode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(vae, call, args, kwargs, "encode")
@@ -205,7 +209,7 @@ class _Run:
         return self.run(vae, call, args, kwargs, "decode")
 
     def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Any:
-        if self.mode is not None or self.sharing is not None:  # one of these methods inside of another
+        if self.mode is not None or self.distributed_tiles is not None:  # A wrapped method calls another one.
             return call(vae, *args, **kwargs)
         if not args:
             first = next(name for name in ("x", "z", "sample", "latents") if name in kwargs)
@@ -220,34 +224,36 @@ class _Run:
             return self.computed(vae, call, way, *args, **kwargs)
 
     def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """``call`` on this rank's rows, of which every rank holds whole rows of latents, and at least two; or in tiles."""
+        """Return the gathered output of ``call`` on this rank's rows, or in tiles.
+
+        Each rank holds the pixels of at least two rows of latents.
+        """
         if self.method == "tiled" or self.adapter.only_tiled:
             compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
-            return delivered(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+            return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
         # A waveform [B, C, length], or [C, length], has no height.
         dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
         unit = rows_per_latent(vae) if way == "encode" else 1
-        rows, workers = self.row_ranks.share(x, dim, unit, least=2)
+        rows, workers = self.row_ranks.shard(x, dim, unit, min_units=2)
         if workers.size < self.ranks.size and torch.compiler.is_compiling():
             raise RuntimeError(
-                f"an image of {x.shape[dim]} rows along dim {dim} is work for {workers.size} of {self.ranks.size} ranks, and what they "
-                "tell the others is no part of a graph. Call it uncompiled, or parallelize_vae with a smaller mesh."
+                f"an image of {x.shape[dim]} rows along dim {dim} occupies {workers.size} of {self.ranks.size} ranks, and a graph "
+                "cannot hold the exchange with the others. Call it uncompiled, or parallelize_vae with a smaller mesh."
             )
         compute = partial(self.in_rows, partial(call, vae), x, args, kwargs, rows, workers)
-        return delivered(compute, workers.size, self.ranks, self.mesh, self.gather)
+        return deliver(compute, workers.size, self.ranks, self.mesh, self.gather)
 
     def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """What a compiled function traces: nothing is compared over ranks, and no records are exchanged."""
+        """Run inside a compiled function, where nothing is compared over the ranks and no records are exchanged."""
         try:
             with torch.no_grad():
-                found = self.computed(vae, call, way, x, *args, **kwargs)
-            if holds_distribution(found):
-                raise RuntimeError(
-                    "its encode() makes the distribution itself, which this call cannot return from a graph."
-                )
-            return found
+                output = self.computed(vae, call, way, x, *args, **kwargs)
+            if holds_distribution(output):
+                raise RuntimeError("its encode() returns a distribution object, which a graph cannot return.")
+            return output
         except Exception as error:
-            # Dynamo says only that this cannot be captured, and names the reason at the end of a chain.
+            # Dynamo's message only says that the call cannot be captured; the reason is at the end of a chain of
+            # causes.
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
             raise
 
@@ -260,7 +266,7 @@ class _Run:
         rows: Rows,
         workers: MeshDim,
     ) -> Any:
-        """What ``call`` gives on this worker's rows."""
+        """Return the output of ``call`` on this worker's rows."""
         if workers.size == 1:
             return call(x, *args, **kwargs)
         self.mode = SpatialShardMode(workers)
@@ -270,7 +276,7 @@ class _Run:
             self.mode = None
 
     def in_tiles(self, vae: Any, call: Callable[[], Any]) -> Any:
-        """``call`` under diffusers' own tiling."""
+        """Return the output of ``call`` with tiling enabled."""
         before, vae.use_tiling = vae.use_tiling, True
         try:
             return call()
@@ -278,9 +284,9 @@ class _Run:
             vae.use_tiling = before
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A method that tiles: it gets all rows, and gives all. Its tiles are distributed."""
-        by_itself = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
-        if self.sharing is not None or by_itself or not vae.use_tiling:
+        """Run a method that tiles: it takes and returns all rows, and its tiles are distributed."""
+        called_by_user = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
+        if self.distributed_tiles is not None or called_by_user or not vae.use_tiling:
             return call(vae, *args, **kwargs)
         if torch.compiler.is_compiling():
             raise RuntimeError(_NO_TILES_IN_GRAPHS)
@@ -288,33 +294,33 @@ class _Run:
         ranks = self.ranks if mode is None else mode.ranks
         try:
             with DisableTorchFunction():
-                whole = [gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args]
-            if not self.adapter.shares_tiles:
-                return call(vae, *whole, **kwargs)
-            self.sharing = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))
-            with self.sharing:
-                return self.sharing.finished(call(vae, *whole, **kwargs))
+                args = tuple([gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args])
+            if not self.adapter.distributes_tiles:
+                return call(vae, *args, **kwargs)
+            self.distributed_tiles = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))
+            with self.distributed_tiles as tiles:
+                return tiles.materialize(call(vae, *args, **kwargs))
         finally:
-            self.mode, self.sharing = mode, None
+            self.mode, self.distributed_tiles = mode, None
 
     def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """One call of the encoder or the decoder, which is of one tile if tiles are distributed."""
-        if self.sharing is None:
+        """Run one call of the encoder or the decoder: one tile, if tiles are distributed."""
+        if self.distributed_tiles is None:
             return call(part, *args, **kwargs)
-        return self.sharing.call(partial(call, part), args, kwargs)
+        return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
     def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Where a cache of frames is emptied, a tile begins."""
-        if self.sharing is not None:
-            self.sharing.begin_tile()
+        """Empty the cache of frames. A tile begins whenever the VAE does so."""
+        if self.distributed_tiles is not None:
+            self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
 
     def check(self, vae: Any, x: Tensor) -> None:
-        """Raise on every rank unless all can run, and have the same image."""
+        """Raise on every rank unless all ranks can run this call, with equal inputs and settings."""
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(
-                "a gradient of the image was asked for, and none is computed over ranks. Call it under torch.no_grad(), or "
+                "the image requires a gradient, and none is computed over ranks. Call the VAE under torch.no_grad(), or "
                 "unparallelize_vae(vae)."
             )
         elif has_compiled_parts(vae):
@@ -322,22 +328,19 @@ class _Run:
                 f"a part of this {self.adapter.vae} was compiled, and a graph of a part does not see the sizes of all ranks. Compile "
                 "the method around it (vae.decode = torch.compile(vae.decode)), or unparallelize_vae(vae)."
             )
-        some = x if x.nbytes <= _MOST_COMPARED else x.flatten()[:: -(-x.nbytes // _MOST_COMPARED)]
+        values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
-        given = {"sample": f"{list(x.shape)} {describe(some)}", "tiling": repr(sorted(tiling.items()))}
-        check_consistent(problem or signature(given), self.mesh, explain=self.explain)
+        record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
+        check_consistent(problem or signature(record), self.mesh, explain=self.explain)
 
     def explain(self, records: list[Record]) -> str:
         elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)
         if elsewhere is not None:
             return (
-                f"rank {elsewhere} does not call this {self.adapter.vae}, and other ranks do: in a callback, say, on one rank alone. "
-                "All ranks call it, and any of them may use what it gives."
+                f"rank {elsewhere} does not call this {self.adapter.vae}, and other ranks do, perhaps in a callback that runs on one rank. "
+                "All ranks must call it, and any of them may use the result."
             )
-        differs = sorted({name for record in records for name in record if record[name] != records[0].get(name)})
-        rank = next(rank for rank, record in enumerate(records) if record != records[0])
         return (
-            f"the ranks call this {self.adapter.vae} with different {' and '.join(differs)}: rank 0 has "
-            f"{records[0].get(differs[0])}, rank {rank} has {records[rank].get(differs[0])}. Every rank gives it the same image, "
-            "and has the same settings; draw random numbers from a generator of the same seed on all ranks."
+            f"the ranks must call this {self.adapter.vae} with equal images and settings. {differences(records)}. Draw random numbers "
+            "from a generator with the same seed on all ranks."
         )

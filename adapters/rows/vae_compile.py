@@ -1,7 +1,7 @@
-"""An autoencoder on rows inside of a compiled function: one call to Dynamo, which the tracer behind it follows operator by operator.
+"""An autoencoder in rows inside a compiled function: Dynamo sees one opaque call, and AOTAutograd traces into it.
 
-Dynamo cannot follow tags on tensors and sizes that know those of all ranks. The tracer of AOTAutograd runs Python, so there the mode
-works as in eager code; what it leaves in the graph are operators, and collectives in program order.
+Dynamo cannot trace tags on tensors, or sizes that carry those of all ranks. AOTAutograd traces by running Python, so
+the mode works as in eager code and leaves plain operators in the graph, with collectives in program order.
 """
 
 from __future__ import annotations
@@ -12,45 +12,49 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-# What stands for None, which is no argument of torch._dynamo.nonstrict_trace.
 from para_core.torch_internals import nonstrict_trace
 
+# Placeholder for None, which torch._dynamo.nonstrict_trace does not accept as an argument.
 _NONE = "para_core: None"
 
 
-class _Held(nn.Module):
-    """``compute`` with the autoencoder's weights as its own: a graph takes them as inputs, and bakes none in."""
+class _WithWeights(nn.Module):
+    """``compute`` as a module that owns the autoencoder, so that weights are inputs of the graph, not constants."""
 
     def __init__(self, vae: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__()
         self.vae, self.compute = vae, compute
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The same image, of which no size is a symbol: layouts are numbers.
+        # The view makes the sizes of the image concrete, because layouts are plain numbers.
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 
 def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """``compute(image, *args, **kwargs)``, which reads weights of ``vae``, for compiled functions: captured whole, once for each size.
+    """Return ``compute(image, *args, **kwargs)``, which reads weights of ``vae``, in a form for ``torch.compile``.
 
-    Settings of ``vae`` for tiling and slicing are guarded, too: another one compiles anew.
+    It is captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
+    ``vae`` recompiles.
     """
-    held = _Held(vae, compute)
+    module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tuple([None if _is_none(value) else value for value in args])
+        positional = tuple([None if _is_none(value) else value for value in args])
         named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
-        return functional_call(held, weights, given, named)
+        return functional_call(module, weights, positional, named)
 
     opaque = nonstrict_trace(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        weights = dict(held.named_parameters(remove_duplicate=False)) | dict(held.named_buffers(remove_duplicate=False))
+        weights = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
         guarded = str([getattr(vae, name) for name in settings])
-        given = tuple([_NONE if value is None else value for value in args])
+        positional = tuple([_NONE if value is None else value for value in args])
         named = {name: _NONE if value is None else value for name, value in kwargs.items()}
-        return opaque(weights, guarded, given, named)
+        return opaque(weights, guarded, positional, named)
 
     return call
 

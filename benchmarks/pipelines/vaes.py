@@ -47,7 +47,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     rows = []
     for method in ("exact", "tiled"):
         adapter = VAES[tiny.cls]
-        if method == "tiled" and (name in NOT_TILED or not (adapter.tiled and adapter.shares_tiles)):
+        if method == "tiled" and (name in NOT_TILED or not (adapter.tiled and adapter.distributes_tiles)):
             continue
         if method == "exact" and name in BY_TILES:
             continue

@@ -1,1 +1,4 @@
-"""Rows of an image over ranks: what a convolution, a norm or a resampling needs from other ranks is fetched, by interception."""
+"""Rows of an image sharded over ranks.
+
+Interception fetches the rows and statistics of other ranks that operators need.
+"""

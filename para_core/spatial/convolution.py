@@ -1,4 +1,4 @@
-"""Convolutions and pools along sharded rows: what their windows need comes from the ranks beside."""
+"""Rules for convolutions and pools along sharded rows, whose windows need rows of neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
 
 Function = Callable[..., Any]
-# run(x, padding): the operator on local rows, with so many rows of padding at either end.
+# run(x, padding): the operator on local rows, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]
 
 
 def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.conv1d`` to ``F.conv3d``. One collective in which each rank gets ``extent // 2`` rows from either neighbour.
+    """Run ``F.conv1d`` to ``F.conv3d`` with one collective.
 
-    Rows that need nothing are computed while it is under way.
+    Each rank fetches ``extent // 2`` rows from either neighbour. Rows that need no halo are computed while the halo is
+    in flight.
     """
     x, weight, bias, stride, padding, dilation, groups = _conv_arguments(*args, **kwargs)
-    rows, place = _place(func, x, weight.ndim - 2)
-    if place is None:
-        return tagged(func(x, weight, bias, stride, padding, dilation, groups), rows)
     spatial = weight.ndim - 2
+    rows, axis = _spatial_axis(func, x, spatial)
+    if axis is None:
+        return tagged(func(x, weight, bias, stride, padding, dilation, groups), rows)
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     paddings = _paddings(func, padding, extents, rows)
 
     def run(part: Tensor, padded: int) -> Tensor:
-        around = [padded if i == place else p for i, p in enumerate(paddings)]
-        found: Tensor = func(part, weight, bias, strides, around, dilations, groups)
-        return found
+        local_paddings = [padded if i == axis else p for i, p in enumerate(paddings)]
+        out: Tensor = func(part, weight, bias, strides, local_paddings, dilations, groups)
+        return out
 
-    return windowed(ranks, func, x, rows, extents[place], strides[place], paddings[place], run)
+    return windowed(ranks, func, x, rows, extents[axis], strides[axis], paddings[axis], run)
 
 
 def windowed(
@@ -53,16 +54,18 @@ def windowed(
     *,
     fill: float = 0.0,
 ) -> Tensor:
-    """What ``run`` makes of windows over sharded rows, of which ``fill`` stands over the edge."""
+    """Return the output of ``run`` on windows of sharded rows.
+
+    Rows beyond the edge of the image have the value ``fill``.
+    """
     plan = plans.convolution(rows.layout, extent, stride, padding)
     _require_rows(func, rows, plan.layout)
-    made = Rows(rows.dim, plan.layout)
+    out_rows = Rows(rows.dim, plan.layout)
     split = plans.overlapped(rows.layout, extent, stride, padding)
     if split is None:
-        return tagged(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), made)
-    wanted = tuple(
-        [tuple([one for one in pair if one is not None]) for pair in zip(split.top, split.bottom, strict=True)]
-    )
+        return tagged(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
+    edges_of_ranks = zip(split.top, split.bottom, strict=True)
+    wanted = tuple([tuple([edge for edge in edges if edge is not None]) for edges in edges_of_ranks])
     finish = start_fetch(x, rows, wanted, ranks, fill=fill)
     start, stop = split.middle[ranks.index]
     out = run(x.narrow(rows.dim, start, stop - start), split.padding)
@@ -71,24 +74,28 @@ def windowed(
         out.narrow(rows.dim, 0, split.count).copy_(run(edges.pop(0), 0))
     if split.bottom[ranks.index] is not None:
         out.narrow(rows.dim, out.shape[rows.dim] - split.count, split.count).copy_(run(edges.pop(0), 0))
-    return tagged(out, made)
+    return tagged(out, out_rows)
 
 
-def _require_rows(func: Function, rows: Rows, made: Layout) -> None:
-    if min(made) < 1:
-        raise unknown(func, rows, f"it would leave {list(made)} rows on them; every rank needs one")
+def _require_rows(func: Function, rows: Rows, layout: Layout) -> None:
+    if min(layout) < 1:
+        raise unknown(func, rows, f"its output would have {list(layout)} rows on the ranks; every rank needs one")
 
 
-def _place(func: Function, x: Any, spatial: int) -> tuple[Rows, int | None]:
-    """The tag of ``x``, and which of its ``spatial`` last dims is sharded; None: its batch is."""
+def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[Rows, int | None]:
+    """Return the tag of ``x``, and the index of its sharded dim among the spatial ones; None if the batch is sharded.
+
+    Raises:
+        MixesRows: If the channels are sharded, or the rows of several frames lie along one dim.
+    """
     rows = rows_of(x)
     if rows is None:
-        raise TypeError(f"{getattr(func, '__name__', func)}: the input is replicated, and weights are sharded.")
-    place = rows.dim - (x.ndim - spatial)
-    if place >= 0:
+        raise TypeError(f"{getattr(func, '__name__', func)}: the input is replicated, and the weights are sharded.")
+    axis = rows.dim - (x.ndim - spatial)
+    if axis >= 0:
         if rows.outer > 1:
-            raise unknown(func, rows, "its windows would reach from one frame's rows to the next one's")
-        return rows, place
+            raise unknown(func, rows, "its windows would span the rows of two frames")
+        return rows, axis
     if rows.dim == 0 and x.ndim == spatial + 2:
         return rows, None
     raise unknown(func, rows, "its channels are sharded")
@@ -122,61 +129,64 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: Rows) -> l
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.conv_transpose1d`` to ``3d``: each rank makes its rows of the output, from the rows of input that reach them."""
+    """Run ``F.conv_transpose1d`` to ``3d``: each rank fetches the input rows that its output rows depend on."""
     x, weight, bias, stride, padding, extra, groups, dilation = _transposed_arguments(*args, **kwargs)
     spatial = weight.ndim - 2
-    rows, place = _place(func, x, spatial)
-    if place is None:
+    rows, axis = _spatial_axis(func, x, spatial)
+    if axis is None:
         return tagged(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
-    strides, dilations, paddings, extras = (_each(one, spatial) for one in (stride, dilation, padding, extra))
-    step, inset = strides[place], paddings[place]
-    extent = dilations[place] * (weight.shape[2 + place] - 1) + 1
-    plan = plans.transposed(rows.layout, extent, step, inset, extras[place])
+    strides, dilations, paddings, extras = (_each(value, spatial) for value in (stride, dilation, padding, extra))
+    step, inset = strides[axis], paddings[axis]
+    extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
+    plan = plans.transposed(rows.layout, extent, step, inset, extras[axis])
     _require_rows(func, rows, plan.layout)
     part = fetch(x, rows, plan.wanted, ranks)
-    paddings[place] = extras[place] = 0
+    paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = plans.held(plan.layout)[ranks.index]
-    # Its first row is the first one that the first row of input reaches.
-    first = plan.wanted[ranks.index][0] * step - inset
-    found = out.narrow(rows.dim, start - first, stop - start).contiguous()
-    return tagged(found, Rows(rows.dim, plan.layout))
+    first = plan.wanted[ranks.index][0] * step - inset  # global index of the first row of ``out``
+    return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), Rows(rows.dim, plan.layout))
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.avg_pool1d`` to ``3d`` and ``F.max_pool1d`` to ``3d``."""
+    """Run ``F.avg_pool1d`` to ``3d`` and ``F.max_pool1d`` to ``3d``."""
     name = name_of(func)
-    largest, spatial = name.startswith("max"), int(name[-2])
-    read = _max_pool_arguments if largest else _avg_pool_arguments
-    x, kernel, stride, padding, dilation, ceil_mode, rest = read(*args, **kwargs)
-    rows, place = _place(func, x, spatial)
-    if place is None:
+    is_max, spatial = name.startswith("max"), int(name[-2])
+    bind = _max_pool_arguments if is_max else _avg_pool_arguments
+    x, kernel, stride, padding, dilation, ceil_mode, rest = bind(*args, **kwargs)
+    rows, axis = _spatial_axis(func, x, spatial)
+    if axis is None:
         return tagged(func(*args, **kwargs), rows)
-    kernels, paddings, dilations = (_each(one, spatial) for one in (kernel, padding, dilation))
+    kernels, paddings, dilations = (_each(value, spatial) for value in (kernel, padding, dilation))
     strides = kernels if stride is None or stride == [] else _each(stride, spatial)
     if ceil_mode or rest:
-        raise unknown(func, rows, "ceil_mode, return_indices, divisor_override or count_include_pad=False is not built")
+        raise unknown(
+            func, rows, "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported"
+        )
 
     def run(part: Tensor, padded: int) -> Tensor:
-        around = [padded if i == place else p for i, p in enumerate(paddings)]
-        found: Tensor = func(part, kernels, strides, around, *([dilations] if largest else []))
-        return found
+        local_paddings = [padded if i == axis else p for i, p in enumerate(paddings)]
+        out: Tensor = func(part, kernels, strides, local_paddings, *([dilations] if is_max else []))
+        return out
 
-    extent = dilations[place] * (kernels[place] - 1) + 1
-    fill = float("-inf") if largest else 0.0
-    return windowed(ranks, func, x, rows, extent, strides[place], paddings[place], run, fill=fill)
+    extent = dilations[axis] * (kernels[axis] - 1) + 1
+    fill = float("-inf") if is_max else 0.0
+    return windowed(ranks, func, x, rows, extent, strides[axis], paddings[axis], run, fill=fill)
 
 
 def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``torch.stft`` of a waveform ``[..., samples]``, ``center=False``: each rank transforms the windows whose middle it holds."""
+    """Run ``torch.stft`` of a waveform ``[..., samples]`` with ``center=False``.
+
+    A rank transforms the windows whose middle it holds.
+    """
     x, size, hop, center, rest = _stft_arguments(*args, **kwargs)
     rows = rows_of(x)
     if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
-        raise unknown(func, rows or Rows(0, (0,)), "center=True, or a batch that is sharded, is not built")
+        raise unknown(func, rows or Rows(0, (0,)), "center=True and a sharded batch are not supported")
     plan = plans.convolution(rows.layout, size, hop, 0)
     _require_rows(func, rows, plan.layout)
-    found = func(fetch(x, rows, plan.wanted, ranks), size, hop, center=False, **rest)
-    return tagged(found, Rows(x.ndim, plan.layout))
+    out = func(fetch(x, rows, plan.wanted, ranks), size, hop, center=False, **rest)
+    return tagged(out, Rows(x.ndim, plan.layout))
 
 
 def _stft_arguments(

@@ -1,4 +1,4 @@
-"""What is said where a function cannot run on a part of the rows."""
+"""Errors for functions that cannot run on a part of the rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from para_core.spatial.tag import Rows
 
 
 class MixesRows(RuntimeError):
-    """A function that touches sharded rows, and that is not known to keep them apart, or how it mixes them."""
+    """Error of a function of sharded rows that has no rule, or that mixes rows in a way that is not supported."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name by which a function of torch is known here: ``add`` of ``Tensor.__iadd__``, ``shape`` of ``Tensor.shape``."""
+    """Return the name of a torch function in the tables of rules, for example ``add`` for ``Tensor.__iadd__``."""
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -24,9 +24,8 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def unknown(func: Callable[..., Any], rows: Rows, reason: str) -> MixesRows:
-    """The error for a call of ``func`` on rows that are sharded as ``rows`` says."""
+    """Return the error for a call of ``func`` on a tensor that is sharded as ``rows`` says."""
     return MixesRows(
-        f"{name_of(func)} on a tensor of which dim {rows.dim} is sharded over {len(rows.layout)} ranks as "
-        f"{list(rows.layout)}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe); or of a VAE its tiles "
-        "on several (method='tiled')."
+        f"{name_of(func)} on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}: {reason}. "
+        "Run this model on one rank (unparallelize_vae, unparallelize_pipe), or a VAE in distributed tiles (method='tiled')."
     )

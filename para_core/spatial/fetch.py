@@ -1,10 +1,11 @@
-"""The one primitive by which rows travel: each rank gets the ranges that it wants. A halo, another layout, or all rows."""
+"""Exchange of rows: each rank fetches ranges of rows, as a halo, in another layout, or all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,141 +15,143 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
 from para_core.spatial.tag import Rows
 
-# For each rank the ranges that it wants.
+# The ranges of rows that each rank fetches.
 Wanted = tuple[tuple[Range, ...], ...]
 
 
 @dataclass(frozen=True)
 class _RowSpan:
-    """Consecutive rows of one range: from ``sender``, of whom they are the rows from ``start``. No sender: over the edge."""
+    """Consecutive rows of a range that come from one rank, or lie beyond the edge of the image."""
 
-    sender: int | None
-    start: int
+    sender: int | None  # None beyond the edge
+    start: int  # in the rows of ``sender``
     length: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    # Of this rank's rows, (start, length) for each other rank, in its order of pieces.
-    sends: tuple[tuple[tuple[int, int], ...], ...]
-    receives: tuple[int, ...]  # rows from each rank
+    """All-to-all of one fetch, as this rank sees it."""
+
+    sends: tuple[tuple[tuple[int, int], ...], ...]  # for each rank, (start, length) in the rows of this rank
+    receives: tuple[int, ...]  # number of rows from each rank
     ranges: tuple[tuple[_RowSpan, ...], ...]
-    silent: bool  # no rank needs another's rows
+    is_local: bool  # no rank needs rows of another
 
 
 @lru_cache(maxsize=4096)
 def _plan(layout: Layout, wanted: Wanted, rank: int) -> _Plan:
-    sends: list[tuple[tuple[int, int], ...]] = []
-    for receiver, ranges in enumerate(wanted):
-        pieces = [piece for one in ranges for piece in _pieces(layout, one) if piece.sender == rank]
-        sends.append(() if receiver == rank else tuple([(piece.start, piece.length) for piece in pieces]))
-    mine = tuple([_pieces(layout, one) for one in wanted[rank]])
+    spans_of_ranks = [[_spans(layout, range_) for range_ in ranges] for ranges in wanted]
+    flat = [list(chain.from_iterable(ranges)) for ranges in spans_of_ranks]
+    sends = [
+        tuple([(span.start, span.length) for span in spans if span.sender == rank and receiver != rank])
+        for receiver, spans in enumerate(flat)
+    ]
     receives = [0] * len(layout)
-    for piece in [piece for pieces in mine for piece in pieces]:
-        if piece.sender is not None and piece.sender != rank:
-            receives[piece.sender] += piece.length
-    silent = all(
-        piece.sender in (None, receiver)
-        for receiver, ranges in enumerate(wanted)
-        for one in ranges
-        for piece in _pieces(layout, one)
-    )
-    return _Plan(tuple(sends), tuple(receives), mine, silent)
+    for span in flat[rank]:
+        if span.sender is not None and span.sender != rank:
+            receives[span.sender] += span.length
+    is_local = all(span.sender in (None, receiver) for receiver, spans in enumerate(flat) for span in spans)
+    return _Plan(tuple(sends), tuple(receives), tuple(spans_of_ranks[rank]), is_local)
 
 
-def _pieces(layout: Layout, one: Range) -> tuple[_RowSpan, ...]:
-    start, stop = one
+def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
+    """Return the parts of ``range_`` in order, by the rank that holds them."""
+    start, stop = range_
     total = sum(layout)
-    found = []
+    spans = []
     if start < 0:
-        found.append(_RowSpan(None, 0, min(stop, 0) - start))
+        spans.append(_RowSpan(None, 0, min(stop, 0) - start))
     for sender, (first, last) in enumerate(held(layout)):
         low, high = max(start, first), min(stop, last)
         if low < high:
-            found.append(_RowSpan(sender, low - first, high - low))
+            spans.append(_RowSpan(sender, low - first, high - low))
     if stop > total:
-        found.append(_RowSpan(None, 0, stop - max(start, total)))
-    return tuple(found)
+        spans.append(_RowSpan(None, 0, stop - max(start, total)))
+    return tuple(spans)
 
 
 def start_fetch(
     x: Tensor, rows: Rows, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Begin to fetch; what is returned waits, and gives a tensor like ``x`` for each range that this rank wants.
-
-    One all-to-all, in which a rank sends what others want of its rows and it alone; none where no rank wants another's rows, which
-    all of them know.
+    """Start fetching ranges of rows. Uses one all-to-all, or none if no rank needs rows of another.
 
     Args:
-        x: this rank's part, as ``rows`` says.
-        wanted: every rank's ranges, in units of ``rows``. What is over the edge is filled with ``fill``.
+        x: The rows of this rank, sharded as ``rows`` says.
+        wanted: The ranges of all ranks, in units of ``rows``.
+        fill: Value of rows beyond the edge of the image.
+
+    Returns:
+        A function that waits, and returns a tensor like ``x`` for each range of this rank.
+
+    Raises:
+        RuntimeError: If ``x`` requires a gradient.
     """
     _require_no_gradient(x)
     plan = _plan(rows.layout, wanted, ranks.index)
     units = _units_first(x, rows)
     rest = units.shape[1:]
     size = rest.numel()
-    travelling = None
-    if not plan.silent:
-        parts = [units.narrow(0, start, length).reshape(-1) for pieces in plan.sends for start, length in pieces]
+    in_flight = None
+    if not plan.is_local:
+        parts = [units.narrow(0, start, length).reshape(-1) for spans in plan.sends for start, length in spans]
         outgoing = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) if parts else units.new_empty(0)
-        travelling = start_all_to_all(
+        in_flight = start_all_to_all(
             outgoing,
-            [sum(length for _, length in pieces) * size for pieces in plan.sends],
+            [sum(length for _, length in spans) * size for spans in plan.sends],
             [count * size for count in plan.receives],
             ranks,
         )
 
     def finish() -> list[Tensor]:
-        arrived = () if travelling is None else wait(travelling).split([count * size for count in plan.receives])
-        taken = [0] * ranks.size
-        found = []
-        for pieces in plan.ranges:
+        received = () if in_flight is None else wait(in_flight).split([count * size for count in plan.receives])
+        num_read = [0] * ranks.size
+        fetched = []
+        for spans in plan.ranges:
             parts = []
-            for piece in pieces:
-                if piece.sender is None:
-                    parts.append(units.new_full((piece.length, *rest), fill))
-                elif piece.sender == ranks.index:
-                    parts.append(units.narrow(0, piece.start, piece.length))
+            for span in spans:
+                if span.sender is None:
+                    parts.append(units.new_full((span.length, *rest), fill))
+                elif span.sender == ranks.index:
+                    parts.append(units.narrow(0, span.start, span.length))
                 else:
-                    start = taken[piece.sender]
-                    taken[piece.sender] += piece.length
-                    part = arrived[piece.sender].narrow(0, start * size, piece.length * size)
-                    parts.append(part.view(piece.length, *rest))
-            found.append(_units_back(parts, rows))
-        return found
+                    start = num_read[span.sender]
+                    num_read[span.sender] += span.length
+                    part = received[span.sender].narrow(0, start * size, span.length * size)
+                    parts.append(part.view(span.length, *rest))
+            fetched.append(_units_back(parts, rows))
+        return fetched
 
     return finish
 
 
 def fetch(x: Tensor, rows: Rows, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """The rows ``wanted[rank]`` of what all ranks hold a part ``x`` of; see :func:`start_fetch`."""
-    (found,) = start_fetch(x, rows, tuple([(one,) for one in wanted]), ranks, fill=fill)()
-    return found
+    """Return the rows in the range ``wanted[rank]``, as :func:`start_fetch` does for one range per rank."""
+    (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
+    return part
 
 
 def relayout(x: Tensor, rows: Rows, layout: Layout, ranks: MeshDim) -> Tensor:
-    """This rank's part of ``x`` as ``layout`` shares it out."""
+    """Return this rank's rows of ``x`` in another ``layout``; ``x`` itself if it is the same."""
     return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
 
 
 def gather(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
-    """All rows of ``x``, on every rank; contiguous."""
+    """Return all rows of ``x`` on every rank, contiguous."""
     _require_no_gradient(x)
     units = all_gather(_units_first(x, rows), rows.layout, 0, ranks)
     return _units_back([units], rows).contiguous()
 
 
 def part_of(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
-    """This rank's part of ``x``, of which it holds all; no copy where ``rows`` has one run."""
+    """Return this rank's rows of the unsharded ``x``; a view if ``rows.outer`` is 1."""
     start, stop = held(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
-    found: Tensor = units.flatten(rows.dim, rows.dim + 1)
-    return found
+    part: Tensor = units.flatten(rows.dim, rows.dim + 1)
+    return part
 
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
-    """``x`` of every rank, stacked: ``[ranks, ...]``. For statistics, which are small."""
+    """Return ``x`` of every rank, stacked as ``[ranks, ...]``. Meant for small tensors of statistics."""
     _require_no_gradient(x)
     return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
 
@@ -156,19 +159,20 @@ def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
 def _require_no_gradient(x: Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "a gradient was asked for of rows that are sharded over ranks, and none is computed through what they exchange. Run "
+            "sharded rows require a gradient, and none is computed through the exchange of rows. Run "
             "the model under torch.no_grad(), or on one rank."
         )
 
 
 def _units_first(x: Tensor, rows: Rows) -> Tensor:
-    """``[units, ...]``: a view wherever there is one run."""
+    """Return ``x`` as ``[units, ...]``; a view if ``rows.outer`` is 1."""
     if rows.outer > 1:
         x = x.unflatten(rows.dim, (rows.outer, -1))
     return x.movedim(rows.dim + (rows.outer > 1), 0)
 
 
 def _units_back(parts: list[Tensor], rows: Rows) -> Tensor:
+    """Concatenate ``parts`` of units and undo :func:`_units_first`."""
     dim = rows.dim + (rows.outer > 1)
     moved = [part.movedim(0, dim) for part in parts]
     x = moved[0] if len(moved) == 1 else torch.cat(moved, dim)

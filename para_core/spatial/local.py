@@ -1,4 +1,4 @@
-"""Functions of which a row of the result needs that row alone, and reductions: the allowlist."""
+"""Rules for functions that compute each row from that row only, for reductions, and for factories of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.tag import Rows, ShardedSize, counted, local_sizes, rows_of, tagged, untagged
+from para_core.spatial.tag import Rows, ShardedSize, local_sizes, rows_of, sharded_dim, tagged, untagged
 
 Function = Callable[..., Any]
 
@@ -22,7 +22,7 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# What a tensor is, not what it holds. Bytes and strides are those of this rank's part.
+# Properties of a tensor other than its values and shape. Bytes and strides are those of this rank's part.
 METADATA = _names(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
@@ -34,7 +34,7 @@ METADATA = _names(
     """
 )
 
-# The rows of the first argument, whatever the others are.
+# The output has the rows of the first argument.
 LIKE_FIRST = _names(
     """
     to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
@@ -46,7 +46,7 @@ LIKE_FIRST = _names(
     """
 )
 
-# Broadcast over all tensors among their arguments.
+# Functions that broadcast all tensors among their arguments.
 ELEMENTWISE = _names(
     """
     add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
@@ -57,7 +57,8 @@ ELEMENTWISE = _names(
     """
 )
 
-# Along one dim, of which they keep the place: where it stands among the arguments, and what it is if left out.
+# Functions along one dim that keep the shape: the position of dim among the arguments, and its default. None: the last
+# dims.
 ALONG = {
     "softmax": (1, -1),
     "log_softmax": (1, -1),
@@ -70,7 +71,7 @@ ALONG = {
     "rms_norm": (None, None),
 }
 
-# Over dims: where they and keepdim stand.
+# Reductions: the positions of dim and keepdim among the arguments.
 REDUCTIONS = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp"), (1, 2)),
     **dict.fromkeys(("max", "min"), (1, 2)),
@@ -84,26 +85,33 @@ def metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x.shape``, ``x.size()``, ``x.numel()``, ``len(x)``: as of all rows, in which the number of rows knows those of each rank."""
-    found = func(*args, **kwargs)
+    """Return the global shape, size, numel or len, with a :class:`ShardedSize` for the sharded dim."""
+    local = func(*args, **kwargs)
     rows = rows_of(args[0])
     if rows is None:
-        return found
+        return local
     count = ShardedSize(tuple([rows.outer * count for count in rows.layout]), ranks.index)
     name = name_of(func)
     if name in ("numel", "nelement"):
         rest = [size for dim, size in enumerate(args[0].shape) if dim != rows.dim]
         return count * math.prod(rest)
     if name == "len":
-        return int(count) if rows.dim == 0 else found
-    if isinstance(found, int):
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return count if dim % args[0].ndim == rows.dim else found
-    return torch.Size([count if dim == rows.dim else size for dim, size in enumerate(found)])
+        return int(count) if rows.dim == 0 else local
+    if isinstance(local, int):
+        return count if argument(args, kwargs, "dim", 1, 0) % args[0].ndim == rows.dim else local
+    return torch.Size([count if dim == rows.dim else size for dim, size in enumerate(local)])
+
+
+def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
+    """Return the argument of a call with this ``name`` or position ``index``; ``default`` if it was not passed."""
+    return kwargs.get(name, args[index] if len(args) > index else default)
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The rows of the first argument; none of another one's, whose dtype or device it may be that is asked for."""
+    """Run ``func`` locally, and tag the output with the rows of the first argument.
+
+    Other tensors may only give a dtype or a device, as in ``x.to(other)``.
+    """
     if "out" in kwargs:
         raise unknown(func, _any_rows(args, kwargs), "it writes to out=")
     out = func(*args, **kwargs)
@@ -115,7 +123,10 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 
 def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Tensors of another layout are laid out as the first one; of a replicated one, this rank's rows are taken."""
+    """Run ``func`` locally.
+
+    Tensors with another layout are moved to that of the first sharded one; replicated ones are sharded.
+    """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
     rows = rows_of(lead)
@@ -123,16 +134,16 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         raise unknown(func, _any_rows(args, kwargs), "its tensors are in a list, or it writes to out=")
     if lead is not tensors[0] and _in_place(func):
         raise unknown(func, rows, "it is written into a replicated tensor")
-    place = rows.dim - lead.ndim
+    dim_from_end = rows.dim - lead.ndim
 
     def fit(x: Any) -> Any:
-        return aligned(ranks, func, x, rows, place) if isinstance(x, Tensor) else x
+        return aligned(ranks, func, x, rows, dim_from_end) if isinstance(x, Tensor) else x
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
     if isinstance(out, tuple):  # torch.where(x)
-        raise unknown(func, rows, "it gives places of this rank's rows")
-    # NotImplemented, where a tensor is compared with what is none: Wan asks a cache whether it is a word.
-    return tagged(out, rows.at(out.ndim + place)) if isinstance(out, Tensor) else out
+        raise unknown(func, rows, "it returns indices in this rank's rows")
+    # A comparison with something else than a tensor gives NotImplemented. Wan compares a cache with a string.
+    return tagged(out, rows.at(out.ndim + dim_from_end)) if isinstance(out, Tensor) else out
 
 
 def _in_place(func: Function) -> bool:
@@ -140,15 +151,17 @@ def _in_place(func: Function) -> bool:
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
-def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, place: int) -> Tensor:
-    """``x`` with the rows that this rank holds by ``rows`` along its dim ``place`` (counted from the end).
+def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, dim_from_end: int) -> Tensor:
+    """Return this rank's part of ``x`` by the layout of ``rows`` along the negative dim ``dim_from_end``.
+
+    A size of 1 there stays as it is, for broadcasting.
 
     Raises:
-        MixesRows: ``x`` has another number of rows.
+        MixesRows: If ``x`` has another number of rows.
     """
     own = rows_of(x)
-    if own is not None and own.dim - x.ndim != place:
-        # Of tokens by tokens, say: of the one all, of the other this rank's.
+    if own is not None and own.dim - x.ndim != dim_from_end:
+        # For example in a tokens × tokens product, which is sharded along one of the two dims only.
         x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
         if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
@@ -156,140 +169,133 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, place: int) -
         if own.layout == rows.layout:
             return x
         return tagged(relayout(x, own, rows.layout, ranks), Rows(own.dim, rows.layout, own.outer))
-    if x.ndim < -place or x.shape[place] == 1:
+    if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
-    if x.shape[place] != rows.total:
-        raise unknown(
-            func,
-            rows,
-            f"with a replicated one of shape {list(x.shape)}, which has not {rows.total}",
-        )
-    return part_of(x, rows.at(x.ndim + place), ranks)
+    if x.shape[dim_from_end] != rows.total:
+        raise unknown(func, rows, f"with a replicated one of shape {list(x.shape)}, expected {rows.total} there")
+    return part_of(x, rows.at(x.ndim + dim_from_end), ranks)
 
 
 def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Softmax, layer norm and others that stay within a row, unless it is rows that they go along."""
-    x, rows = _only_first(func, args, kwargs)
-    name = name_of(func)
-    place, default = ALONG[name]
-    if place is None:
+    """Run softmax, layer norm and others locally, unless their dim is the sharded one."""
+    x, rows = only_first(func, args, kwargs)
+    position, default = ALONG[name_of(func)]
+    if position is None:
         shape = kwargs["normalized_shape"] if "normalized_shape" in kwargs else args[1]
         dims = set(range(x.ndim - len(shape), x.ndim))
     else:
-        given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-        dims = _dims(given, x.ndim)
+        dims = _dims(argument(args, kwargs, "dim", position, kwargs.get("dims", default)), x.ndim)
     if rows.dim in dims:
-        raise unknown(func, rows, "it goes along them")
+        raise unknown(func, rows, "it combines rows along this dim")
     return tagged(func(*args, **kwargs), rows)
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Local over other dims than that of rows; over that one, ``sum``, ``mean``, ``amax`` and ``amin`` of all ranks."""
+    """Reduce locally over other dims than the sharded one.
+
+    Over that one, combine ``sum``, ``mean``, ``amax`` and ``amin`` of all ranks.
+    """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
         return elementwise(ranks, func, args, kwargs)
-    x, rows = _only_first(func, args, kwargs)
-    at_dim, at_keepdim = REDUCTIONS[name]
-    given = kwargs.get("dim", kwargs.get("axis", args[at_dim] if len(args) > at_dim else None))
-    if isinstance(given, bool):  # x.var(False): of all, unbiased or not
-        given = None
-    keepdim = bool(kwargs.get("keepdim", args[at_keepdim] if len(args) > at_keepdim else False))
-    dims = _dims(given, x.ndim)
+    x, rows = only_first(func, args, kwargs)
+    dim_position, keepdim_position = REDUCTIONS[name]
+    dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
+    keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
+    # In x.var(False) the argument is ``unbiased``, and all dims are reduced.
+    dims = _dims(None if isinstance(dim, bool) else dim, x.ndim)
     if rows.dim not in dims:
         shift = 0 if keepdim else sum(dim < rows.dim for dim in dims)
-        return _tag_all(func(*args, **kwargs), rows.at(rows.dim - shift))
+        return tag_all(func(*args, **kwargs), rows.at(rows.dim - shift))
     if name not in ("sum", "mean", "amax", "amin") or kwargs.get("out") is not None:
         raise unknown(func, rows, "it reduces them")
     order = sorted(dims)
     if name in ("amax", "amin"):
-        found = getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0)
-        return untagged(found)
-    # As torch does: a sum of integers is one of int64.
-    made = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    wide = torch.float32 if made in (torch.float16, torch.bfloat16) else made
-    found = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
+        return untagged(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
+    # As in torch, the sum of integers has dtype int64.
+    dtype = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
     if name == "mean":
-        found = found / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
-    return found.to(made)
+        total = total / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
+    return total.to(dtype)
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``torch.meshgrid``: this rank's part along the first dim, all along the others."""
+    """Run ``torch.meshgrid`` with this rank's part of the tensor for the first dim, and all of the others."""
     tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
     lead = 1 if kwargs.get("indexing") == "xy" else 0
     rows = rows_of(tensors[lead])
-    for place, x in enumerate(tensors):
+    for index, x in enumerate(tensors):
         own = rows_of(x)
-        if own is not None and place != lead:
-            tensors[place] = gather(x, own, ranks)
+        if own is not None and index != lead:
+            tensors[index] = gather(x, own, ranks)
     out = func(*tensors, **kwargs)
-    return out if rows is None else _tag_all(out, rows)
+    return out if rows is None else tag_all(out, rows)
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """In eval mode, or with probability 0."""
-    _, rows = _only_first(func, args, kwargs)
-    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-    if training and p > 0:
+    """Run dropout in eval mode, or with probability 0."""
+    _, rows = only_first(func, args, kwargs)
+    training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
+    if training and argument(args, kwargs, "p", 1, 0.5) > 0:
         raise unknown(func, rows, "each rank would draw for its own rows. Call .eval() first")
     return tagged(func(*args, **kwargs), rows)
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.new_zeros`` and others, of a shape in which a size was read from a sharded tensor; else replicated."""
-    return made(ranks, partial(func, args[0]), args[1:], kwargs)
+    """Run ``x.new_zeros`` and others like :func:`filled`."""
+    return filled(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
-def made(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``torch.zeros`` and others of a shape in which a size was read from a sharded tensor."""
+def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``torch.zeros`` and others. The output is sharded if one size is a :class:`ShardedSize`, else replicated."""
     shape = _shape(args, kwargs)
-    found = counted(shape)
-    if found is not None:
+    sharded = sharded_dim(shape)
+    if sharded is not None:
         if "size" in kwargs:
             kwargs = {**kwargs, "size": local_sizes(kwargs["size"])}
         elif isinstance(args[0], (list, tuple)):
             args = (local_sizes(args[0]), *args[1:])
         else:
             args = local_sizes(tuple(args))
-        return tagged(func(*args, **kwargs), Rows(*found))
-    if (
-        name_of(func) == "empty" and "size" not in kwargs
-    ):  # of tokens by tokens, which baddbmm with beta=0 does not read
+        return tagged(func(*args, **kwargs), Rows(*sharded))
+    if name_of(func) == "empty" and "size" not in kwargs:
+        # A tokens × tokens tensor that baddbmm with beta=0 does not read needs no memory.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
 
 
-def spread(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.expand`` of a replicated tensor to such a shape: each of its rows is the same."""
+def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``x.expand`` of a replicated tensor. The output is sharded if its new dim has a :class:`ShardedSize`."""
     out: Tensor = func(*args, **kwargs)
     sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-    found = counted(sizes)
-    if found is None or out.stride(found[0]) != 0:
+    sharded = sharded_dim(sizes)
+    if sharded is None or out.stride(sharded[0]) != 0:
         return out
-    dim, layout = found
+    dim, layout = sharded
     return tagged(out.narrow(dim, 0, layout[ranks.index]), Rows(dim, layout))
 
 
-def of_each_frame(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x.repeat_interleave(pixels)`` of one replicated number a frame: one for each token of this rank."""
-    x, repeats = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
+def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Repeat the values of a replicated vector, one per frame, over this rank's tokens of each frame."""
+    x, repeats = args[0], argument(args, kwargs, "repeats", 1)
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
         return out
     return tagged(x.repeat_interleave(repeats.local), Rows(0, repeats.layout, len(x)))
 
 
-def drawn(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``torch.randn`` and ``torch.rand`` of such a shape: drawn for all rows, as on one device, of which this rank takes its own."""
+def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Draw all rows with ``torch.randn`` or ``torch.rand``, as on one device, and return this rank's rows."""
     shape = [int(size) for size in _shape(args, kwargs)]
-    found = counted(_shape(args, kwargs))
-    if found is None:
-        raise TypeError(f"{name_of(func)} of {shape}: expected one size that is sharded.")
-    rows = Rows(*found)
+    sharded = sharded_dim(_shape(args, kwargs))
+    if sharded is None:
+        raise TypeError(f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim.")
+    rows = Rows(*sharded)
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
-        raise unknown(func, rows, "in a compiled function each rank draws from a state of its own")
+        raise unknown(func, rows, "in a compiled function each rank has its own random state")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
     return tagged(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
 
@@ -297,23 +303,28 @@ def drawn(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     if "size" in kwargs:
         return list(kwargs["size"])
-    return (
-        list(args[0]) if args and isinstance(args[0], (list, tuple)) else [one for one in args if isinstance(one, int)]
-    )
+    if args and isinstance(args[0], (list, tuple)):
+        return list(args[0])
+    return [size for size in args if isinstance(size, int)]
 
 
 def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> Rows:
     flat: list[Any] = [*args, *kwargs.values()]
-    for value in flat:  # grows as it goes
-        found = rows_of(value)
-        if found is not None:
-            return found
+    for value in flat:  # The list grows inside the loop.
+        rows = rows_of(value)
+        if rows is not None:
+            return rows
         if isinstance(value, (list, tuple)):
             flat.extend(value)
     return Rows(0, (0,))
 
 
-def _only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Rows]:
+def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Rows]:
+    """Return the first argument of ``func`` and its tag.
+
+    Raises:
+        MixesRows: If it is not sharded.
+    """
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None:
@@ -321,14 +332,13 @@ def _only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return x, rows
 
 
-def _dims(given: Any, ndim: int) -> set[int]:
-    if given is None or (isinstance(given, (list, tuple)) and not given):
+def _dims(dim: Any, ndim: int) -> set[int]:
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(ndim))
-    dims = [given] if isinstance(given, int) else list(given)
-    return {dim % ndim for dim in dims}
+    return {d % ndim for d in ([dim] if isinstance(dim, int) else dim)}
 
 
-def _tag_all(out: Any, rows: Rows) -> Any:
+def tag_all(out: Any, rows: Rows) -> Any:
     for x in (out,) if isinstance(out, Tensor) else out:
         tagged(x, rows)
     return out
@@ -346,10 +356,10 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new),
 }
 
-# Of no tensor, but of sizes that may have been read from one.
+# Functions without a sharded tensor, whose sizes may have been read from one.
 FACTORIES: dict[str, Any] = {
-    **dict.fromkeys(("zeros", "ones", "empty", "full"), made),
-    **dict.fromkeys(("randn", "rand"), drawn),
-    **dict.fromkeys(("expand", "broadcast_to"), spread),
-    "repeat_interleave": of_each_frame,
+    **dict.fromkeys(("zeros", "ones", "empty", "full"), filled),
+    **dict.fromkeys(("randn", "rand"), random),
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
+    "repeat_interleave": repeat_frames,
 }

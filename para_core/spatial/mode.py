@@ -1,4 +1,4 @@
-"""The mode under which a model runs on a part of the rows: every function of torch is looked at, and most are local."""
+"""Mode under which a model runs on a part of the rows. It intercepts every torch function; most of them run locally."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from para_core.torch_internals import (
     unwrap_transform_tensor,
 )
 
-# By name. What is not here raises where rows are sharded.
+# Rules by the name of the function. Functions without a rule raise if a tensor is sharded.
 RULES: dict[str, Any] = {
     **local.RULES,
     **views.RULES,
@@ -35,23 +35,24 @@ RULES: dict[str, Any] = {
     **products.RULES,
     **resample.RULES,
 }
-# Of what is whole, and a size that was read from a sharded tensor.
-FACTORIES: dict[str, Any] = {**local.FACTORIES, **resample.FACTORIES}
 
 
 class SpatialShardMode(TorchFunctionMode):
-    """Inside ``with SpatialShardMode(mesh) as rows:`` a model computes on this rank's rows of an image, exactly.
+    """Mode under which a model computes on this rank's rows of an image. The result is exact.
 
     >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
     ...     y = rows.gather(model(rows.shard(x)))
 
-    What needs rows of other ranks gets them: convolutions a halo, norms their statistics, attention all keys. A function that is not
-    known, and that gets a tensor whose rows are sharded, is an error that names it.
+    Functions that need rows of other ranks exchange them: convolutions fetch a halo, norms reduce statistics, attention
+        gathers all
+    keys. A function without a rule raises :class:`~para_core.spatial.errors.MixesRows` if one of its tensors is
+    sharded.
 
     Args:
-        mesh: all its ranks share the rows, in rank order; a DeviceMesh or a ProcessGroup.
-        compare_calls: for finding out why a model hangs: before each function of sharded rows, one small exchange raises on every
-            rank unless all call the same function on rows that are sharded alike.
+        mesh (`DeviceMesh` or `ProcessGroup`): Ranks over which rows are sharded, in rank order, along all mesh dims.
+        compare_calls (`bool`, defaults to `False`): Whether to compare every function of sharded rows over the ranks
+            before it runs, with one small exchange, to find out why a model hangs. Every rank raises if ranks call
+            different functions, or on different layouts.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
@@ -60,19 +61,22 @@ class SpatialShardMode(TorchFunctionMode):
         self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
-        """This rank's rows of ``x``, of which every rank holds all.
+        """Return this rank's rows of ``x``, of which every rank passes all.
 
         Args:
-            dim: along which rows are counted: -2 is the height of ``[..., H, W]``, -1 its width.
-            unit: ranks hold multiples of so many rows, but for the last one.
-            layout: how many rows each rank gets, instead of equally many.
+            dim (`int`, defaults to `-2`): Dim to shard: -2 is the height of ``[..., H, W]``, -1 its width.
+            unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows.
+            layout (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even layout.
+
+        Raises:
+            ValueError: If the layout does not fit the size or the ranks, or a rank would get less than two units.
         """
         dim = dim % x.ndim
         layout = even(x.shape[dim], self.ranks.size, unit) if layout is None else layout
         if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 2 * unit:
             raise ValueError(
-                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number a rank, at "
-                f"least {2 * unit} (two units of {unit}), which add up to the rows. With fewer rows, make a mesh of fewer ranks."
+                f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per rank, at "
+                f"least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh of fewer ranks."
             )
         rows = Rows(dim, layout)
         if self.ranks.size == 1:
@@ -81,7 +85,7 @@ class SpatialShardMode(TorchFunctionMode):
             return tagged(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All rows of ``x`` on every rank; ``x`` itself where they are."""
+        """Return all rows of ``x`` on every rank; ``x`` itself if it is not sharded."""
         rows = rows_of(x)
         if rows is None:
             return x
@@ -92,45 +96,45 @@ class SpatialShardMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = _first_sharded((*args, *kwargs.values()))
-        if found is None and innermost_transform() is not None:
-            inside = _first_sharded([_unwrapped(x) for x in args])
-            if isinstance(inside, Rows):
-                raise unknown(func, inside, "vmap and grad of torch.func hide how they are")
-        if found is None:
+        tag = _first_sharded((*args, *kwargs.values()))
+        if tag is None and innermost_transform() is not None:
+            inner = _first_sharded([_unwrapped(x) for x in args])
+            if isinstance(inner, Rows):
+                raise unknown(func, inner, "vmap and grad of torch.func hide the layout of the rows")
+        if tag is None:
             return func(*args, **kwargs)
         name = name_of(func)
-        if self._compare_calls and isinstance(found, Rows):
-            alone = MeshDim("ring", 1, 0, "", None)
-            check_consistent(signature({"function": name, "rows": str(found)}), SequenceMesh(alone, self.ranks, "cpu"))
-        rule = (RULES if isinstance(found, Rows) else FACTORIES).get(name)
+        if self._compare_calls and isinstance(tag, Rows):
+            ring = MeshDim("ring", 1, 0, "", None)
+            check_consistent(signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu"))
+        rule = (RULES if isinstance(tag, Rows) else local.FACTORIES).get(name)
         if rule is not None:
             return rule(self.ranks, func, args, kwargs)
-        if isinstance(found, Rows):
-            raise unknown(func, found, "it is not known whether it mixes rows")
+        if isinstance(tag, Rows):
+            raise unknown(func, tag, "it has no rule, so it may mix rows")
         return func(*args, **kwargs)
 
 
 def _unwrapped(x: Any) -> Any:
-    """What torch.func has wrapped in ``x``."""
+    """Return the tensor inside the wrappers of torch.func."""
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
     return x
 
 
 def _first_sharded(values: Iterable[Any]) -> Rows | ShardedSize | None:
-    """The tag of the first sharded tensor; where there is none, the first size of one."""
-    count: Rows | ShardedSize | None = None
+    """Return the tag of the first sharded tensor; without one, the first :class:`ShardedSize`; None without both."""
+    size: Rows | ShardedSize | None = None
     for value in values:
         if isinstance(value, Tensor):
-            found: Rows | ShardedSize | None = rows_of(value)
+            tag: Rows | ShardedSize | None = rows_of(value)
         elif isinstance(value, (list, tuple)):
-            found = _first_sharded(value)
+            tag = _first_sharded(value)
         elif isinstance(value, ShardedSize):
-            found = value
+            tag = value
         else:
             continue
-        if isinstance(found, Rows):
-            return found
-        count = count or found
-    return count
+        if isinstance(tag, Rows):
+            return tag
+        size = size or tag
+    return size

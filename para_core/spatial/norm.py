@@ -1,4 +1,4 @@
-"""Norms whose statistics reach over all rows: each rank's are exchanged, in float32 (float64 for float64)."""
+"""Norms with statistics over all rows. Ranks exchange their statistics in float32, or in float64 for float64 inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import operators
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
+from para_core.spatial.local import argument
 from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
 
@@ -20,22 +21,22 @@ Function = Callable[..., Any]
 
 
 def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.group_norm`` of ``[B, C, ...]``: one all-gather of ``2 · B · groups`` numbers."""
+    """Run ``F.group_norm`` of ``[B, C, ...]`` with one all-gather of ``2 · B · groups`` numbers per rank."""
     x, groups, weight, bias, eps = _group_norm_arguments(*args, **kwargs)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise unknown(func, rows or Rows(0, (0,)), "its channels, or its weights alone, are sharded")
+        raise unknown(func, rows or Rows(0, (0,)), "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return tagged(func(x, groups, weight, bias, eps), rows)
     moments = operators.moments(x, groups)
-    shares = _shares(rows.layout, moments.dtype, x.device)
-    of_ranks = all_ranks(moments, ranks)
-    return tagged(operators.normalized(x, of_ranks, shares, groups, weight, bias, eps), rows)
+    fractions = _fractions(rows.layout, moments.dtype, x.device)
+    moments_of_ranks = all_ranks(moments, ranks)
+    return tagged(operators.normalized(x, moments_of_ranks, fractions, groups, weight, bias, eps), rows)
 
 
 @kept_outside_graphs
-def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the part of all rows that each rank holds, ``[ranks]``."""
+def _fractions(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the fraction of all rows that each rank holds, ``[ranks]``."""
     return new_table([rows / sum(layout) for rows in layout], dtype, device)
 
 
@@ -46,12 +47,12 @@ def _group_norm_arguments(
 
 
 def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.batch_norm`` with running statistics."""
+    """Run ``F.batch_norm`` with running statistics, which needs no exchange."""
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
-    training = kwargs.get("training", args[5] if len(args) > 5 else False)
+    training = argument(args, kwargs, "training", 5, False)
     if rows is None or training or rows.dim == 1:
-        raise unknown(func, rows or Rows(0, (0,)), "in training its statistics reach over all rows. Call .eval() first")
+        raise unknown(func, rows or Rows(0, (0,)), "in training it needs statistics of all rows. Call .eval() first")
     return tagged(func(*args, **kwargs), rows)
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a mesh as one group, in which rows are distributed."""
+"""All ranks of a mesh as one process group, over which rows are sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from para_core.torch_internals import group_timeout
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """The ranks of ``mesh`` as one dim, over all its dims. Every rank of the mesh calls this."""
+    """Return the ranks of all dims of ``mesh`` as one mesh dim. Every rank of the mesh calls it."""
     if isinstance(mesh, ProcessGroup):
         return of_group(mesh)
     guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
@@ -39,22 +39,19 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
 def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
     """Return the first ``count`` of ``members`` (ranks of the world) as one dim. Only these ranks call it.
 
-    Its group is one of ``groups``, if that has the same ranks in the same order, because a communicator of NCCL takes memory. Otherwise it
-    is made once, is found again by its description, and has the backend and the timeout of ``like``.
+    One of ``groups`` is reused if it has the same ranks in the same order, because an NCCL communicator takes memory.
+    Otherwise a group is created, with the backend and the time-out of ``like``; later calls find it by its description.
     """
     chosen = sorted(members)[:count] if count == len(members) else members[:count]
     for group in groups:
         if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(group) == dist.get_backend(like):
             return of_group(group)
-    options: dict[str, Any] = {
-        "backend": dist.get_backend(like),
-        "timeout": group_timeout(like),
-    }
+    options: dict[str, Any] = {"backend": dist.get_backend(like), "timeout": group_timeout(like)}
     return of_group(find_or_make_group(f"para_core: rows over ranks {chosen}", chosen, **options))
 
 
 def of_group(group: ProcessGroup | None) -> MeshDim:
-    """``group`` as the dim along which rows are distributed; None: this rank alone."""
+    """Return ``group`` as a mesh dim; a dim of size 1 if it is None."""
     if group is None or group.size() == 1:
         return MeshDim("rows", 1, 0, "", None)
     return MeshDim("rows", group.size(), group.rank(), group.group_name, group)

@@ -1,4 +1,4 @@
-"""The steps of a group norm over rows as operators: three launches on a GPU, elsewhere plain PyTorch."""
+"""Steps of a group norm over sharded rows as operators: Triton kernels on a GPU, plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
     if fused is None or not are_floats(x):
         return norm_reference.moments(x, groups)
     with on_device_of(x):
-        found: Tensor = fused.moments(x, groups)
-    return found
+        out: Tensor = fused.moments(x, groups)
+    return out
 
 
 def normalized_on_gpu(
@@ -31,8 +31,8 @@ def normalized_on_gpu(
     if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     with on_device_of(x):
-        found: Tensor = fused.normalized(x, of_ranks, shares, groups, weight, bias, eps)
-    return found
+        out: Tensor = fused.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    return out
 
 
 def _moments_shape(x: Tensor, groups: int) -> Tensor:
@@ -49,21 +49,21 @@ torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.e
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """:func:`para_core.kernels.norm_reference.moments`."""
+    """Run :func:`para_core.kernels.norm_reference.moments` as the operator of the device."""
     if _needs_plain(x):
         return norm_reference.moments(x, groups)
-    found: Tensor = torch.ops.para_core.group_moments.default(x, groups)
-    return found
+    out: Tensor = torch.ops.para_core.group_moments.default(x, groups)
+    return out
 
 
 def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """:func:`para_core.kernels.norm_reference.normalized`."""
+    """Run :func:`para_core.kernels.norm_reference.normalized` as the operator of the device."""
     if _needs_plain(x, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
-    found: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)
-    return found
+    out: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)
+    return out
 
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:
@@ -71,7 +71,7 @@ def _present(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _needs_plain(*tensors: Tensor) -> bool:
-    """Whether plain operators are better: compilers fuse them, and a gradient follows them."""
+    """Whether to use plain PyTorch: off the GPU, in graphs, because compilers fuse it, and for gradients."""
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

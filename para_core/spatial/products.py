@@ -1,4 +1,4 @@
-"""Matrix products and attention over rows as tokens: queries stay, keys and values of all ranks are gathered."""
+"""Rules for matrix products and attention over rows as tokens. Queries stay sharded; keys and values are gathered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``F.linear`` over another dim than that of rows."""
+    """Run ``F.linear`` over another dim than the sharded one."""
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None or rows.dim == x.ndim - 1:
@@ -27,40 +27,41 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``matmul``, ``bmm``, ``@``: rows of the first operand stay; of the second they are gathered.
-
-    Where they are contracted on both sides, the ranks' products add up: linear attention sends a matrix of channels.
-    """
+    """Run ``matmul``, ``bmm`` or ``@``."""
     a, b = args[0], args[1]
-    if name_of(func) == "rmatmul":
-        a, b = b, a
-    return _product(ranks, func, a, b)
+    return _product(ranks, func, b, a) if name_of(func) == "rmatmul" else _product(ranks, func, a, b)
 
 
 def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` with the rows of ``a`` sharded; the rows of ``b`` are gathered if ``a`` is sharded.
+
+    If the contracted dim is sharded in ``a``, the products of the ranks are summed. So linear attention exchanges a
+    matrix of channels.
+    """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
         raise unknown(func, rows_a or rows_b or Rows(0, (0,)), "one operand is a vector")
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
     if role_a == "inner" and role_b in ("inner", None):
-        return _summed(ranks, func, a, b)
+        return _sum_of_products(ranks, func, a, b)
     if role_a == "inner" and rows_a is not None:
         a, rows_a, role_a = untagged(gather(a, rows_a, ranks)), None, None
     if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
         b, rows_b, role_b = untagged(gather(b, rows_b, ranks)), None, None
-    place_a, place_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
+    # Negative dims, because the operands may have different numbers of batch dims.
+    dim_a, dim_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
     if "batch" in (role_a, role_b):
         if rows_a is not None and rows_b is not None:
-            if place_a != place_b or rows_a.outer != rows_b.outer or sum(rows_a.layout) != sum(rows_b.layout):
+            if dim_a != dim_b or rows_a.outer != rows_b.outer or sum(rows_a.layout) != sum(rows_b.layout):
                 raise unknown(func, rows_a, f"with one sharded as {rows_b}")
             b = relayout(b, rows_b, rows_a.layout, ranks)
         else:
-            sharded, other, place = (a, b, place_a) if place_a is not None else (b, a, place_b)
-            if place is not None and other.ndim >= -place and other.shape[place] != 1:
+            sharded, other, dim = (a, b, dim_a) if dim_a is not None else (b, a, dim_b)
+            if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
                 raise unknown(func, rows_of(sharded) or Rows(0, (0,)), "with a replicated batch")
-    rows, place = (rows_a, place_a) if rows_a is not None else (rows_b, place_b)
+    rows, dim = (rows_a, dim_a) if rows_a is not None else (rows_b, dim_b)
     out = torch.matmul(a, b)
-    return out if rows is None or place is None else tagged(out, rows.at(out.ndim + place))
+    return out if rows is None or dim is None else tagged(out, rows.at(out.ndim + dim))
 
 
 def _role(x: Tensor, rows: Rows | None, second_last: str, last: str) -> str | None:
@@ -69,7 +70,7 @@ def _role(x: Tensor, rows: Rows | None, second_last: str, last: str) -> str | No
     return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
 
 
-def _summed(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
+def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     rows_a, rows_b = rows_of(a), rows_of(b)
     if rows_a is None:
         raise TypeError(f"{name_of(func)}: the first operand is replicated.")
@@ -85,22 +86,23 @@ def _summed(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``baddbmm`` with ``beta=0``, as attention without a mask uses it."""
+    """Run ``baddbmm`` with ``beta=0``, as attention without a mask calls it."""
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
         raise unknown(func, rows or Rows(0, (0,)), "beta is not 0: the sum with a mask of local size is not exact")
     out = _product(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
-    found = rows_of(out)
-    out = out if alpha == 1 else out * alpha
-    return out if found is None else tagged(out, found)
+    if alpha == 1:
+        return out
+    out_rows = rows_of(out)
+    return out * alpha if out_rows is None else tagged(out * alpha, out_rows)
 
 
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """SDPA ``[..., S, D]``: this rank's queries attend to the keys of all ranks, which one collective gathers.
+    """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, which one collective gathers.
 
-    A mask is that of all tokens, or this rank's rows of it.
+    A mask covers all tokens, or the rows of this rank's queries and all keys.
     """
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = _arguments(*args, **kwargs)
     rows_q, rows_k = rows_of(query), rows_of(key)
@@ -110,16 +112,16 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     if dropout_p > 0:
         raise unknown(func, rows, "with dropout each rank would draw for its own tokens")
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    if any(found is not None and found.dim < x.ndim - 2 for x, found in ((query, rows_q), (key, rows_k))):
+    if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
         if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
             raise unknown(func, rows, "its batch is sharded differently, or it has a mask of its own for each sample")
         return tagged(F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows)
-    if any(found is not None and found.dim == x.ndim - 1 for x, found in ((query, rows_q), (key, rows_k))):
-        raise unknown(func, rows, "they are its channels")
+    if any(tag is not None and tag.dim == x.ndim - 1 for x, tag in ((query, rows_q), (key, rows_k))):
+        raise unknown(func, rows, "its channels are sharded")
     if rows_k is not None:
         if rows_of(value) != rows_k:
             raise unknown(func, rows_k, f"with values sharded as {rows_of(value)}")
-        key, value = _gathered(key, value, rows_k, ranks)
+        key, value = _gather_kv(key, value, rows_k, ranks)
     if rows_q is not None and is_causal:
         mask, is_causal = _causal(rows_q, key.shape[-2], query.device, ranks), False
     elif mask is not None:
@@ -128,25 +130,25 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     return out if rows_q is None else tagged(out, rows_q.at(out.ndim - 2))
 
 
-def _gathered(key: Tensor, value: Tensor, rows: Rows, ranks: MeshDim) -> tuple[Tensor, Tensor]:
+def _gather_kv(key: Tensor, value: Tensor, rows: Rows, ranks: MeshDim) -> tuple[Tensor, Tensor]:
     if key.shape[:-1] != value.shape[:-1]:
         return gather(key, rows, ranks), gather(value, rows, ranks)
     both = gather(torch.cat([key, value], -1), rows, ranks)
-    found = both.split([key.shape[-1], value.shape[-1]], -1)
-    return found[0], found[1]
-
-
-def _positions(rows: Rows, device: torch.device, ranks: MeshDim) -> Tensor:
-    """Of each of this rank's tokens, its place among all."""
-    return part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
+    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
 def _causal(rows: Rows, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
-    return _positions(rows, device, ranks)[:, None] >= torch.arange(num_keys, device=device)
+    """Return the causal mask of this rank's queries and all keys, by their global positions."""
+    positions = part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
+    return positions[:, None] >= torch.arange(num_keys, device=device)
 
 
 def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None, ranks: MeshDim) -> Tensor:
-    """``mask`` for this rank's queries and all keys."""
+    """Return the part of ``mask`` for this rank's queries and all keys.
+
+    Raises:
+        MixesRows: If ``mask`` does not cover all tokens, or is sharded in another way than the queries.
+    """
     rows, own = rows_q or rows_k, rows_of(mask)
     queries, keys = (mask.shape[-2] if mask.ndim > 1 else 1), mask.shape[-1]
     if rows_k is None or keys in (1, rows_k.total):
@@ -164,12 +166,12 @@ def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None
 
 
 def _fits(mask: Tensor, own: Rows, rows_q: Rows) -> bool:
-    """Whether a mask of this rank's tokens is one of ``rows_q``: in the same order, or the same for all tokens of a frame."""
+    """Whether a sharded mask fits the queries: it has the same layout, or equal values for all tokens of a frame."""
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False
     if own == rows_q.at(own.dim):
         return True
-    # Columns are sharded: tokens of a frame are in more than one run, of which a number of pixels does not know.
+    # If columns are sharded, the tokens of a frame lie in several runs, which the number of pixels does not show.
     if rows_q.outer % own.outer or torch.compiler.is_compiling():
         return False
     frames = mask.unflatten(-2, (own.outer, -1))

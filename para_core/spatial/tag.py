@@ -1,4 +1,4 @@
-"""What is known of a tensor that holds a part of the rows: a tag, which rides on the tensor."""
+"""Tags of tensors that hold a part of the rows, and sizes that carry a layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _TAG = "_para_core_rows"
 
 @dataclass(frozen=True)
 class Rows:
-    """Along ``dim`` a rank holds ``outer`` runs, one behind the other, each of its ``layout[rank]`` of ``sum(layout)`` units.
+    """Sharding of a dim of a tensor over ranks.
 
-    A unit is a row, or a multiple of rows: tokens of a video, in the order (T, H, W), have ``outer`` = T and H · W tokens a run.
+    Without sharding, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units. Rank r holds
+    ``layout[r]`` units of each run. A unit is a row, or a number of elements that belong to rows. Tokens of a video in
+    the order (T, H, W) have ``outer`` = T runs of H · W units.
     """
 
     dim: int
@@ -26,7 +28,7 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """Size of ``dim`` on one device."""
+        """Size of ``dim`` without sharding."""
         return self.outer * sum(self.layout)
 
     def at(self, dim: int) -> Rows:
@@ -34,28 +36,30 @@ class Rows:
 
 
 def rows_of(x: Any) -> Rows | None:
-    """The tag of ``x``; None if it is no tensor, or every rank holds all of it."""
+    """Return the tag of ``x``; None if it is not a tensor, or not sharded."""
     return getattr(x, _TAG, None) if isinstance(x, Tensor) else None
 
 
 def tagged(x: Tensor, rows: Rows) -> Tensor:
-    """``x``, which now counts as this rank's part."""
+    """Mark ``x`` as this rank's part, sharded as ``rows`` says, and return it."""
     setattr(x, _TAG, rows)
     return x
 
 
 def untagged(x: Tensor) -> Tensor:
-    """``x``, of which every rank now counts as holding all."""
+    """Mark ``x`` as not sharded, and return it."""
     if hasattr(x, _TAG):
         delattr(x, _TAG)
     return x
 
 
 class ShardedSize(int):
-    """A number of rows, which knows how many of them each rank holds: what ``x.shape`` holds where ``x`` is sharded.
+    """Number of all rows of a sharded tensor, with the layout. ``x.shape`` of a sharded tensor contains one.
 
-    It is that of all rows, whatever is computed of it or decided by it: as on one device, and on every rank alike. As a size of a
-    sharded tensor, in a view, say, it is this rank's (:func:`local_sizes`); so is a multiple, and a part without a rest on any rank.
+    As an int it is the number of all rows, so code computes and decides with it as on one device, equally on every
+    rank. As an argument of a view, the mode replaces it by the number of this rank's rows (:func:`local_sizes`). A
+    multiple is a :class:`ShardedSize` again, and so is a quotient if every rank's number is divisible; any other result
+    is a plain number.
 
     >>> rows = ShardedSize((3, 4), rank=0)
     >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
@@ -66,9 +70,9 @@ class ShardedSize(int):
     rank: int
 
     def __new__(cls, layout: Layout, rank: int) -> ShardedSize:
-        made = super().__new__(cls, sum(layout))
-        made.layout, made.rank = layout, rank
-        return made
+        size = super().__new__(cls, sum(layout))
+        size.layout, size.rank = layout, rank
+        return size
 
     @property
     def local(self) -> int:
@@ -88,15 +92,18 @@ class ShardedSize(int):
 
 
 def local_sizes(value: Any) -> Any:
-    """``value`` (a size, sizes, arguments) in which each :class:`ShardedSize` is this rank's number of rows."""
+    """Return ``value``, nested sizes, with each :class:`ShardedSize` replaced by this rank's number of rows."""
     if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
-        return type(value)([local_sizes(one) for one in value])
+        return type(value)([local_sizes(item) for item in value])
     return value
 
 
-def counted(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Which size of ``shape`` is a :class:`ShardedSize`, and its layout; None if none is, or more (a mask of tokens by tokens)."""
-    found = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
-    return found[0] if len(found) == 1 else None
+def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
+    """Return the index and layout of the :class:`ShardedSize` in ``shape``.
+
+    None if there is none, or several (a mask).
+    """
+    sharded = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
+    return sharded[0] if len(sharded) == 1 else None

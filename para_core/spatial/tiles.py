@@ -1,7 +1,8 @@
-"""The tiles of an image distributed over ranks, where code that tiles and blends stays as it is.
+"""Tiles of an image distributed over ranks, with unchanged code for tiling and blending.
 
-Such code computes one tile after the other, and looks at none before it has all of them. So a rank computes those that are its own; what
-is returned in place of any is a :class:`Pending`, which does not say yet what it holds. The first look at one exchanges all.
+Such code computes one tile after the other, and reads none before all are computed. So each rank computes its own tiles
+only. Every tile is represented by a :class:`Pending`, whose values are not known yet. The first read of one exchanges
+all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim
 
 
 class Tiles(TorchFunctionMode):
-    """Inside, calls that go through :meth:`call` are computed by one rank each, tile by tile in turn.
+    """Mode under which each call through :meth:`call` is computed by one rank, round-robin over tiles.
 
     Args:
-        ranks: among which tiles are distributed; ``mesh`` is the same ranks, for records.
+        ranks: Ranks over which tiles are distributed.
+        mesh: The same ranks as a mesh, for the exchange of shapes.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:
@@ -30,17 +32,20 @@ class Tiles(TorchFunctionMode):
         self.ranks, self.mesh = ranks, mesh
         self.tile = -1
         self.fresh = True
-        self._values: dict[int, Any] = {}  # what this rank has, by number of the call
+        self._values: dict[int, Any] = {}  # outputs on this rank, by number of the call
         self._owners: list[int] = []
-        self._settled = 0  # so many calls were exchanged
+        self._num_exchanged = 0  # calls whose outputs every rank has
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
-        """The next call is the first one of a tile, whatever it is given."""
+        """Make the next call the first one of a tile, whatever its arguments are."""
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
-        """``call(*args, **kwargs)`` by the rank whose turn it is. A tile's later calls get what the earlier ones left (a cache)."""
+        """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its pending output.
+
+        A call with a cache of frames continues the tile of the call before it.
+        """
         has_cache = kwargs.get("conv_cache") is not None or (kwargs.get("feat_cache") is not None and not self.fresh)
         if not has_cache:
             self.tile += 1
@@ -48,19 +53,18 @@ class Tiles(TorchFunctionMode):
         number, owner = len(self._owners), self.tile % self.ranks.size
         self._owners.append(owner)
         if owner == self.ranks.index:
-            given = [self._own(x) for x in args]
-            self._values[number] = call(*given, **{name: self._own(x) for name, x in kwargs.items()})
-        return Pending(lambda: self._settle(number), lambda: self._values[number])
+            self._values[number] = call(*map(_own, args), **{name: _own(x) for name, x in kwargs.items()})
+        return Pending(lambda: self._value(number), lambda: self._values[number])
 
-    def finished(self, value: Any) -> Any:
-        """``value`` with what it holds of pending tensors."""
+    def materialize(self, value: Any) -> Any:
+        """Return ``value`` with all pending tensors replaced by their values."""
         self._write()
         if isinstance(value, Pending):
             return value.value()
         if isinstance(value, tuple):
-            return tuple([self.finished(one) for one in value])
-        if isinstance(value, dict):  # of diffusers' outputs, whose fields are attributes, too
-            return type(value)(**{name: self.finished(one) for name, one in value.items()})
+            return tuple([self.materialize(item) for item in value])
+        if isinstance(value, dict):  # an output class of diffusers
+            return type(value)(**{name: self.materialize(item) for name, item in value.items()})
         return value
 
     def __torch_function__(
@@ -75,81 +79,82 @@ class Tiles(TorchFunctionMode):
             return Pending.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
-    def _own(self, x: Any) -> Any:
-        return x.own() if isinstance(x, Pending) else x
-
     def _write(self) -> None:
         writes, self._writes = self._writes, []
         for target, index, pending in writes:
             target[index] = pending.value()
 
-    def _settle(self, number: int) -> Any:
-        """Exchange what was computed since the last time: every rank gets here at the same look."""
-        if number >= self._settled:
-            self._exchange(range(self._settled, len(self._owners)))
-            self._settled = len(self._owners)
+    def _value(self, number: int) -> Any:
+        """Return the output of a call.
+
+        If it was not exchanged yet, exchange all new outputs; every rank does so at the same read.
+        """
+        if number >= self._num_exchanged:
+            self._exchange(range(self._num_exchanged, len(self._owners)))
+            self._num_exchanged = len(self._owners)
         return self._values[number]
 
     def _exchange(self, numbers: range) -> None:
-        mine = {n: _tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
-        # In memory as its rank has it: a convolution that follows rounds differently where channels come last.
-        shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in mine.items()}
-        any_own = next(iter(mine.values()), None)
-        dtype = None if any_own is None else str(any_own.dtype).removeprefix("torch.")
-        device = None if any_own is None else any_own.device.type
+        local = {n: _tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
+        # Strides are kept, because a convolution rounds differently if channels come last in memory.
+        shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in local.items()}
+        sample = next(iter(local.values()), None)
+        dtype = None if sample is None else str(sample.dtype).removeprefix("torch.")
+        device = None if sample is None else sample.device.type
         records = exchange({"shapes": shapes, "dtype": dtype, "device": device}, self.mesh)
-        known = next(record for record in records if record["dtype"] is not None)
-        options = {"dtype": getattr(torch, known["dtype"]), "device": known["device"]}
-        parts = [x.reshape(-1) for x in mine.values()]
+        first = next(record for record in records if record["dtype"] is not None)
+        options = {"dtype": getattr(torch, first["dtype"]), "device": first["device"]}
+        parts = [x.reshape(-1) for x in local.values()]
         flat = torch.cat(parts) if parts else torch.empty(0, **options)
         counts = [[torch.Size(shape).numel() for shape, _ in record["shapes"].values()] for record in records]
-        found = all_gather(flat, [sum(one) for one in counts], 0, self.ranks)
-        of_ranks = found.split([sum(one) for one in counts])
-        for record, sizes, part in zip(records, counts, of_ranks, strict=True):
+        totals = list(map(sum, counts))
+        parts_of_ranks = all_gather(flat, totals, 0, self.ranks).split(totals)
+        for record, sizes, part in zip(records, counts, parts_of_ranks, strict=True):
             for (n, (shape, stride)), piece in zip(record["shapes"].items(), part.split(sizes), strict=True):
-                if int(n) not in mine:
+                if int(n) not in local:
                     self._values[int(n)] = torch.empty_strided(shape, stride, **options).copy_(piece.view(shape))
 
 
 def _tensor(value: Any) -> Tensor:
-    """What is exchanged of a call's result; a cache behind it stays with its rank."""
-    found: Tensor = value[0] if isinstance(value, tuple) else value
-    return found
+    """Return the tensor of a call's output. A cache that follows it is not exchanged."""
+    x: Tensor = value[0] if isinstance(value, tuple) else value
+    return x
 
 
 class Pending:
-    """A tensor that a rank may not have yet. Functions of torch on it are pending, too; asking what it is brings it."""
+    """Tensor that this rank may not have yet. Torch functions of it are pending as well; other uses exchange values.
 
-    def __init__(self, find: Callable[[], Any], own: Callable[[], Any]) -> None:
-        self._find, self._own = find, own
-        self._found: Any = None
+    Args:
+        get: Returns the value, after an exchange if necessary.
+        own: Returns the value without an exchange; only the rank that computed it calls this.
+    """
+
+    def __init__(self, get: Callable[[], Any], own: Callable[[], Any]) -> None:
+        self._get, self.own = get, own
+        self._value: Any = None
 
     def value(self) -> Any:
-        if self._found is None:
-            self._found = self._find()
-        return self._found
-
-    def own(self) -> Any:
-        """What this rank computed itself, without an exchange."""
-        return self._own()
+        if self._value is None:
+            self._value = self._get()
+        return self._value
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        return Pending(lambda: func(*_values(args), **kwargs), lambda: func(*_owned(args), **kwargs))
+        return Pending(lambda: func(*_mapped(args, _value), **kwargs), lambda: func(*_mapped(args, _own), **kwargs))
 
     def __getitem__(self, index: Any) -> Any:
-        if self._found is not None:
-            return self._found[index]
+        if self._value is not None:
+            return self._value[index]
         return Pending(lambda: self.value()[index], lambda: self.own()[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.value()[index] = value.value() if isinstance(value, Pending) else value
+        self.value()[index] = _value(value)
 
     def __iter__(self) -> Any:
-        """Of a result and a cache: the first is exchanged, the second stays with its rank."""
+        """Yield the output and the cache of a call. The cache stays on the rank that computed it."""
         yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
         yield Pending(lambda: self.own()[1], lambda: self.own()[1])
 
@@ -163,16 +168,17 @@ class Pending:
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
-    return [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def _values(args: Any) -> Any:
-    if isinstance(args, (list, tuple)):
-        return type(args)([_values(one) for one in args])
-    return args.value() if isinstance(args, Pending) else args
+def _mapped(args: Any, read: Callable[[Any], Any]) -> Any:
+    """Return ``args`` with ``read`` applied to every item of nested lists and tuples."""
+    return type(args)([_mapped(item, read) for item in args]) if isinstance(args, (list, tuple)) else read(args)
 
 
-def _owned(args: Any) -> Any:
-    if isinstance(args, (list, tuple)):
-        return type(args)([_owned(one) for one in args])
-    return args.own() if isinstance(args, Pending) else args
+def _value(x: Any) -> Any:
+    return x.value() if isinstance(x, Pending) else x
+
+
+def _own(x: Any) -> Any:
+    return x.own() if isinstance(x, Pending) else x

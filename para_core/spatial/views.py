@@ -1,4 +1,4 @@
-"""Views, joining and taking apart: where the dim of rows goes."""
+"""Rules for views, indexing, splitting and joining, which move the dim of the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
-from para_core.spatial.local import aligned
+from para_core.spatial.local import aligned, argument, only_first, tag_all
 from para_core.spatial.rows import Layout, held
 from para_core.spatial.tag import Rows, local_sizes, rows_of, tagged
 
@@ -19,9 +19,13 @@ Function = Callable[..., Any]
 
 
 def reordered(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``permute``, ``transpose``, ``squeeze`` and others that move, add or drop dims: seen on a tensor of one size a dim."""
-    x, rows = _first(func, args, kwargs)
-    # Sizes that tell dims apart. What has size 1 may be squeezed; rows may not, however few this rank holds.
+    """Run ``permute``, ``transpose``, ``squeeze`` and others that move, add or drop dims.
+
+    The new dim of the rows is read from a meta tensor on which every dim has another size.
+    """
+    x, rows = only_first(func, args, kwargs)
+    # Dims of size 1 keep it, because they may be squeezed. The sharded dim must not be, even if this rank has a single
+    # row.
     sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
     with torch.device("meta"):
         shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
@@ -29,21 +33,21 @@ def reordered(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def reshaped(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``view``, ``reshape``, ``flatten``, ``unflatten``: products of sizes before and after say where rows are."""
-    x, rows = _first(func, args, kwargs)
+    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` on the local sizes."""
+    x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
         return tagged(out, rows)
-    found = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
-    if found is None:
-        raise unknown(func, rows, f"from {list(x.shape)} to {list(out.shape)} they are in no one dim")
-    return _checked(func, out, found, ranks)
+    out_rows = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
+    if out_rows is None:
+        raise unknown(func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim")
+    return _checked(func, out, out_rows, ranks)
 
 
 def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int) -> Rows | None:
-    """Where the rows of a tensor of local shape ``before`` are in the shape ``after`` of the same elements; None: nowhere.
+    """Return the tag after a reshape between local shapes; None if the rows do not stay in one dim.
 
-    Rows may be merged with what is before them (frames), and after (columns), and a row may be what several were.
+    Rows may be merged with dims before them (frames) and after them (columns), and several units may become one.
 
     >>> match((2, 6, 5), Rows(1, (6, 4)), (2, 30), rank=0)
     Rows(dim=1, layout=(30, 20), outer=1)
@@ -71,59 +75,58 @@ def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int
         if size != outer * units // parts * merged:
             continue
         layout = tuple([count // parts * merged for count in rows.layout])
-        rank_of = (parts, outer, merged)
-        if best is None or rank_of < best[0]:
-            best = rank_of, Rows(dim, layout, outer)
+        cost = (parts, outer, merged)
+        if best is None or cost < best[0]:
+            best = cost, Rows(dim, layout, outer)
     return None if best is None else best[1]
 
 
 def _with_elements(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both shapes with other sizes in place of 0: a tensor without frames says as much of its rows as one with frames."""
-    one, other = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
-    return _without_zeros(before, max(1, other // one)), _without_zeros(after, max(1, one // other))
+    """Return both shapes with sizes of 0 replaced, so that :func:`match` also works for a tensor without frames."""
+    num_before, num_after = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
+    return _without_zeros(before, max(1, num_after // num_before)), _without_zeros(
+        after, max(1, num_before // num_after)
+    )
 
 
 def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
-    at = shape.index(0) if 0 in shape else -1
-    return tuple([first if dim == at else size or 1 for dim, size in enumerate(shape)])
+    first_zero = shape.index(0) if 0 in shape else -1
+    return tuple([first if dim == first_zero else size or 1 for dim, size in enumerate(shape)])
 
 
-def apart(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``chunk``, ``split``, ``unbind``, ``select``, ``narrow``, ``index_select``, along another dim than that of rows."""
-    x, rows = _first(func, args, kwargs)
+def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function that splits or selects along another dim than the sharded one."""
+    x, rows = only_first(func, args, kwargs)
     name = name_of(func)
-    at = 1 if name in ("unbind", "select", "narrow", "index_select") else 2
-    dim = kwargs.get("dim", args[at] if len(args) > at else 0) % x.ndim
+    position = 1 if name in ("unbind", "select", "narrow", "index_select") else 2
+    dim = argument(args, kwargs, "dim", position, 0) % x.ndim
     if dim == rows.dim:
-        raise unknown(func, rows, "it takes them apart")
-    made = rows.at(rows.dim - 1) if name in ("unbind", "select") and dim < rows.dim else rows
-    out = func(*args, **kwargs)
-    for one in (out,) if isinstance(out, Tensor) else out:
-        tagged(one, made)
-    return out
+        raise unknown(func, rows, "it separates them")
+    out_rows = rows.at(rows.dim - 1) if name in ("unbind", "select") and dim < rows.dim else rows
+    return tag_all(func(*args, **kwargs), out_rows)
 
 
-def taken(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``x[...]``. Of rows, some may be left out at the start and at the end, as long as every rank keeps one."""
+def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps one."""
     x, index = args
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, rows_of(index) or Rows(0, (0,)), "an index is sharded")
     local, layout, dim = _local_index(func, x, rows, index, ranks)
     if dim is None:
-        raise unknown(func, rows, f"index {index!r} takes them apart")
+        raise unknown(func, rows, f"index {index!r} separates them")
     return _checked(func, func(x, local), Rows(dim, layout, rows.outer), ranks)
 
 
-def put(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """``x[...] = value``, of all rows."""
+def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Run ``x[...] = value`` for an index that keeps all rows."""
     x, index, value = args
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, rows_of(value) or Rows(0, (0,)), "it is written into a replicated one")
+        raise unknown(func, rows_of(value) or Rows(0, (0,)), "it is written into a replicated tensor")
     local, layout, dim = _local_index(func, x, rows, index, ranks)
     if dim is None or layout != rows.layout:
-        raise unknown(func, rows, f"index {index!r} takes them apart")
+        raise unknown(func, rows, f"index {index!r} separates them")
     if isinstance(value, Tensor):
         value = aligned(ranks, func, value, rows, dim - x[local].ndim)
     func(x, local, value)
@@ -132,43 +135,46 @@ def put(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
 def _local_index(
     func: Function, x: Tensor, rows: Rows, index: Any, ranks: MeshDim
 ) -> tuple[tuple[Any, ...], Layout, int | None]:
-    """What this rank's index is, and what the layout and the dim of rows become; None: they are not kept."""
+    """Return this rank's index, and the layout and the dim of the rows afterwards.
+
+    The dim is None if the rows do not stay together.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
         return (), rows.layout, None
     consumed = sum(part is not None and part is not Ellipsis for part in parts)
     fill = [slice(None)] * (x.ndim - consumed)
-    at = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    parts = parts + fill if at is None else parts[:at] + fill + parts[at + 1 :]
-    layout, made, dim, advanced = rows.layout, None, 0, 0
-    place = 0  # of the result
+    ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    parts = parts + fill if ellipsis is None else parts[:ellipsis] + fill + parts[ellipsis + 1 :]
+    layout, rows_dim, num_tensors = rows.layout, None, 0
+    dim, out_dim = 0, 0
     for i, part in enumerate(parts):
         if part is None:
-            place += 1
+            out_dim += 1
             continue
         if isinstance(part, slice):
             if dim == rows.dim:
                 kept = _kept(part, rows)
                 if kept is None:
                     return (), layout, None
-                parts[i], layout, made = kept[1][ranks.index], kept[0], place
-            place += 1
+                parts[i], layout, rows_dim = kept[1][ranks.index], kept[0], out_dim
+            out_dim += 1
         elif isinstance(part, int):
             if dim == rows.dim:
                 return (), layout, None
-        else:  # one index of one dim stays where it is
-            advanced += 1
-            if dim == rows.dim or advanced > 1 or (isinstance(part, Tensor) and part.ndim != 1):
+        else:  # A single index tensor of one dim keeps the position of its dim.
+            num_tensors += 1
+            if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
                 return (), layout, None
-            place += 1
+            out_dim += 1
         dim += 1
-    if advanced and any(isinstance(part, int) for part in parts):
+    if num_tensors and any(isinstance(part, int) for part in parts):
         return (), layout, None
-    return tuple(parts), layout, made
+    return tuple(parts), layout, rows_dim
 
 
 def _kept(part: slice, rows: Rows) -> tuple[Layout, list[slice]] | None:
-    """The layout of rows after ``part`` of them was taken, and each rank's slice."""
+    """Return the layout of the rows in the slice ``part``, and each rank's slice; None if a rank would keep no row."""
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None
@@ -182,36 +188,35 @@ def _kept(part: slice, rows: Rows) -> tuple[Layout, list[slice]] | None:
     return None if min(layout) < 1 else (layout, [slice(first, last) for first, last in spans])
 
 
-def joined(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``cat`` and ``stack`` along another dim than that of rows."""
-    tensors = list(kwargs["tensors"] if "tensors" in kwargs else args[0])
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-    lead, rows = next((x, found) for x in tensors if (found := rows_of(x)) is not None)
+def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``cat`` or ``stack`` along another dim than the sharded one."""
+    tensors = list(argument(args, kwargs, "tensors", 0))
+    dim = argument(args, kwargs, "dim", 1, kwargs.get("axis", 0))
+    lead, rows = next((x, tag) for x in tensors if (tag := rows_of(x)) is not None)
     stacks = name_of(func) == "stack"
     dim = dim % (lead.ndim + stacks)
     if not stacks and dim == rows.dim:
-        raise unknown(func, rows, "it joins them with others")
-    # Tensors without elements are taken by cat whatever their shape.
+        raise unknown(func, rows, "it appends other rows")
+    # cat accepts tensors without elements in any shape.
     parts = [x if x.numel() == 0 else aligned(ranks, func, x, rows, rows.dim - lead.ndim) for x in tensors]
     if any(x.numel() and x.ndim == lead.ndim and x.shape[rows.dim] != lead.shape[rows.dim] for x in parts):
-        raise unknown(func, rows, "it joins them with a tensor of one row")
+        raise unknown(func, rows, "one of the tensors has a single row")
     return tagged(func(parts, dim), rows.at(rows.dim + 1) if stacks and dim <= rows.dim else rows)
 
 
-def repeated(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``expand``, ``repeat`` and ``tile``, of other dims than that of rows."""
-    x, rows = _first(func, args, kwargs)
+def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``expand``, ``repeat`` or ``tile`` along other dims than the sharded one."""
+    x, rows = only_first(func, args, kwargs)
     if name_of(func) in ("expand", "broadcast_to"):
         args = local_sizes(tuple(args))
     out = func(*args, **kwargs)
     return _checked(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
 
 
-def interleaved(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``repeat_interleave``: each row so often, or along another dim."""
-    x, rows = _first(func, args, kwargs)
-    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``repeat_interleave`` along any dim, with an int for ``repeats``."""
+    x, rows = only_first(func, args, kwargs)
+    repeats, dim = argument(args, kwargs, "repeats", 1), argument(args, kwargs, "dim", 2)
     if dim is None or not isinstance(repeats, int):
         raise unknown(func, rows, "repeats= is a tensor, or there is no dim=")
     if dim % x.ndim != rows.dim:
@@ -220,14 +225,14 @@ def interleaved(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     return tagged(x.repeat_interleave(repeats, dim), Rows(rows.dim, layout, rows.outer))
 
 
-def in_pairs(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``view_as_real``: complex numbers as pairs, in one more dim at the end."""
-    _, rows = _first(func, args, kwargs)
+def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``view_as_real``, which adds a dim at the end."""
+    _, rows = only_first(func, args, kwargs)
     return tagged(func(*args, **kwargs), rows)
 
 
-def expanded_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``expand_as``, ``view_as``: with the rows of the other."""
+def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Run ``expand_as``; the output has the rows of the other tensor."""
     x, other = args
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
@@ -235,30 +240,23 @@ def expanded_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     return tagged(func(aligned(ranks, func, x, rows, rows.dim - other.ndim), other), rows)
 
 
-def _first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Rows]:
-    x = args[0] if args else kwargs["input"]
-    rows = rows_of(x)
-    if rows is None:
-        raise unknown(func, Rows(0, (0,)), "an argument other than the first is sharded")
-    return x, rows
-
-
 def _checked(func: Function, out: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
+    """Tag ``out``, or raise :class:`MixesRows` if its size does not fit ``rows``."""
     if out.shape[rows.dim] != rows.outer * rows.layout[ranks.index]:
-        raise unknown(func, rows, f"the result has {out.shape[rows.dim]} along their dim")
+        raise unknown(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
     return tagged(out, rows)
 
 
 _BY_RULE: dict[Any, str] = {
     reordered: "transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint",
     reshaped: "view reshape flatten unflatten ravel",
-    apart: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
-    taken: "getitem",
-    put: "setitem",
-    joined: "cat concat concatenate stack",
-    repeated: "expand repeat tile broadcast_to",
-    interleaved: "repeat_interleave",
-    in_pairs: "view_as_real",
-    expanded_as: "expand_as view_as",
+    split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
+    getitem: "getitem",
+    setitem: "setitem",
+    cat: "cat concat concatenate stack",
+    repeat: "expand repeat tile broadcast_to",
+    repeat_interleave: "repeat_interleave",
+    view_as_real: "view_as_real",
+    expand_as: "expand_as view_as",
 }
 RULES: dict[str, Any] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}

@@ -10,7 +10,7 @@ from zoo.tiny.vaes import NO_TILES_ENCODED, NOT_TILED, TINY_VAES, random_image
 NAMES = [
     name
     for name, tiny in TINY_VAES.items()
-    if VAES[tiny.cls].tiled and VAES[tiny.cls].shares_tiles and name not in NOT_TILED
+    if VAES[tiny.cls].tiled and VAES[tiny.cls].distributes_tiles and name not in NOT_TILED
 ]
 
 
