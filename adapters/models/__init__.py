@@ -1,4 +1,4 @@
-"""What each model family shards, gathers and caches: data, one file a family."""
+"""Adapters: what each model family shards, gathers and caches, as data, one file per family."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ ALLEGRO = Adapter(
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
             "transformer_blocks.*": {
-                # Tables, and the places of tokens in them.
+                # (tables, indices of the tokens in the tables)
                 "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
-                # The processor would fill a mask up that is longer than what this rank holds.
+                # The processor pads a mask to the number of local keys, so the full mask must be sharded.
                 "attention_mask": Split(dim=2, like="video"),
             },
         },

@@ -1,4 +1,7 @@
-"""Sound and music: ACE-Step, Stable Audio and Stable Audio 3, LongCat-AudioDiT, MiniMax-Music. Read against diffusers 0.42."""
+"""Sound and music: ACE-Step, Stable Audio and Stable Audio 3, LongCat-AudioDiT, MiniMax-Music.
+
+Read against diffusers 0.42.
+"""
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -13,7 +16,7 @@ ACE_STEP = Adapter(
     pipelines="ACE-Step",
     plan=Plan(
         inputs={},
-        # The masks of sliding windows are of the whole sequence.
+        # Masks of sliding windows cover the full sequence, so they stay replicated.
         inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
@@ -23,7 +26,7 @@ ACE_STEP = Adapter(
             0,
         ),
     ),
-    # Every other one has a mask.
+    # Only every second block has a mask, so blocks are not interchangeable.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
 )
 
@@ -33,9 +36,9 @@ STABLE_AUDIO = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # A token of the time comes first, as one of sound.
+            # A time token comes first; it is sharded like the sound tokens.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The processor would fill a mask up that is longer than what this rank holds.
+            # The processor pads a mask to the number of local keys, so the full mask must be sharded.
             "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
         },
         outputs={"proj_out": GATHERED},
@@ -63,7 +66,7 @@ STABLE_AUDIO3 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Tokens of memory come first, as ones of sound.
+            # Memory tokens come first; they are sharded like the sound tokens.
             "transformer_blocks.0": {"hidden_states": SOUND},
             "transformer_blocks.*": {"rope": POSITIONS, "num_memory_tokens": FirstTokens("sound")},
         },
@@ -102,7 +105,7 @@ MINIMAX_MUSIC = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # A token of the time comes first, as one of sound.
+            # A time token comes first; it is sharded like the sound tokens.
             "transformer_blocks.0": {"hidden_states": SOUND},
             "transformer_blocks.*": {"rotary_emb": POSITIONS},
         },

@@ -11,7 +11,7 @@ AURAFLOW = Adapter(
         inputs={},
         inner={"joint_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
-        # Register tokens are part of the text.
+        # Register tokens belong to the text segment.
         joint_order=("text", "image"),
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs"), 0),
     ),

@@ -13,10 +13,10 @@ OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_co
 COGVIDEOX_PLAN = Plan(
     inputs={
         "encoder_hidden_states": Replicate(dim=1, segment="text"),
-        # The pipeline makes the rotary embedding: (cos, sin), [S, D] each.
+        # The rotary embedding from the pipeline: (cos, sin), [S, D] each.
         "image_rotary_emb": Split(dim=0, like="video"),
     },
-    # Behind the position embedding, which is added to text and video together.
+    # Sharded after the position embedding, which is added to text and video together.
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
@@ -50,7 +50,7 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks, each video token attends to those of a face, which all ranks have.
+    # Between blocks, each video token attends to replicated face tokens.
     plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (

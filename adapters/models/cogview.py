@@ -35,5 +35,5 @@ COGVIEW4_PLAN = Plan(
 
 COGVIEW4 = Adapter(transformer="CogView4Transformer2DModel", pipelines="CogView 4", plan=COGVIEW4_PLAN, blocks=BLOCKS)
 
-# Text to image: where images are given, keys of theirs are kept, and the attention call says that it has more keys than tokens.
+# Text-to-image only. With images, their keys are cached, and attention raises because it has more keys than tokens.
 GLM_IMAGE = Adapter(transformer="GlmImageTransformer2DModel", pipelines="GLM-Image", plan=COGVIEW4_PLAN, blocks=BLOCKS)

@@ -9,7 +9,7 @@ VIDEO, WITH_VIDEO, POSITIONS = (
     Split(dim=1, like="video"),
     Split(dim=0, like="video"),
 )
-# Of each sample, or, where frames are given, of each token.
+# One time step per sample, or one per token if frames are given.
 TIME = Split(dim=1, like="video", ndim=3)
 
 COSMOS = Adapter(
@@ -27,10 +27,10 @@ COSMOS = Adapter(
                 "controlnet_residual": WITH_VIDEO,
             },
         },
-        # Behind it, the time steps of all tokens are applied once more.
+        # Gathered before the output layers, which apply the time steps of all tokens.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # To text, and, in 2.5, to tokens of an image.
+        # Cross-attention to text, and in 2.5 to image tokens.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
     blocks=CachedBlocks(
@@ -43,7 +43,7 @@ COSMOS3 = Adapter(
     pipelines="Cosmos 3",
     plan=Plan(
         inputs={},
-        # [S, C], of one sample: text, which every rank keeps, and video with sound and actions.
+        # [S, C] of one sample: replicated text, and sharded video with sound and actions.
         inner={
             "layers.0": {"gen_seq": Split(dim=0, segment="video")},
             "layers.*": {"rotary_emb": Entries((None, None, POSITIONS, POSITIONS))},

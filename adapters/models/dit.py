@@ -1,4 +1,4 @@
-"""DiT, of classes instead of text. Read against diffusers 0.42."""
+"""DiT, conditioned on classes instead of text. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks

@@ -1,4 +1,7 @@
-"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet; FLUX.2 and 3. Read against diffusers 0.42."""
+"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet.
+
+FLUX.2 and 3. Read against diffusers 0.42.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +26,17 @@ FLUX_PLAN = Plan(
     inputs={
         "hidden_states": IMAGE,
         "encoder_hidden_states": TEXT,
-        # [S, 3], or [B, S, 3] from older pipelines: counting from the end fits both.
+        # [S, 3], or [B, S, 3] from older pipelines: a negative dim fits both.
         "img_ids": Split(dim=-2, like="image"),
         "txt_ids": Split(dim=-2, like="text"),
-        # Lists of [B, S, C], added to the image tokens between blocks.
+        # Lists of [B, S, C] that are added to the image tokens between blocks.
         "controlnet_block_samples": Split(dim=1, like="image"),
         "controlnet_single_block_samples": Split(dim=1, like="image"),
     },
-    # Of the model, not of its last module proj_out: a LoRA may put another module in that one's place.
+    # The output of the model is gathered, not that of proj_out, because a LoRA may replace that module.
     outputs={"": Gather(dim=1, segment="image")},
     joint_order=("text", "image"),
-    # Behind the joint attention, image tokens attend to those of each IP-Adapter.
+    # After the joint attention, image tokens attend to those of each IP-Adapter.
     attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
 )
 
@@ -69,15 +72,15 @@ FLUX2 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
-        refused={"kv_cache": "it holds the keys of whole reference images, by their places in the whole sequence"},
+        refused={"kv_cache": "it holds the keys of full reference images, by their positions in the full sequence"},
     ),
     blocks=CachedBlocks(
         (
             BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
-            # Text and image in one tensor.
+            # Text and image tokens in one tensor.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
-        # Its entries are made block by block.
+        # Each block appends its own entry, so no block may be skipped.
         uncached=("kv_cache",),
     ),
 )
@@ -96,7 +99,7 @@ FLUX3 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image", "condition"),
-        # Before they are joined, each attends to itself.
+        # Before they are joined, each segment attends to itself.
         attention={
             "txt_mode_blocks.*.attn": (Attention(("text",)),),
             "mode_blocks.image.*.attn": (Attention(("image",)),),

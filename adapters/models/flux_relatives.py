@@ -1,4 +1,7 @@
-"""Models that shard as FLUX.1 does: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO. Read against diffusers 0.42."""
+"""Models that are sharded like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO.
+
+Read against diffusers 0.42.
+"""
 
 from dataclasses import replace
 
@@ -10,10 +13,10 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 
 def _tensor(gated: bool = False) -> TensorPlan:
-    """As diffusers' plan for FLUX.1.
+    """Return a tensor plan like that of diffusers for FLUX.1.
 
     Args:
-        gated: a gate lies beside the hidden units of a feed-forward.
+        gated: Whether a feed-forward's first layer returns hidden units and a gate.
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
     of_heads = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -25,7 +28,7 @@ def _tensor(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
             f"{single}.proj_mlp": hidden,
-            # Of what attention gives, beside the hidden units, which are four times as many.
+            # The input is the attention output followed by the hidden units, which are four times as many.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
@@ -40,12 +43,12 @@ RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = Adapter(
     transformer="ChromaTransformer2DModel",
     pipelines="Chroma",
-    # Its mask is of pairs of all tokens, text first: replicated, as each rank makes all rows of it.
+    # Its mask covers pairs of all tokens, text first. Every rank makes the full mask.
     plan=FLUX_PLAN,
-    # Each block has a modulation of its own.
+    # Each block has its own modulation, so blocks are not interchangeable.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
-        # The model adds them in place to what a block returned.
+        # The model adds them in place to the output of a block.
         uncached=("controlnet_single_block_samples",),
     ),
     tensor=_tensor(),
@@ -75,7 +78,7 @@ BRIA = Adapter(
         FLUX_PLAN,
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
         common=IDS,
-        # diffusers adds those of single blocks at places of text that is not there.
+        # diffusers adds the residuals of single blocks at the positions of text, which is not in this tensor.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
     blocks=CachedBlocks(
@@ -89,7 +92,7 @@ BRIA_FIBO = Adapter(
     pipelines="Bria FIBO",
     plan=replace(
         FLUX_PLAN,
-        # One [B, S, C] for each block: it replaces half of the channels of text.
+        # One [B, S, C] per block, which replaces half of the text channels.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
         common=IDS,

@@ -1,4 +1,4 @@
-"""Helios. Its published plan names forty blocks and gathers three times in each. Read against diffusers 0.42."""
+"""Helios. Its published plan lists forty blocks and gathers three times in each. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -14,11 +14,11 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # Frames that were generated before come first, and do not attend to text.
+                # Frames that were generated before come first and do not attend to text.
                 "original_context_length": LastTokens("video"),
             },
         },
-        # Behind it, the frames that come first are cut off.
+        # Gathered before the earlier frames are cut off.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},

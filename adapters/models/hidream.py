@@ -4,7 +4,7 @@ from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
-# Of image tokens, then of text.
+# Image tokens, followed by replicated text tokens.
 WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
 OF_BLOCKS: dict[str | int, ShardRule] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 

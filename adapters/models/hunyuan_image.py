@@ -13,7 +13,7 @@ HUNYUAN_IMAGE = Adapter(
         inputs={},
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
-        # Masks are of the whole sequence, in which text comes last.
+        # Masks cover the full sequence, with text last.
         joint_order=("image", "text"),
     ),
     blocks=CachedBlocks(
@@ -53,6 +53,6 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks are given what earlier ones returned.
+    # Later blocks also get outputs of earlier blocks, so they are not chained.
     blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
 )

@@ -7,9 +7,9 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
-# Masks are made inside the model, for the whole sequence, so the text, which comes last, is replicated.
+# The model makes masks for the full sequence. Text comes last and is replicated.
 JOINT = ("video", "text")
-# Of image-to-video by token replacement: the first frame is modulated by an embedding of its own.
+# In image-to-video by token replacement the first frame has its own modulation.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
@@ -30,7 +30,7 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
         "transformer_blocks.*.ff_context.net.2": ROWS,
         "single_transformer_blocks.*.proj_mlp": COLUMNS,
-        # Of what attention gives, beside the hidden units, which are four times as many.
+        # The input is the attention output followed by the hidden units, which are four times as many.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         f"{_REFINER}.attn.to_out.0": ROWS,
         f"{_REFINER}.ff.net.0.proj": COLUMNS,
@@ -78,7 +78,7 @@ FRAMEPACK = Adapter(
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
-        # Behind it, the frames that were generated before are cut off.
+        # Gathered before the earlier frames are cut off.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),

@@ -22,7 +22,7 @@ def _plan(positions: ShardRule) -> Plan:
 JOYIMAGE = Adapter(
     transformer="JoyImageEditTransformer3DModel",
     pipelines="JoyImage-Edit",
-    # Of image and of text.
+    # (image, text)
     plan=_plan(Entries((Split(dim=0, like="image"), None))),
     blocks=BLOCKS,
 )

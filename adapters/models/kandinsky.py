@@ -13,7 +13,7 @@ KANDINSKY5 = Adapter(
             "visual_transformer_blocks.0": {"visual_embed": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"rope": Split(dim=1, like="video")},
         },
-        # Behind it, tokens are put back to frames, rows and columns.
+        # Gathered before tokens are reshaped to frames, rows and columns.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
@@ -33,10 +33,10 @@ KANDINSKY6 = Adapter(
             "visual_transformer_blocks.0": {"vis": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"vis_rope": Split(dim=0, like="video")},
         },
-        # Behind it, tokens are put back to frames, rows and columns.
+        # Gathered before tokens are reshaped to frames, rows and columns.
         outputs={"visual_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=("video",),
-        # There are few tokens of sound: every rank computes them all.
+        # The few sound tokens are computed on every rank.
         attention={
             "**.video_dec_block.cross_attention": (Attention(("video",), ("text",)),),
             "**.audio_dec_block.self_attention": (Attention(("sound",)),),
@@ -56,10 +56,10 @@ KANDINSKY6_SR = Adapter(
     plan=Plan(
         inputs={},
         inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
-        # Behind it, tokens are put back to frames, rows and columns.
+        # Gathered before tokens are reshaped to frames, rows and columns.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Which keys a head attends to is found from means of its queries and keys over 64 tokens.
+        # Each head selects keys by means of queries and keys over 64 tokens, so it needs all tokens.
         attention={
             "**.self_attention": AttentionByHeads(
                 "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"

@@ -19,11 +19,11 @@ LATTE = Adapter(
         joint_order=("image",),
         attention={
             "transformer_blocks.*.attn2": (Attention(("image",), ("text",)),),
-            # Each token attends to those at its own place in other frames, which its rank holds.
+            # Each token attends to those at its position in other frames, which are on the same rank.
             "temporal_transformer_blocks.*.attn1": (Attention(("frames",)),),
         },
         batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"), 0),
     ),
-    # Between them run the temporal ones, which are computed on skipped steps, too.
+    # The temporal blocks run between these, also on skipped steps.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),
 )

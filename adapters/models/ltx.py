@@ -5,13 +5,13 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
-# [B, S, D], or [B, H, S, D / 2]: counting from the end fits both.
+# [B, S, D], or [B, H, S, D / 2]: a negative dim fits both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
-# Of each sample [B], or, where some frames are given, of each token: the published plan leaves it out.
+# [B], or [B, S] if some frames are given. The published plan omits it.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
 
-# Queries and keys are normalized, and rotated, over the channels of all heads.
+# Queries and keys are normalized and rotated over the channels of all heads.
 TENSOR = TensorPlan(
     linears={
         **dict.fromkeys(
@@ -55,7 +55,7 @@ LTX = Adapter(
         ),
         common=("rope_interpolation_scale",),
     ),
-    # Cross-attention to replicated text sends nothing.
+    # Cross-attention to replicated text needs no communication.
     text="replicate",
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
     tensor=TENSOR,
@@ -69,13 +69,13 @@ LTX2 = Adapter(
             "hidden_states": VIDEO,
             "timestep": TIMESTEP,
             "video_keyframes_mask": Split(dim=1, like="video"),
-            # [B, S, S]. Of the keys: the processor wants as many columns as it has keys.
+            # [B, S, S], sharded over keys, because the processor expects the number of local keys.
             "video_self_attention_mask": Split(dim=-1, like="video"),
         },
         inner={"rope": POSITIONS, "cross_attn_rope": POSITIONS},
         outputs={"": (Gather(dim=1, segment="video"), None)},
         joint_order=("video",),
-        # There are few tokens of sound: every rank computes them all.
+        # The few sound tokens are computed on every rank.
         attention={
             "**.attn1": (Attention(("video",), mask="keys"),),
             "**.attn2": (Attention(("video",), ("text",)),),
@@ -112,7 +112,7 @@ LTX2 = Adapter(
                 ("transformer_blocks",),
                 ("hidden_states", "audio_hidden_states"),
                 chained=True,
-                # Perturbed in some blocks only.
+                # Only some blocks are perturbed.
                 between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
             ),
         ),

@@ -10,11 +10,11 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Each sample's valid text, then its image, then padding; refined apart before.
+            # Valid text, image and padding of each sample, after separate refiners.
             "layers.0": {"hidden_states": Split(dim=1, segment="tokens")},
             "layers.*": {"image_rotary_emb": Split(dim=1, like="tokens")},
         },
-        # Behind it, each sample's image is taken out.
+        # Gathered before each sample's image tokens are selected.
         outputs={"layers.-1": Gather(dim=1, segment="tokens")},
         joint_order=("tokens",),
     ),

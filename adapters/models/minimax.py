@@ -6,6 +6,6 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 MINIMAX_H3 = Adapter(
     transformer="MiniMaxH3Transformer3DModel",
     pipelines="MiniMax-H3",
-    # Video, sound and text in one tensor.
+    # Video, sound and text tokens in one tensor.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

@@ -14,14 +14,14 @@ TENSOR = TensorPlan(
         **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in _PROJECTIONS), COLUMNS),
         "transformer_blocks.*.attn1.to_out.0": ROWS,
         "transformer_blocks.*.attn1.to_add_out": ROWS,
-        # What is gated, and the gate.
+        # The hidden units, then the gate.
         "transformer_blocks.*.ff.net.0.proj": Linear("colwise", (1, 1)),
         "transformer_blocks.*.ff.net.2": ROWS,
         "transformer_blocks.*.ff_context.net.0.proj": Linear("colwise", (1, 1)),
         "transformer_blocks.*.ff_context.net.2": ROWS,
     },
     heads=("transformer_blocks.*.attn1",),
-    # Each head has frequencies of its own: [S, H, D / 2].
+    # Each head has its own frequencies, [S, H, D / 2].
     positions={"rope": -2},
 )
 
@@ -35,7 +35,7 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # Each sample attends alone, to its valid text tokens: these are replicated, and as many as it has.
+        # Samples are computed one by one, each with its own number of valid text tokens, which are replicated.
         joint_order=("video", "text"),
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0

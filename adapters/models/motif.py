@@ -14,7 +14,7 @@ POSITIONS = Split(dim=0, like="video")
 
 
 def _with_decoder(plan: Plan, module: nn.Module) -> Plan:
-    """The last blocks join the video that they decode to the one that the others encoded."""
+    """Add the attention of the decoder blocks, which concatenate the decoded and the encoded video."""
     config: Any = module.config
     decoding = range(config.num_single_layers - config.num_decoder_layers, config.num_single_layers)
     joined = (Attention(("video", "video")),)
@@ -28,7 +28,7 @@ MOTIF = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Masks are made by its length, and read as those of this rank's keys.
+            # The processor makes masks from the local length, and they are used for the local keys.
             "x_embedder": {0: Split(dim=1, segment="video")},
             "transformer_blocks.*": {"image_rotary_emb": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
@@ -42,7 +42,7 @@ MOTIF = Adapter(
         },
     ),
     complete=_with_decoder,
-    # The last of the others go on with tokens of which the cache does not know.
+    # The decoder blocks at the end of the single blocks use tokens that the cache does not store.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
     ),

@@ -1,4 +1,4 @@
-"""Nucleus-Image, of experts that choose their tokens. Read against diffusers 0.42."""
+"""Nucleus-Image, a mixture of experts that select tokens. Read against diffusers 0.42."""
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -15,9 +15,9 @@ NUCLEUS = Adapter(
         inner={
             "pos_embed": {0: POSITIONS},
             "transformer_blocks.0": {"hidden_states": IMAGE},
-            # Its mask is of image tokens, then of text.
+            # Its mask covers image tokens, then text tokens.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # An expert takes the best of all tokens.
+            # Each expert selects its tokens among all tokens.
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,

@@ -1,4 +1,4 @@
-"""Models that join text and image to one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image, Ideogram 4, OmniGen.
+"""Models with text and image tokens in one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image, Ideogram 4, OmniGen.
 
 Read against diffusers 0.42.
 """
@@ -10,8 +10,8 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
-# The places of text and image are those in the whole sequence, so what comes behind the blocks sees all of it.
-BEHIND_LAYERS = {"layers.-1": GATHERED}
+# Text and image are found by their positions in the full sequence, so tokens are gathered right after the blocks.
+AFTER_LAYERS = {"layers.-1": GATHERED}
 
 _Z_BLOCKS = ("noise_refiner.*", "context_refiner.*", "layers.*")
 Z_IMAGE_TENSOR = TensorPlan(
@@ -31,11 +31,11 @@ Z_IMAGE = Adapter(
     transformer="ZImageTransformer2DModel",
     pipelines="Z-Image",
     plan=Plan(
-        # Of one block each, added to what it returns.
+        # Each is added to the output of one block.
         inputs={"controlnet_block_samples": WITH_TOKENS},
         inner={
             "layers.0": {"x": TOKENS},
-            # Which tokens are noisy: where images are given.
+            # noise_mask marks the noisy tokens if images are given.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS},
             "all_final_layer.*": {"noise_mask": WITH_TOKENS},
         },
@@ -43,7 +43,7 @@ Z_IMAGE = Adapter(
         joint_order=("tokens",),
         batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
         common=("joint_attention_kwargs",),
-        # As long as the longest sample of all.
+        # Its length is that of the longest sample in the batch.
         unshared=("controlnet_block_samples",),
     ),
     blocks=CachedBlocks(
@@ -60,17 +60,17 @@ BRIA_FIBO2 = Adapter(
         inputs={},
         inner={
             "layers.0": {"x": TOKENS},
-            # The mask is given where a prompt of the batch has fewer tokens than another.
+            # There is a mask if the prompts of the batch have different lengths.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
         },
-        outputs=BEHIND_LAYERS,
+        outputs=AFTER_LAYERS,
         joint_order=("tokens",),
         attention={
             "layers.*.attention": (Attention(("tokens",), mask="keys"),),
             "layers.*.cross_attention": (Attention(("tokens",), ("text",)),),
         },
     ),
-    # Some blocks are given text, too.
+    # Some blocks also get text.
     blocks=CachedBlocks(
         (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),
@@ -96,7 +96,7 @@ ERNIE_IMAGE = Adapter(
     pipelines="ERNIE-Image",
     plan=Plan(
         inputs={},
-        # [S, B, C]; each token has a modulation.
+        # [S, B, C]; each token has its own modulation.
         inner={
             "layers.0": {"x": Split(dim=0, segment="tokens")},
             "layers.*": {"rotary_pos_emb": WITH_TOKENS, "temb": Split(dim=0, like="tokens")},
@@ -117,10 +117,10 @@ IDEOGRAM4 = Adapter(
         inputs={},
         inner={
             "layers.0": {"hidden_states": TOKENS},
-            # Of each sample, or of each token.
+            # One modulation per sample, or one per token.
             "layers.*": {"image_rotary_emb": WITH_TOKENS, "adaln_input": WITH_TOKENS},
         },
-        outputs=BEHIND_LAYERS,
+        outputs=AFTER_LAYERS,
         joint_order=("tokens",),
     ),
     blocks=CachedBlocks((BlockGroup(("layers",), chained=True),)),
@@ -135,7 +135,7 @@ OMNIGEN = Adapter(
             "layers.0": {"hidden_states": TOKENS},
             "layers.*": {"image_rotary_emb": Split(dim=0, like="tokens")},
         },
-        outputs=BEHIND_LAYERS,
+        outputs=AFTER_LAYERS,
         joint_order=("tokens",),
     ),
     blocks=CachedBlocks((BlockGroup(("layers",), chained=True),), conditions=("input_ids", "attention_mask")),

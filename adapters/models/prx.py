@@ -16,7 +16,7 @@ PRX = Adapter(
         },
         outputs={"final_layer": Gather(dim=1, segment="image")},
         joint_order=("image",),
-        # Image tokens attend to text and image; the processor makes a mask of the keys that this rank holds.
+        # Image tokens attend to text and image. The processor makes a mask of the local keys.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
         batched=dict.fromkeys(
             ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0

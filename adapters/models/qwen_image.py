@@ -1,4 +1,7 @@
-"""Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1. Read against diffusers 0.42."""
+"""Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1.
+
+Read against diffusers 0.42.
+"""
 
 from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -8,7 +11,7 @@ QWEN_IMAGE = Adapter(
     transformer="QwenImageTransformer2DModel",
     pipelines="Qwen-Image",
     plan=Plan(
-        # [B, S, C] each, added to the image tokens between blocks; the published plan leaves them out.
+        # [B, S, C] each, added to the image tokens between blocks. The published plan omits them.
         inputs={"controlnet_block_samples": Split(dim=1, like="image")},
         inner={
             "pos_embed": {0: Split(dim=0, like="image"), 1: Split(dim=0, like="text")},
@@ -16,7 +19,7 @@ QWEN_IMAGE = Adapter(
                 "hidden_states": Split(dim=1, segment="image"),
                 "encoder_hidden_states": Split(dim=1, segment="text"),
             },
-            # The processor makes of it a mask of the keys that this rank holds.
+            # The processor makes a mask of the local keys from it.
             "transformer_blocks.*": {
                 "encoder_hidden_states_mask": Split(dim=1, like="text"),
                 "modulate_index": Split(dim=1, like="image"),
@@ -35,18 +38,18 @@ QWEN_IMAGE = Adapter(
             ),
         )
     ),
-    # It makes complex numbers of their rotation.
+    # The rotation of text becomes complex numbers, which must not be empty.
     empty_text=False,
 )
 
-# In front of the tokens of the image stand those of the prompt and of given images.
+# The image tokens follow those of the prompt and of input images, which are replicated.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(
     transformer="QwenImage21Transformer2DModel",
     pipelines="Qwen-Image 2.1",
     plan=Plan(
-        # The image that is generated is the last one: frames × height × width tokens.
+        # The last image is the generated one: frames × height × width tokens.
         inputs={"img_shapes": Count("image", at=(0, -1))},
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image", after_replicated=True)},
@@ -56,7 +59,7 @@ QWEN_IMAGE_21 = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
         joint_order=("prompt", "image"),
         attention={
-            # Pieces of the prompt attend to what comes before them, which every rank holds, as it does their cached keys.
+            # Pieces of the prompt attend to earlier pieces. Every rank holds these and their cached keys.
             "transformer_blocks.*.attn": OneForEach(
                 "segments",
                 each=Attention(("piece",), ("prompt",)),
@@ -66,7 +69,7 @@ QWEN_IMAGE_21 = Adapter(
     ),
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), chained=True),),
-        # Its entries are made block by block.
+        # Each block appends its own entry, so no block may be skipped.
         uncached=("kv_cache",),
     ),
 )

@@ -25,12 +25,12 @@ BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), chained=True, between
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:
-    """Rows, or frames, are of patches; ``hidden_states`` is in latent pixels."""
+    """Return ``plan`` with the patch size: it counts rows or frames in patches, ``hidden_states`` in latent pixels."""
     size: int | list[int] = module.config.patch_size  # type: ignore[assignment,union-attr]
-    given: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
+    split: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
     return replace(
         plan,
-        inputs={**plan.inputs, "hidden_states": replace(given, per=size if isinstance(size, int) else size[0])},
+        inputs={**plan.inputs, "hidden_states": replace(split, per=size if isinstance(size, int) else size[0])},
     )
 
 
@@ -38,12 +38,12 @@ SANA = Adapter(
     transformer="SanaTransformer2DModel",
     pipelines="Sana",
     plan=Plan(
-        # Whole rows: a convolution stands between the tokens.
+        # Rows of the image are sharded, because the model convolves over neighbouring tokens.
         inputs={
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": Split(dim=1, like="rows", per=None),
         },
-        # It adds positions of the whole image, in some.
+        # In some models it adds the positions of the full image, so it needs all rows.
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
@@ -64,7 +64,7 @@ SANA_VIDEO = Adapter(
     plan=Plan(
         inputs={
             "hidden_states": Split(dim=2, segment="frames"),
-            # Of each sample, or, where an image is given, of each token: [B, 1, F, H, W].
+            # [B], or [B, 1, F, H, W] with one time step per token if an image is given.
             "timestep": Split(dim=2, like="frames", ndim=5),
             "controlnet_block_samples": Split(dim=1, like="frames", per=None),
         },
@@ -79,7 +79,7 @@ SANA_VIDEO = Adapter(
         outputs={"": Gather(dim=2, segment="frames", per=None)},
         joint_order=("frames",),
         attention={
-            # The normalizer, then the state.
+            # The sum of the normalizer, then the product of the state.
             "transformer_blocks.*.attn1": LinearAttention("frames", sums=(("sum", 0), ("matmul", 1))),
             "transformer_blocks.*.attn2": (Attention(("frames",), ("text",)),),
         },

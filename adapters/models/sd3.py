@@ -12,14 +12,14 @@ SD3 = Adapter(
     plan=Plan(
         # [B, S, C] each, added to the image tokens between blocks.
         inputs={"block_controlnet_hidden_states": Split(dim=1, like="image")},
-        # Behind the embedding: any block, the first too, may be among those that a call skips.
+        # Sharded after the embedding, because a call may skip any block, including the first.
         inner={"pos_embed": {0: Split(dim=1, segment="image")}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=JOINT,
         attention={
-            # Behind the joint attention, image tokens attend to each other and to those of an IP-Adapter.
+            # After the joint attention, image tokens attend to each other and to those of an IP-Adapter.
             "transformer_blocks.*.attn": (Attention(JOINT), Attention(("image",), ("image", "ip_adapter"))),
-            # 3.5 medium: among image tokens alone.
+            # In 3.5 medium, image tokens also attend to each other.
             "transformer_blocks.*.attn2": (Attention(("image",)),),
         },
         batched=dict.fromkeys(
@@ -29,7 +29,7 @@ SD3 = Adapter(
                 "pooled_projections",
                 "timestep",
                 "block_controlnet_hidden_states",
-                # The embeddings of an IP-Adapter's images.
+                # It holds the embeddings of an IP-Adapter's images.
                 "joint_attention_kwargs",
             ),
             0,

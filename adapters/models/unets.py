@@ -1,4 +1,4 @@
-"""UNets of diffusers of which rows are sharded over ranks, and what runs beside them. Read against diffusers 0.42."""
+"""UNets and ControlNets of diffusers whose rows are sharded over ranks. Read against diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from para_core.instance_patching import original_class
 
 @dataclass(frozen=True)
 class UnetAdapter:
-    """What is to be known of one UNet.
+    """Facts about one UNet or ControlNet.
 
     Args:
-        unet: name of the class.
-        pipelines: what a user calls the pipelines that it serves, for messages; empty for what runs beside a UNet.
-        images: arguments ``[..., H, W]`` of which rows are sharded: the first says how, others have a multiple of its rows.
+        unet: Name of the class.
+        pipelines: Names of its pipelines as users know them, for messages; empty for a ControlNet.
+        images: Arguments ``[..., H, W]`` whose rows are sharded. The first decides the layout; others have a multiple
+            of its rows.
     """
 
     unet: str
@@ -29,12 +30,12 @@ UNETS: Mapping[str, UnetAdapter] = {
     for adapter in (
         UnetAdapter("UNet2DConditionModel", "Stable Diffusion 1, 2 and Stable Diffusion XL"),
         UnetAdapter("UNetSpatioTemporalConditionModel", "Stable Video Diffusion"),
-        # What it returns is gathered, for a pipeline may add up what several of them return.
+        # Its output is gathered, because a pipeline may add the outputs of several ControlNets.
         UnetAdapter("ControlNetModel", images=("sample", "controlnet_cond")),
     )
 }
 
-_UNTRIED = "nobody tried yet"
+_UNTRIED = "it was not tried yet"
 
 REFUSED_UNETS: Mapping[str, str] = {
     "AudioLDM2UNet2DConditionModel": _UNTRIED,
@@ -51,10 +52,11 @@ REFUSED_UNETS: Mapping[str, str] = {
 
 
 def unet_adapter(unet: Any) -> UnetAdapter | None:
-    """What is known of ``unet``; None for an unknown class."""
+    """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
     names = [cls.__name__ for cls in original_class(unet).__mro__]
     return next((UNETS[name] for name in names if name in UNETS), None)
 
 
 def why_refused_unet(unet: Any) -> str:
-    return REFUSED_UNETS.get(original_class(unet).__name__, "nothing is known of it")
+    """Return the reason why a UNet without an adapter cannot run on several ranks."""
+    return REFUSED_UNETS.get(original_class(unet).__name__, "para_core has no adapter for it")

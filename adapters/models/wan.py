@@ -1,4 +1,7 @@
-"""Wan, ChronoEdit, Wan VACE, Wan Animate and Animate 2, SkyReels V2, AnyFlow and AnyFlow FAR. Read against diffusers 0.42."""
+"""Wan, ChronoEdit, Wan VACE, Wan Animate and Animate 2, SkyReels V2, AnyFlow and AnyFlow FAR.
+
+Read against diffusers 0.42.
+"""
 
 from dataclasses import replace
 
@@ -9,16 +12,16 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
-# Text and the tokens of an image are replicated.
+# Text tokens and conditioning image tokens are replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
 
 
 def _tensor(*lists: str) -> TensorPlan:
-    """Of the blocks of these lists. Queries and keys are normalized over all heads."""
+    """Return the tensor plan for the blocks in ``lists``. Queries and keys are normalized over all heads."""
     blocks = [f"{name}.*" for name in lists]
-    # The last two are of the tokens of an image.
+    # The last two are for conditioning image tokens.
     columns = (
         *(f"{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
         "ffn.net.0.proj",
@@ -36,7 +39,7 @@ def _tensor(*lists: str) -> TensorPlan:
 
 
 TENSOR = _tensor("blocks")
-# Each attends to the tokens of faces, by heads of its own, of which each is normalized alone.
+# Each block of the face adapter attends to face tokens with its own heads, normalized one by one.
 _ADAPTER = "face_adapter.*"
 TENSOR_WITH_FACES = replace(
     TENSOR,
@@ -62,7 +65,7 @@ WAN_VACE = Adapter(
         inputs={},
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            # The blocks of the condition all see the tokens as they are before the first block.
+            # All VACE blocks get the tokens from before the first block.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
             "blocks.0": {"hidden_states": VIDEO},
@@ -71,7 +74,7 @@ WAN_VACE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
-    # Those of the condition run before the first of these, at every step.
+    # The VACE blocks run before the first of these, at every step.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=_tensor("blocks", "vace_blocks"),
 )
@@ -84,14 +87,14 @@ WAN_ANIMATE = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # The tokens of each frame attend to its face: whole frames are wanted, and a rank's part may end within one.
+            # The tokens of a frame attend to its face. They are gathered, because a frame may span two ranks.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
-    # Behind some of them, faces are attended to.
+    # The face adapter runs after some blocks.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=TENSOR_WITH_FACES,
 )
@@ -104,10 +107,10 @@ SKYREELS_V2 = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # Of each token where frames have time steps of their own. The causal mask is replicated.
+            # One per token if frames have their own time steps. The causal mask is replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
-        # Behind it, the time steps of all tokens are applied once more.
+        # Gathered before the output layers, which apply the time steps of all tokens.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -123,11 +126,11 @@ ANYFLOW = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Of queries and of keys, [1, 1, S, D / 2].
+            # For queries and for keys, [1, 1, S, D / 2] each.
             "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
         },
-        # Behind it, the time steps of all tokens are applied once more.
+        # Gathered before the output layers, which apply the time steps of all tokens.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -136,8 +139,8 @@ ANYFLOW = Adapter(
     tensor=TENSOR,
 )
 
-# Self-attention packs or pads all tokens for a mask of flex attention, and keeps keys for later calls. Queries and keys are normalized
-# over all heads, before tokens are exchanged for heads.
+# Self-attention packs or pads all tokens for a mask of flex attention, and caches keys for later calls. Queries and
+# keys are normalized over all heads before the all-to-all.
 _BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
 _WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
@@ -149,13 +152,13 @@ ANYFLOW_FAR = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
-        # Behind it, the time steps of all tokens are applied once more.
+        # Gathered before the output layers, which apply the time steps of all tokens.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Keys of earlier chunks, [2, B, H, S, D].
+        # kv_cache holds keys and values of earlier chunks, [2, B, H, S, D].
         attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
     ),
-    # No blocks for First Block Cache: a block that is skipped writes no keys for the chunks that come next.
+    # There are no blocks for First Block Cache, because a skipped block would cache no keys for later chunks.
 )
 
 WAN_ANIMATE_2 = Adapter(
@@ -165,10 +168,10 @@ WAN_ANIMATE_2 = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.0": {"hidden_states": VIDEO}},
-        # Not behind the last block, which a model of ten blocks leaves out without a condition.
+        # Not gathered after the last block, because a model of ten blocks skips that block without a condition.
         outputs={"head": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Keys of the reference are kept as the module has them: with own heads.
+        # Keys of the reference are cached by the module, with the heads of this rank.
         attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},
     ),
 )
