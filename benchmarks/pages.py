@@ -49,7 +49,7 @@ _WORDS = {"name": "pipe.transformer", "owner": "the pipeline", "cls": "the trans
 def sentence_of(refusal: CompatibilityRule) -> str:
     """The sentence of a row, with words in place of what differs from case to case."""
     parts = []
-    for text, field, _, _ in Formatter().parse(refusal.sentence):
+    for text, field, _, _ in Formatter().parse(refusal.message):
         parts += [text, "" if field is None else _WORDS.get(field, "…")]
     return _cell("".join(parts))
 
@@ -63,7 +63,7 @@ def refused_rows() -> list[list[str]]:
     """Return a row for each refusal: the combination, the calls, the error's class, and what its message says to do."""
     return [
         [
-            _cell(refusal.what),
+            _cell(refusal.title),
             ", ".join(_WHEN[when] for when in refusal.when),
             f"`{refusal.error.__name__}`",
             way_out(sentence_of(refusal)),

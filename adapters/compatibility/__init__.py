@@ -1,4 +1,4 @@
-"""What is refused before a call: a pipeline, a transformer, or what stands on it. One table, :data:`REFUSALS`."""
+"""Refusal of pipelines, models and hooks that cannot run in parallel or be cached, by the table :data:`REFUSALS`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from para_core.adapters.compatibility.check import REFUSALS, CompatibilityRule
 from para_core.adapters.compatibility.context import CompatibilityContext, When, cases_of
-from para_core.adapters.compatibility.seen import hooks_of
+from para_core.adapters.compatibility.hooks import hooks_of
 
 __all__ = [
     "REFUSALS",
@@ -21,19 +21,22 @@ __all__ = [
 
 
 def refuse(when: When, *cases: CompatibilityContext) -> None:
-    """Raise if one of ``cases`` is refused."""
-    for refusal, message in _refused(when, cases):
-        raise refusal.error(message)
+    """Raise the error of the first rule that refuses one of ``cases``."""
+    for rule, message in _refused(when, cases):
+        raise rule.error(message)
 
 
 def reason_against(when: When, *cases: CompatibilityContext) -> str | None:
-    """Why one of ``cases`` is refused; None if none is. For calls, of which all ranks have to know."""
+    """Return the message of the first rule that refuses one of ``cases``; None if none does.
+
+    Calls use it, because the reason must reach all ranks before one of them raises.
+    """
     return next((message for _, message in _refused(when, cases)), None)
 
 
 def _refused(when: When, cases: tuple[CompatibilityContext, ...]) -> Iterator[tuple[CompatibilityRule, str]]:
     for case in cases:
-        for refusal in REFUSALS:
-            found = when in refusal.when and refusal.test(case)
-            if found is not None and found is not False:
-                yield refusal, refusal.sentence.format(**case.words, **({} if found is True else found))
+        for rule in REFUSALS:
+            fields = when in rule.when and rule.test(case)
+            if fields is not None and fields is not False:
+                yield rule, rule.message.format(**case.fields, **({} if fields is True else fields))

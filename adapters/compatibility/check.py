@@ -1,4 +1,4 @@
-"""All that is refused, one row each."""
+"""Table of everything that is refused, one rule per row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 
 from para_core.adapters.applied import applied_mesh
 from para_core.adapters.compatibility.context import CompatibilityContext, When, is_unet
+from para_core.adapters.compatibility.hooks import (
+    attention_by_scores,
+    cache_of_diffusers,
+    unfit_guider,
+    unfit_hook,
+    unseen_attention,
+)
 from para_core.adapters.compatibility.models import (
     compiled_unet,
     has_no_plan,
@@ -37,35 +44,29 @@ from para_core.adapters.compatibility.placement import (
     uncached_stages,
     unet_on_tensor_ranks,
 )
-from para_core.adapters.compatibility.seen import (
-    attention_by_scores,
-    cache_of_diffusers,
-    unfit_guider,
-    unfit_hook,
-    unseen_attention,
-)
 from para_core.adapters.spec import Adapter
 
 
 @dataclass(frozen=True)
 class CompatibilityRule:
-    """One row.
+    """Rule that refuses one combination.
 
     Args:
-        what: what is refused, before what.
-        test: finds it: words for the sentence beside those of the case, or whether it is there; None: it is not.
-        sentence: what came, why it cannot be, and the way out.
-        error: raised where no other rank has to know.
+        title: Name of the combination, for docs/refusals.md.
+        when: Calls before which the rule is tested.
+        test: Returns whether the combination is present, or the fields of ``message`` if it is, and otherwise None.
+        message: Error message with fields, from ``test`` and :attr:`CompatibilityContext.fields`.
+        error: Class of the error.
     """
 
-    what: str
+    title: str
     when: tuple[When, ...]
     test: Callable[[CompatibilityContext], Mapping[str, Any] | bool | None]
-    sentence: str
+    message: str
     error: type[Exception] = RuntimeError
 
 
-# What stands first is said first.
+# If several rules apply, the first one raises.
 REFUSALS: tuple[CompatibilityRule, ...] = (
     CompatibilityRule(
         "a pipeline without a transformer, in parallel",
@@ -75,11 +76,11 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         TypeError,
     ),
     CompatibilityRule(
-        "a UNet that is not known",
+        "an unsupported UNet",
         (When.PARALLELIZE,),
         unfit_unet,
-        "{owner} is not supported: whether rows of an image can be sharded in {cls} is not known: {reason}. Give each rank prompts "
-        "of its own instead. Supported are {supported}.",
+        "{owner} is not supported: the rows of images in {cls} cannot be sharded: {reason}. Give each rank its own prompts "
+        "instead. Supported are {supported}.",
         TypeError,
     ),
     CompatibilityRule(
@@ -93,12 +94,12 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a cache on a UNet",
         (When.CACHE,),
         is_unet,
-        "{owner} cannot be cached: First Block Cache skips the blocks behind the first, of which each gives one tensor of the size "
-        "that it is given. Those of {cls} give each other residuals of many sizes.",
+        "{owner} cannot be cached: First Block Cache skips blocks whose output has the size of their input. The blocks of {cls} "
+        "pass residuals of many sizes to each other.",
         TypeError,
     ),
     CompatibilityRule(
-        "what is no adapter",
+        "an adapter= that is not an Adapter",
         (When.PARALLELIZE, When.CACHE),
         lambda case: case.adapter is not None and not isinstance(case.adapter, Adapter),
         "adapter is {adapter!r}; expected an Adapter, or None: adapter=Adapter(transformer={cls!r}, pipelines='…', "
@@ -106,10 +107,10 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         TypeError,
     ),
     CompatibilityRule(
-        "a transformer of which it is known why it has no plan",
+        "a transformer class that cannot have a plan",
         (When.PARALLELIZE,),
         unfit_class,
-        "{owner} is not supported: {cls} has no plan, for {reason}. Give each rank prompts of its own instead. Supported are "
+        "{owner} is not supported: {cls} has no plan, because {reason}. Give each rank its own prompts instead. Supported are "
         "{supported}.",
         TypeError,
     ),
@@ -117,23 +118,23 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a transformer without a plan",
         (When.PARALLELIZE,),
         has_no_plan,
-        "{owner} is not supported: there is no plan for {cls}. What it shards and gathers can be said in some ten lines, a "
-        "plan: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
-        "propose_plan finds most of them; docs/new_model.md shows how. Supported are {supported}.",
+        "{owner} is not supported: there is no plan for {cls}. A plan says in about ten lines what the model shards and "
+        "gathers: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
+        "propose_plan finds most plans; docs/new_model.md shows how to write one. Supported are {supported}.",
         TypeError,
     ),
     CompatibilityRule(
-        "a cache on blocks of which it is known why none is skipped",
+        "a cache on blocks that cannot be skipped",
         (When.CACHE,),
         uncached_blocks,
         "{owner} cannot be cached: {reason} ({cls}). Leave the cache out; parallelize_pipe runs it on several ranks.",
         TypeError,
     ),
     CompatibilityRule(
-        "a cache on blocks that are not known",
+        "a cache on blocks that no adapter describes",
         (When.CACHE,),
         unknown_blocks,
-        "{owner} cannot be cached: the blocks of {cls} are not known. Known are {cached}. Describe them: "
+        "{owner} cannot be cached: no adapter describes the blocks of {cls}. Supported are {cached}. Describe them: "
         "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((BlockGroup(('blocks',)),)))).",
         TypeError,
     ),
@@ -149,7 +150,7 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
             f"a {what} on several devices",
             (When.PARALLELIZE, When.SHARD),
             test,
-            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has a process. Load "
+            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has its own process. Load "
             "it without device_map, and shard its weights over the devices of all ranks: parallelize_pipe(pipe, mesh=mesh, "
             "weights='fsdp').",
             ValueError,
@@ -160,40 +161,40 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "weights that accelerate moves layer by layer",
         (When.SHARD,),
         placed_by_accelerate,
-        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, device_map): its weights are on "
-        "the meta device, and come from host memory for each call of a layer, so there is nothing to shard. Call pipe.remove_all_hooks() "
-        "first. pipe.enable_model_cpu_offload() goes with sharded weights; and shard_weights(pipe, mesh, "
-        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's part in host memory.",
+        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, device_map). Its weights are on "
+        "the meta device and are loaded for each call of a layer, so there is nothing to shard. Call pipe.remove_all_hooks() "
+        "first. pipe.enable_model_cpu_offload() works with sharded weights, and shard_weights(pipe, mesh, "
+        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's shard in host memory.",
         ValueError,
     ),
     CompatibilityRule(
-        "heads that other ranks share than the mesh says",
+        "heads sharded over other ranks than those along tensor",
         (When.PARALLEL_CALL,),
         tensor_ranks_differ,
-        "{name} has its heads sharded over {shared} ranks, and the dim 'tensor' of the mesh has here {ranks}. Call parallelize_pipe(pipe, "
-        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...); one that diffusers' "
-        "TensorParallelConfig(mesh=mesh['tensor']) sharded takes the same mesh, without weights=.",
+        "{name} has its heads sharded over {shared} ranks, and the mesh dim 'tensor' of this rank has {ranks}. Call parallelize_pipe(pipe, "
+        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...). For a model that diffusers' "
+        "TensorParallelConfig(mesh=mesh['tensor']) sharded, pass the same mesh without weights=.",
     ),
     CompatibilityRule(
         "a UNet on ranks along tensor",
         (When.PARALLELIZE,),
         unet_on_tensor_ranks,
-        "the mesh has {tensor_ranks} ranks along 'tensor', which share the heads of a transformer, and {cls} is a UNet, whose weights are not "
-        "sharded. Give these ranks to 'ulysses' or 'ring', which share the rows of its images, or to 'batch'.",
+        "the mesh has {tensor_ranks} ranks along 'tensor', which shard the heads of a transformer, and {cls} is a UNet, whose weights are not "
+        "sharded. Give these ranks to 'ulysses' or 'ring', which shard the rows of its images, or to 'batch'.",
         ValueError,
     ),
     CompatibilityRule(
-        "stages of a model whose blocks hand on more than tokens",
+        "stages of a model whose blocks pass on more than tokens",
         (When.PARALLELIZE,),
         no_stages,
         "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards any model.",
         TypeError,
     ),
     CompatibilityRule(
-        "stages of weights that something else places",
+        "stages of weights that are moved or sharded otherwise",
         (When.PARALLELIZE,),
         placed_stages,
-        "{name} {placed}, and a stage frees the blocks of others. Call {undo} before parallelize_pipe(pipe, mesh=mesh), or use a mesh "
+        "{name} {placed}, and a stage frees the blocks of other stages. Call {undo} before parallelize_pipe(pipe, mesh=mesh), or use a mesh "
         "without 'pipe'.",
         ValueError,
     ),
@@ -201,53 +202,53 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "stages in one graph",
         (When.PARALLEL_CALL,),
         compiled_stages,
-        "{name} was compiled as a whole, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
+        "{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
         "transformer.compile_repeated_blocks(fullgraph=True).",
     ),
     CompatibilityRule(
         "PipeFusion in one graph",
         (When.PARALLEL_CALL,),
         compiled_fusion,
-        "{name} runs under PipeFusion, and was compiled as a whole: a graph cannot return patch after patch. Use it uncompiled, and compile "
+        "{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it uncompiled, and compile "
         "its blocks: transformer.compile_repeated_blocks(fullgraph=True).",
     ),
     CompatibilityRule(
-        "a cache over stages that cannot decide or store",
+        "a cache that stages do not support",
         (When.CACHED_CALL,),
         uncached_stages,
-        "{name} runs in stages, and cannot be cached so: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
+        "{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
         "remove_cache_from_pipe(pipe).",
     ),
     CompatibilityRule(
-        "weights sharded over ranks that need not run the same blocks",
+        "weights sharded over ranks that may run different blocks",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         shared_beyond_sequence,
-        "{name} has its weights sharded over {shared} ranks, and {sequence} share its sequence: the others have {reason}, would run other "
-        "blocks, and wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh), mesh being that of "
+        "{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks have {reason}, so they may run "
+        "other blocks, and ranks would wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh) with the mesh of "
         "parallelize_pipe.",
     ),
     CompatibilityRule(
         "a cache in one graph over sharded weights",
         (When.CACHED_CALL,),
         cached_in_one_graph,
-        "{name} is compiled as a whole, with a cache, and its weights are sharded (weights={method!r}): the branches of torch.cond take neither "
-        "hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of "
-        "the three.",
+        "{name} is compiled as one graph, with a cache, and its weights are sharded (weights={method!r}). The branches of torch.cond support "
+        "neither hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one "
+        "of the three.",
     ),
     CompatibilityRule(
         "one graph over weights that FSDP2 shards",
         (When.PARALLEL_CALL,),
         sharded_without_breaks,
-        "{name} is compiled as a whole with fullgraph=True, and its weights are sharded (weights='fsdp'): FSDP2 gathers the weights of each "
-        "block in a hook, and a graph breaks there. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
+        "{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the weights of each "
+        "block in a hook, where the graph breaks. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
         "fullgraph=True out.",
     ),
     CompatibilityRule(
         "weights that were quantized after FSDP2 sharded them",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         changed_since_sharded,
-        "{at} of {name} is a {kind} since its weights were sharded by FSDP2, which would put back what it was. Load the pipeline anew, and "
-        "quantize before (int8_weight_only_quantized_training()), or behind weights='tensor'.",
+        "{at} of {name} became a {kind} after FSDP2 sharded its weights, and FSDP2 would restore the old weight. Load the pipeline again, and "
+        "quantize before sharding (int8_weight_only_quantized_training()), or after weights='tensor'.",
     ),
     CompatibilityRule(
         "diffusers' own parallelism",
@@ -261,68 +262,67 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "perturbed attention over joint tokens",
         (When.PARALLELIZE,),
         perturbed_joint_attention,
-        "{owner} is not supported: its perturbed attention hides image tokens from each other by a mask that covers those of "
-        "one rank only. Use the pipeline without perturbed attention. Supported are {supported}.",
+        "{owner} is not supported: its perturbed attention masks image tokens by their number, which is that of one rank. Use the pipeline without perturbed attention. Supported are {supported}.",
         TypeError,
     ),
     CompatibilityRule(
         "another transformer than the one that was parallelized",
         (When.PARALLEL_CALL,),
         was_replaced,
-        "{name} is another one than when the pipe was parallelized, and would run on each rank alone. Call "
+        "{name} is another module than when the pipe was parallelized, and would run on one rank. Call "
         "parallelize_pipe(pipe, mesh=...) again.",
     ),
     CompatibilityRule(
         "another transformer than the one that was cached",
         (When.CACHED_CALL,),
         was_replaced,
-        "{name} is another one than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again.",
+        "{name} is another module than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again.",
     ),
     CompatibilityRule(
         "a transformer whose plan was replaced or removed",
         (When.PARALLEL_CALL,),
         lambda case: bool(case.component) and applied_mesh(case.module) != case.applied,
-        "{name} was given another mesh, or unparallelized, after the pipe was parallelized (through a pipe that shares it?). "
+        "{name} got another mesh, or was unparallelized, after the pipe was parallelized, perhaps through a pipe that shares it. "
         "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
     ),
     CompatibilityRule(
         "a compiled UNet",
         (When.PARALLEL_CALL,),
         compiled_unet,
-        "{name} was compiled, and a compiled graph does not see how many rows each rank holds. Use it uncompiled, or "
+        "{name} was compiled, and a compiled graph does not know the layout of the rows. Use it uncompiled, or "
         "unparallelize_pipe(pipe).",
     ),
     CompatibilityRule(
-        "attention that is no scaled_dot_product_attention",
+        "attention that does not call scaled_dot_product_attention",
         (When.PARALLEL_CALL,),
         unseen_attention,
-        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not go through scaled_dot_product_attention: "
-        "on {sequence_ranks} ranks each would attend to its own tokens only. Switch to a native one: "
+        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not call scaled_dot_product_attention: "
+        "each of {sequence_ranks} ranks would attend to its own tokens only. Switch to a native backend: "
         "{name}.set_attention_backend('native').",
     ),
     CompatibilityRule(
         "an attention processor that computes scores itself",
         (When.PARALLEL_CALL,),
         attention_by_scores,
-        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: on {sequence_ranks} ranks "
-        "each would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), of "
-        "diffusers.models.attention_processor, in place of AttnProcessor.",
+        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: each of "
+        "{sequence_ranks} ranks would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), "
+        "from diffusers.models.attention_processor.",
     ),
     CompatibilityRule(
         "a cache of diffusers",
         (When.PARALLEL_CALL,),
         cache_of_diffusers,
-        "{name} has a cache of diffusers ({cache}), which decides on each rank alone: ranks would skip different steps, and "
-        "wait for each other. Call {name}.disable_cache(), and apply_cache_on_pipe(pipe, ...), with which they decide together.",
+        "{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "
+        "wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides for all ranks.",
     ),
     CompatibilityRule(
-        "another hook of diffusers that needs more than a rank's tokens, or may",
+        "a hook of diffusers that may need tokens of other ranks",
         (When.PARALLEL_CALL,),
         unfit_hook,
         "{name} has diffusers' {hook} at {at!r}: {reason}.",
     ),
     CompatibilityRule(
-        "a guider that puts on such a hook",
+        "a guider that adds such a hook",
         (When.PARALLEL_CALL,),
         unfit_guider,
         "pipe.guider is a {guider}: {reason}.",

@@ -1,4 +1,4 @@
-"""One transformer, or UNet, that is about to be run: what refusals are asked of."""
+"""Context in which rules of compatibility are tested: one transformer or UNet that is about to run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from para_core.instance_patching import original_class
 
 
 class When(Enum):
-    """Before what a refusal is asked for."""
+    """Call before which rules are tested."""
 
     PARALLELIZE = auto()
     PARALLEL_CALL = auto()
@@ -26,17 +26,17 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class CompatibilityContext:
-    """One transformer, or UNet, that is about to be run, and what is known of how.
+    """One transformer or UNet that is about to run, and how.
 
     Args:
-        owner: its pipe, or the transformer itself.
-        module: it; None: the pipe has none.
-        component: its name in the pipe; empty without a pipe.
-        adapter: what its user says of it.
-        mesh: the ranks; None: not known yet, or one.
-        applied: the ranks that share its tokens, or rows, by what was applied to it.
-        options: of its cache.
-        unshards: whether its weights, which are sharded now, are whole before it is run.
+        owner: The pipeline of ``module``, or ``module`` itself.
+        module: The transformer or UNet; None if the pipeline has none.
+        component: Name of ``module`` in the pipeline; empty without a pipeline.
+        adapter: Adapter that the user gave.
+        mesh: Mesh of the call; None if it is not known yet, or has one rank.
+        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized.
+        options: Options of the cache on ``module``.
+        unshards: Whether weights that are sharded now are gathered before ``module`` runs.
     """
 
     owner: Any
@@ -54,12 +54,12 @@ class CompatibilityContext:
 
     @property
     def sequence_ranks(self) -> int:
-        """Those that share tokens."""
+        """Ranks over which tokens are sharded."""
         return 1 if self.mesh is None else self.mesh.sequence.ranks
 
     @property
-    def words(self) -> dict[str, Any]:
-        """What a sentence may say of any case."""
+    def fields(self) -> dict[str, Any]:
+        """Fields that every message may use."""
         return {
             "owner": original_class(self.owner).__name__,
             "cls": original_class(self.module).__name__,
@@ -74,12 +74,11 @@ class CompatibilityContext:
 def cases_of(
     pipe: Any, adapter: Adapter | None = None, mesh: GuidedMesh | None = None, *, unshards: bool = False
 ) -> list[CompatibilityContext]:
-    """One for each transformer, or UNet, of ``pipe``; where it has none, one without."""
+    """Return a context for each transformer, or UNet, of ``pipe``. Without any, return one whose module is None."""
     modules = transformers_of(pipe) or unets_of(pipe)
-    cases = [
+    return [
         CompatibilityContext(pipe, module, name, adapter, mesh, unshards=unshards) for name, module in modules.items()
-    ]
-    return cases or [CompatibilityContext(pipe, None)]
+    ] or [CompatibilityContext(pipe, None)]
 
 
 def is_unet(case: CompatibilityContext) -> bool:

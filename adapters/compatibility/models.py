@@ -1,4 +1,4 @@
-"""Refusals by what a model is: its class, its plan, its blocks, its scheduler."""
+"""Tests of a model: its class, plan, blocks and scheduler."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def unfit_class(case: CompatibilityContext) -> Mapping[str, Any] | None:
 
 
 def unknown_blocks(case: CompatibilityContext) -> bool:
-    known = adapter_for(case.module, case.adapter)
-    return known is None or known.blocks is None
+    adapter = adapter_for(case.module, case.adapter)
+    return adapter is None or adapter.blocks is None
 
 
 def uncached_blocks(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    known = adapter_for(case.module, case.adapter)
-    return None if known is None or known.blocks is not None or known.uncached is None else {"reason": known.uncached}
+    adapter = adapter_for(case.module, case.adapter)
+    if adapter is None or adapter.blocks is not None or adapter.uncached is None:
+        return None
+    return {"reason": adapter.uncached}
 
 
 def perturbed_joint_attention(case: CompatibilityContext) -> bool:

@@ -1,4 +1,4 @@
-"""Refusals by where weights are: on several devices, moved by hooks, sharded, in stages."""
+"""Tests of where weights are: on several devices, moved by hooks, sharded, or in stages."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ def _devices_of(spread: Any, what: str) -> Mapping[str, Any] | None:
 
 
 def placed_by_accelerate(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """Model offload moves a component as a whole, and leaves alone what is sharded; other hooks take the weights of each layer away."""
+    """Find a hook of accelerate that moves weights layer by layer.
+
+    Model offload moves a whole component, and leaves sharded ones alone.
+    """
     for name, part in getattr(case.owner, "components", {}).items():
         for at, module in part.named_modules() if isinstance(part, nn.Module) else ():
             hook = getattr(module, "_hf_hook", None)
             if hook is not None and type(hook).__name__ != "CpuOffload":
-                return {"placed": f"pipe.{name}", "at": at or "the whole of it", "hook": type(hook).__name__}
+                return {"placed": f"pipe.{name}", "at": at or "the component", "hook": type(hook).__name__}
     return None
 
 
@@ -48,13 +51,16 @@ def config_of_diffusers(module: Any) -> Any:
 
 
 def tensors_of_diffusers(module: Any) -> Any:
-    """The mesh over which diffusers sharded ``module`` when it loaded it with a ``TensorParallelConfig``; None if it did not."""
+    """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
     config = getattr(config_of_diffusers(module), "tensor_parallel_config", None)
     return None if config is None else config._mesh
 
 
 def tensor_ranks_differ(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """Ranks that hold other heads than the mesh says would exchange tokens as if they were those of one sequence."""
+    """Find heads that are sharded over other ranks than those along ``tensor``.
+
+    These would exchange tokens of different heads.
+    """
     if case.module is None or case.mesh is None:
         return None
     sharded = tensor_mesh(case.module) or tensors_of_diffusers(case.module)
@@ -65,13 +71,13 @@ def tensor_ranks_differ(case: CompatibilityContext) -> Mapping[str, Any] | None:
 
 
 def unet_on_tensor_ranks(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """A UNet has no tensor plan, so ranks along ``tensor`` would all compute the same rows."""
+    """Find a UNet on ranks along ``tensor``. A UNet has no tensor plan, so these ranks would compute the same rows."""
     size = 1 if case.mesh is None else case.mesh.tensor.size
     return {"tensor_ranks": size} if size > 1 and is_unet(case) else None
 
 
 def shared_beyond_sequence(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """Weights that are gathered from ranks which may run fewer blocks than this one, and would then never answer."""
+    """Find weights that are gathered from ranks that may run other blocks, and then do not join the gather."""
     if case.module is None or not is_sharded(case.module):
         return None
     mesh, applied = shard_mesh(case.module), mesh_of_plan(case.module)
@@ -79,9 +85,9 @@ def shared_beyond_sequence(case: CompatibilityContext) -> Mapping[str, Any] | No
     if shared <= sequence:
         return None
     if case.options is not None:
-        return {"shared": shared, "sequence": sequence, "reason": "a cache of their own steps"}
+        return {"shared": shared, "sequence": sequence, "reason": "a cache that skips other steps"}
     guides = case.mesh is not None and case.mesh.batch.size > 1
-    return {"shared": shared, "sequence": sequence, "reason": "branches of guidance of their own"} if guides else None
+    return {"shared": shared, "sequence": sequence, "reason": "other branches of guidance"} if guides else None
 
 
 def _stages(case: CompatibilityContext) -> int:
@@ -91,13 +97,13 @@ def _stages(case: CompatibilityContext) -> int:
 def no_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
     if _stages(case) == 1:
         return None
-    reason = "it is a UNet, whose blocks give each other residuals" if is_unet(case) else None
+    reason = "it is a UNet, whose blocks pass residuals to each other" if is_unet(case) else None
     reason = reason or why_no_stages(case.module, case.adapter)
     return None if reason is None else {"reason": reason}
 
 
 def placed_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """Blocks that are freed on a rank cannot be moved, or be gathered from others."""
+    """Find weights that a hook moves or that are sharded, because a stage frees blocks."""
     if _stages(case) == 1:
         return None
     if any(hasattr(part, "_hf_hook") for part in case.module.modules()):
@@ -108,9 +114,7 @@ def placed_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
 
 
 def compiled_stages(case: CompatibilityContext) -> bool:
-    if case.module is None or stages_of(case.module) is None:
-        return False
-    return _is_one_graph(case)
+    return case.module is not None and stages_of(case.module) is not None and _is_one_graph(case)
 
 
 def compiled_fusion(case: CompatibilityContext) -> bool:
@@ -118,36 +122,34 @@ def compiled_fusion(case: CompatibilityContext) -> bool:
 
 
 def _is_one_graph(case: CompatibilityContext) -> bool:
-    """Whether the whole model was compiled: in place, its ``forward``, or as the component that stands in its place."""
+    """Whether the whole model was compiled: in place, its ``forward``, or as the pipeline's component."""
     replaced = bool(case.component) and component_of(case.owner, case.component) is not case.module
     return replaced or is_compiled(case.module)
 
 
 def uncached_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """What a cache needs that only some of the stages have."""
+    """Find options of a cache that need blocks or weights of other stages."""
     if case.module is not None and fusion_of(case.module) is not None:
         return {
-            "reason": "under PipeFusion a step computes patches, with keys of the step before, which may not be skipped"
+            "reason": "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
         }
     stages = None if case.module is None else stages_of(case.module)
-    known = None if stages is None else adapter_for(case.module, case.adapter)
-    if stages is None or known is None or known.blocks is None or case.options is None:
+    adapter = None if stages is None else adapter_for(case.module, case.adapter)
+    if stages is None or adapter is None or adapter.blocks is None or case.options is None:
         return None
-    if len(known.blocks.groups) > 1:
-        return {"reason": "text joins the image between its blocks, and what is stored there is on another stage"}
+    if len(adapter.blocks.groups) > 1:
+        return {"reason": "it has two block groups, and the residual of the first is on another stage"}
     if case.options.decides_before_blocks:
-        return {"reason": "its rule asks the weights of the first block, which the first stage alone has"}
+        return {"reason": "its rule reads weights of the first block, which only the first stage has"}
     last = len(stages.ranges[-1])
     if case.options.last_blocks >= last:
-        return {"reason": f"last_blocks={case.options.last_blocks} always run, and the last stage has {last}"}
+        return {"reason": f"last_blocks={case.options.last_blocks} always run, and the last stage has {last} blocks"}
     return None
 
 
 def cached_in_one_graph(case: CompatibilityContext) -> Mapping[str, Any] | None:
-    """What ``torch.cond`` takes no part of: the hooks of FSDP2, or DTensors."""
-    if case.module is None or case.options is None:
-        return None
-    if not _is_one_graph(case):
+    """Find hooks of FSDP2 or DTensors inside a graph with ``torch.cond``, which supports neither."""
+    if case.module is None or case.options is None or not _is_one_graph(case):
         return None
     by_fsdp = is_sharded(case.module)
     by_tensor = tensor_mesh(case.module) is not None or tensors_of_diffusers(case.module) is not None
@@ -155,7 +157,7 @@ def cached_in_one_graph(case: CompatibilityContext) -> Mapping[str, Any] | None:
 
 
 def sharded_without_breaks(case: CompatibilityContext) -> bool:
-    """FSDP2 gathers the weights of a block in hooks, at which Dynamo breaks a graph."""
+    """Whether a model with weights sharded by FSDP2 was compiled with ``fullgraph=True``. Its hooks break the graph."""
     if case.module is None or not is_sharded(case.module):
         return False
     component = component_of(case.owner, case.component) if case.component else case.module

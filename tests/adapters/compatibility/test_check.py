@@ -335,7 +335,7 @@ CASES = {
         lambda _: CompatibilityContext(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*cached.* transformer",
     ),
-    "a UNet that is not known": (
+    "an unsupported UNet": (
         When.PARALLELIZE,
         lambda _: CompatibilityContext(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
@@ -357,12 +357,12 @@ CASES = {
         lambda _: CompatibilityContext(*[UNET_PIPELINES["sd"].build().unet] * 2),
         "^UNet2DConditionModel .*First Block Cache",
     ),
-    "what is no adapter": (
+    "an adapter= that is not an Adapter": (
         When.PARALLELIZE,
         lambda _: CompatibilityContext(flux_pipe(), flux_transformer(), adapter={}),
         r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
-    "a transformer of which it is known why it has no plan": (
+    "a transformer class that cannot have a plan": (
         When.PARALLELIZE,
         lambda _: CompatibilityContext(lumina_next(), lumina_next()),
         "^LuminaNextDiT2DModel .*processor ",
@@ -372,12 +372,12 @@ CASES = {
         lambda _: CompatibilityContext(OtherModel(), OtherModel()),
         r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
-    "a cache on blocks of which it is known why none is skipped": (
+    "a cache on blocks that cannot be skipped": (
         When.CACHE,
         lambda _: CompatibilityContext(far := MODELS["anyflow far"].build(), far),
         "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
-    "a cache on blocks that are not known": (
+    "a cache on blocks that no adapter describes": (
         When.CACHE,
         lambda _: CompatibilityContext(OtherModel(), OtherModel()),
         "^OtherModel .*cached.* blocks .*FLUX",
@@ -404,12 +404,12 @@ CASES = {
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
-    "stages of a model whose blocks hand on more than tokens": (
+    "stages of a model whose blocks pass on more than tokens": (
         When.PARALLELIZE,
         lambda mesh: CompatibilityContext(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
         r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
-    "stages of weights that something else places": (
+    "stages of weights that are moved or sharded otherwise": (
         When.PARALLELIZE,
         lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
@@ -424,12 +424,12 @@ CASES = {
         fused_and_compiled,
         r"^pipe\.transformer .*PipeFusion, .*compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "a cache over stages that cannot decide or store": (
+    "a cache that stages do not support": (
         When.CACHED_CALL,
         cached_stages,
         r"^pipe\.transformer .*stages, .*cached.* rule ",
     ),
-    "weights sharded over ranks that need not run the same blocks": (
+    "weights sharded over ranks that may run different blocks": (
         When.CACHED_CALL,
         sharded_and_cached,
         r"^pipe\.transformer .*weights .*2 ranks, .*1 .*cache",
@@ -449,7 +449,7 @@ CASES = {
         quantized_late,
         r"^transformer_blocks\.0\.attn\.to_q\.weight .*pipe\.transformer .*Int8Tensor ",
     ),
-    "heads that other ranks share than the mesh says": (
+    "heads sharded over other ranks than those along tensor": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(
             lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())
@@ -486,7 +486,7 @@ CASES = {
         lambda mesh: CompatibilityContext(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
-    "attention that is no scaled_dot_product_attention": (
+    "attention that does not call scaled_dot_product_attention": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
@@ -498,12 +498,12 @@ CASES = {
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
         r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
     ),
-    "another hook of diffusers that needs more than a rank's tokens, or may": (
+    "a hook of diffusers that may need tokens of other ranks": (
         When.PARALLEL_CALL,
         lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
         r"^pipe\.transformer .*diffusers.* \w+ at '.*': .*drops",
     ),
-    "a guider that puts on such a hook": (
+    "a guider that adds such a hook": (
         When.PARALLEL_CALL,
         guided_by_blur,
         r"^pipe\.guider .*SmoothedEnergyGuidance: .*blurs",
@@ -511,9 +511,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.what)
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.title)
 def test_each_refusal_has_a_case(row):
-    when, make, message = CASES[row.what]
+    when, make, message = CASES[row.title]
     assert when in row.when
     with fake_group(2):
         case = make(guided_mesh(cpu_mesh(1, 2)))
