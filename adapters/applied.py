@@ -1,4 +1,4 @@
-"""What parallelize_pipe and parallelize_unet have applied to an object, as the rooms below them need to know it."""
+"""Queries of what parallelize_pipe and parallelize_unet applied to an object."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import wrapper
 from para_core.plans.region import mesh_of_plan
 
-# Under these keys the handlers, whose attribute ``mesh`` is a GuidedMesh, are around ``__call__``.
+# Keys of the wrappers of ``__call__``. Their handlers have an attribute ``mesh``, a GuidedMesh.
 PARALLEL_PIPE = "parallel"
 PARALLEL_UNET = "parallel_unet"
 
 
 def mesh_of(pipe: Any) -> GuidedMesh | None:
-    """Return the ranks that run ``pipe``; None if it is not parallel."""
+    """Return the mesh on which ``pipe`` runs; None if it is not parallel."""
     return _mesh_of_handler(pipe, PARALLEL_PIPE)
 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
-    """Return the ranks that share the tokens, or the rows, of what ``module`` computes; None if none do."""
+    """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
     unet = _mesh_of_handler(module, PARALLEL_UNET)
     return mesh_of_plan(module) or (None if unet is None else unet.sequence)
 

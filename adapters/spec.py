@@ -1,4 +1,4 @@
-"""What an adapter is: the facts about one model family of diffusers that para_core needs."""
+"""The type of adapters: facts about one model family of diffusers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ Text = Literal["shard", "replicate"]
 
 @dataclass(frozen=True)
 class Adapter:
-    """One transformer class of diffusers, how it is run in parallel, and what is cached of it.
+    """Description of one transformer class of diffusers: how it runs in parallel, and what is cached.
 
     Args:
-        transformer: name of the transformer class; subclasses of it are meant, too.
-        pipelines: what a user calls the pipelines that it serves, for messages.
-        plan: what is split and gathered; where text can be sharded, it is, as the segment ``text``. None: what the class
-            publishes.
-        complete: the plan of one module, made of ``plan``, where it depends on the module's config.
-        text: the faster way to treat text.
-        blocks: its block stack, for First Block Cache.
-        uncached: why it has no ``blocks``, for a message; None: they are not known.
-        tensor: what is sharded by tensor parallelism; None: what the class publishes (``_tp_plan``).
-        frames: where a model that makes tokens of a video has its frames: PipeFusion's patches are frames. None: it is given tokens, or it
-            is not known.
-        empty_text: whether the model takes no tokens of text at all: PipeFusion's patches behind the first then have none, else each has all.
-        steps_with_copies: Whether one of its pipelines takes its steps with copies of its scheduler, one for each frame, and leaves the
-            scheduler itself alone (diffusion forcing).
-        threshold: the default ``residual_diff_threshold``.
-        threshold_source: who recommends it.
+        transformer (`str`): Name of the transformer class. The adapter also applies to its subclasses.
+        pipelines (`str`): Names of its pipelines as users know them, for messages.
+        plan (`Plan`, *optional*): What is sharded and gathered. If text can be sharded, the plan shards it, as the
+            segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
+        complete (`Callable`, *optional*): Returns the plan of a module from ``plan`` and the module, if it depends on
+            the module's config.
+        text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens.
+        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages.
+        uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.
+        tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class publishes
+            (``_tp_plan``).
+        frames (`Frames`, *optional*): Position of the frames in the input of a model that makes tokens from a video;
+            PipeFusion's patches then consist of frames.
+        empty_text (`bool`, defaults to `True`): Whether the model accepts an empty text. Then only PipeFusion's first
+            patch carries the text; otherwise each patch carries all of it.
+        steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines takes its steps with copies of its
+            scheduler, one for each frame (diffusion forcing).
+        threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
+        threshold_source (`str`): Who recommends this threshold.
     """
 
     transformer: str

@@ -1,1 +1,1 @@
-"""Checks that every rank makes the same call of a pipeline, in the same state, and fails together."""
+"""Checks that all ranks make the same call of a pipeline in the same state, and that all of them fail together."""

@@ -1,4 +1,4 @@
-"""Comparing the arguments of one call over the ranks of a mesh: once per call of a pipeline, or of a model that is called by hand."""
+"""Compare the arguments of one call of a pipeline or a model over the ranks of a mesh, in one exchange."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.consistency import Record, check_consistent, signature
+from para_core.distributed.consistency import Record, Signature, check_consistent, signature
 from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
 
-# Characters of a value in a record; a longer one is shortened and hashed.
-_SHOWN = 60
+# Characters of a value in a record; a longer text is cut and gets a hash.
+_MAX_CHARACTERS = 60
 
 
 def require_same_call(
@@ -29,61 +29,59 @@ def require_same_call(
     state: Callable[[bool], Mapping[str, Any]],
     problem: str | None = None,
 ) -> None:
-    """Raise on every rank, naming what differs, unless all ranks call with the same arguments: one exchange.
+    """Raise on every rank unless all ranks call ``pipe`` with equal arguments. The message names what differs.
 
     Args:
-        what: what is called, for messages.
-        state: Returns the state of the pipeline that must be equal, too; its argument is whether the call decodes latents.
-        problem: why this rank cannot take part in the call; None if it can.
+        what: Name of the called object, for messages.
+        state: Returns the state of the pipeline that must also be equal. Its argument is whether the call decodes
+            latents.
+        problem: Reason why this rank cannot take part in the call; None if it can.
 
     Raises:
-        ValueError: an argument differs between two ranks.
-        TypeError: the arguments of a rank do not fit the signature of ``pipe``.
-        RuntimeError: a rank has a ``problem``.
+        ValueError: If an argument or the state differs between two ranks.
+        TypeError: If the arguments of a rank do not fit the signature of ``pipe``.
+        RuntimeError: If a rank has a ``problem``.
     """
-    try:
-        if problem is not None:
-            raise RuntimeError(problem)
-        signature_of_call = inspect.signature(original_class(pipe).__call__)
-        given = _flat(signature_of_call.bind(pipe, *args, **kwargs).arguments)
-        mine: Record | Exception = _record({**given, **state(given.get("output_type") != "latent")})
-    except (TypeError, ValueError, RuntimeError) as error:
-        mine = error
-    _require_alike(
-        mine,
+
+    def values() -> Mapping[str, Any]:
+        bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
+        bound.pop("self", None)
+        arguments = {**bound.pop("kwargs", {}), **bound}
+        return {**arguments, **state(arguments.get("output_type") != "latent")}
+
+    _require_equal(
+        values,
         mesh,
         what,
+        problem,
         "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
     )
 
 
-def require_same_inputs(given: Mapping[str, Any], mesh: GuidedMesh, what: str, problem: str | None = None) -> None:
-    """Raise on every rank, naming what differs, unless all ranks give a module the same inputs: one exchange.
+def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, problem: str | None = None) -> None:
+    """Raise on every rank unless all ranks call a module with equal inputs. The message names what differs.
 
     Args:
-        what, problem: as for :func:`require_same_call`.
+        what, problem: As in :func:`require_same_call`.
 
     Raises:
-        ValueError: an input differs between two ranks.
-        RuntimeError: a rank has a ``problem``.
+        ValueError: If an input differs between two ranks.
+        RuntimeError: If a rank has a ``problem``.
     """
-    try:
-        mine: Record | Exception = _record(given) if problem is None else RuntimeError(problem)
-    except (TypeError, ValueError, RuntimeError) as error:
-        mine = error
-    _require_alike(
-        mine,
+    _require_equal(
+        lambda: inputs,
         mesh,
         what,
-        "If another pipeline shares this transformer (from_pipe), have its random numbers and arguments kept alike too: "
-        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator of the "
+        problem,
+        "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as well: "
+        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator with the "
         "same seed on all ranks.",
     )
 
 
-def _record(given: Mapping[str, Any]) -> Record:
-    """Describe each value that is not None. All tensors together cost one wait for the device."""
-    pieces = {name: list(_pieces(value)) for name, value in given.items() if value is not None}
+def _record(values: Mapping[str, Any]) -> Record:
+    """Return a text for each value that is not None. The host waits for the device once for all tensors."""
+    pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
     tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
     digits = iter(fingerprints(tensors))
     return {
@@ -92,31 +90,33 @@ def _record(given: Mapping[str, Any]) -> Record:
     }
 
 
-def _require_alike(mine: Record | Exception, mesh: GuidedMesh, what: str, way_out: str) -> None:
+def _require_equal(
+    values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, problem: str | None, way_out: str
+) -> None:
+    """Raise on every rank unless all ranks have equal ``values()``.
+
+    An error of ``values`` on one rank raises on all of them.
+    """
+
     def explain(records: list[Record]) -> str:
-        rank, other = next((rank, other) for rank, other in enumerate(records) if other != records[0])
-        names = sorted(name for name in {*other, *records[0]} if other.get(name) != records[0].get(name))
-        differing = "; ".join(
-            f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {other.get(name, 'nothing')}"
-            for name in names
-        )
-        return (
-            f"the ranks of one mesh must call {what} alike, and sequence rank {rank} differs from rank 0. {differing}. "
-            f"{way_out}"
-        )
+        return f"the ranks of one mesh must call {what} with equal arguments. {differences(records)}. {way_out}"
 
-    check_consistent(mine if isinstance(mine, Exception) else signature(mine), mesh, explain=explain)
+    local: Signature | Exception
+    try:
+        local = signature(_record(values())) if problem is None else RuntimeError(problem)
+    except (TypeError, ValueError, RuntimeError) as error:
+        local = error
+    check_consistent(local, mesh, explain=explain)
 
 
-def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``**kwargs`` of a call by their own names; ``self`` left out."""
-    flat: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "kwargs" and isinstance(value, dict):
-            flat.update(value)
-        elif name != "self":
-            flat[name] = value
-    return flat
+def differences(records: list[Record]) -> str:
+    """Return a text that names each field in which the first differing rank differs from rank 0, with both values."""
+    rank, record = next((rank, record) for rank, record in enumerate(records) if record != records[0])
+    return "; ".join(
+        f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {record.get(name, 'nothing')}"
+        for name in sorted({*record, *records[0]})
+        if record.get(name) != records[0].get(name)
+    )
 
 
 def _hash(data: bytes | memoryview) -> str:
@@ -124,17 +124,17 @@ def _hash(data: bytes | memoryview) -> str:
 
 
 def describe(value: Any) -> str:
-    """A short text that is equal for equal arguments, also in another process."""
+    """Return a short text that is equal for equal values, also in another process."""
     text: str = _record({"": value}).get("", "None")
     return text
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}… ({_hash(text.encode())})"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS // 2]}… ({_hash(text.encode())})"
 
 
 def _pieces(value: Any) -> Iterator[str | Tensor]:
-    """Yield what describes ``value``, in parts. A tensor stands for its fingerprint."""
+    """Yield the parts of a text that describes ``value``. A tensor takes the place of its fingerprint."""
     if value is None or isinstance(value, (str, bool, int, float)):
         yield repr(value)
     elif isinstance(value, Tensor):
@@ -146,13 +146,13 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):
         yield from _joined("[]", [("", item) for item in value])
-    elif is_dataclass(value) and not isinstance(value, type):  # the frames that LTX-Video is given, and their places
+    elif is_dataclass(value) and not isinstance(value, type):  # for example LTX-Video's conditions
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:
-        # A callback, or an object of the user's: only its kind can be compared.
+        # Of callbacks and other objects only the class can be compared.
         yield f"a {type(value).__name__}"
 
 

@@ -1,4 +1,9 @@
-"""A user's callbacks, which get control in the middle of a pipeline's call."""
+"""Callbacks of a pipeline's call: run code around them, and check that they change the same on all ranks.
+
+A callback that acts differently on one rank raises on every rank, instead of giving a wrong image or a wait until the
+time-out. After each callback the ranks exchange a few numbers over the CPU. They compare values (fingerprints of the
+returned tensors, and the LoRAs) only if a callback changed something on some rank.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,28 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from para_core.adapters.consistency.arguments import differences
+from para_core.adapters.consistency.loras import Loras, fingerprint, is_version, version_of
+from para_core.distributed.consistency import Record, check_consistent, signature
+from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+
+_WAY_OUT = (
+    "A callback must make the same change on all ranks: draw random numbers from a generator with the same seed, and do what only "
+    "one rank should do (logging, saving) without changing the pipeline."
+)
 
 
 @contextmanager
 def around_callbacks(
     kwargs: Mapping[str, Any], key: str, run: Callable[..., Any], *, order: WrapperPriority
 ) -> Iterator[dict[str, Any]]:
-    """Inside, the callbacks among the arguments of a pipeline's call run as ``run(callback, *args, **kwargs)``.
+    """Inside the block, run each callback among the arguments of a call as ``run(callback, *args, **kwargs)``.
 
     Yields:
-        The arguments to call with.
+        The arguments to call the pipeline with.
     """
     callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
     with ExitStack() as stack:
@@ -29,9 +45,82 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPrio
     if not hasattr(callback, "tensor_inputs"):
         yield partial(run, callback)
         return
-    # Of diffusers' own, pipelines ask of what class they are.
+    # Pipelines check the class of diffusers' own callbacks, so these are wrapped on the instance.
     wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
     try:
         yield callback
     finally:
         unwrap(callback, key)
+
+
+class CheckedCallbacks:
+    """Runner of callbacks that compares their effects over the ranks of ``mesh``.
+
+    Args:
+        loras: LoRAs of ``pipe``, described when the call began.
+    """
+
+    def __init__(self, pipe: Any, mesh: GuidedMesh, loras: Loras) -> None:
+        self._pipe, self._mesh, self._loras = pipe, mesh, loras
+
+    def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``callback(*args, **kwargs)`` after all ranks ran theirs with the same effect.
+
+        Raises:
+            ValueError: If it changed something on one rank that it did not change equally on the others.
+            RuntimeError: If it raised on another rank.
+            Exception: What it raised on this rank.
+        """
+        inputs = _tensors(args)
+        versions = {name: version_of(x) for name, x in inputs.items()}
+        try:
+            result = callback(*args, **kwargs)
+        except Exception as error:
+            self._raise_everywhere(error)
+            raise
+        outputs = _tensors((result,))
+        changed = any(inputs.get(name) is not x or not is_version(x, versions[name]) for name, x in outputs.items())
+        self._compare(outputs, changed)
+        return result
+
+    def _raise_everywhere(self, error: Exception) -> None:
+        try:
+            check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
+        except RuntimeError:
+            return  # This rank raises its own error, even if no other rank answers.
+
+    def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
+        state: Record = {
+            # Callbacks set these to end a generation, and to end its guidance.
+            "interrupt": getattr(self._pipe, "_interrupt", None),
+            "guidance_scale": _plain(getattr(self._pipe, "_guidance_scale", None)),
+            **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
+            **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
+        }
+        flags = [int(changed), int(self._loras.changed(self._pipe))]
+        flags_of_ranks = check_consistent(signature(state), self._mesh, flags, explain=_explain)
+        if any(tensors for tensors, _ in flags_of_ranks):
+            values = {f"values of {name}": f"{fingerprint([x]):x}" for name, x in outputs.items()}
+            check_consistent(signature(values), self._mesh, explain=_explain)
+        if any(loras for _, loras in flags_of_ranks):
+            check_consistent(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)
+
+
+def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return the tensors among ``values`` by name.
+
+    A callback takes and returns them in a dict, or (an old form) one by one.
+    """
+    named = {f"argument {index}": value for index, value in enumerate(values)}
+    for value in values:
+        if isinstance(value, Mapping):
+            named.update(value)
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+
+
+def _explain(records: list[Record]) -> str:
+    return f"the effect of a callback differs between ranks. {differences(records)}. {_WAY_OUT}"

@@ -1,4 +1,4 @@
-"""The random numbers of a call: those of the first rank of the mesh, on all ranks."""
+"""Random numbers of a call: all ranks use the generator state of the mesh's first rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
-    """Inside, the default generators continue those of the mesh's first rank; afterwards each rank has its own again.
+    """Inside the block, the default generators of all ranks have the state of those of the mesh's first rank.
 
-    The first rank's move on, as if it had run alone. Gives a token of this call, the same on all ranks.
+    Afterwards each rank has its own state again. The generators of the first rank advance as in a run on one device.
+
+    Yields:
+        A random token of this call, equal on all ranks.
     """
-    # Whatever the mesh says: diffusers takes random numbers on the pipeline's device, and a gloo group also serves accelerators.
+    # Not the device of the mesh: diffusers draws on the pipeline's device, and a gloo group also serves accelerators.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device_module = None if accelerator is None else torch.get_device_module(accelerator)
     own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])

@@ -1,6 +1,6 @@
-"""What decides, beside its arguments, what a pipeline generates: it must be alike on all ranks of a mesh.
+"""State of a pipeline that must be equal on all ranks of a mesh, in addition to the arguments of a call.
 
-Its scheduler, guider and cache, the dtypes of its models, their LoRAs, and the versions of the packages that run them.
+It consists of the scheduler, guider and cache, the dtypes of the models, their LoRAs, and the versions of the packages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from para_core.plans.region import plan_options
 
 
 def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """By name, values that are equal on two ranks if and only if these things are.
+    """Return the state of ``pipe`` by name, as values that :func:`require_same_call` can compare.
 
     Args:
-        cache: Options of its cache, by transformer.
-        decodes: its VAE counts, too. A rank may lack one if the call gives latents, and a text encoder if it is given embeddings.
+        decodes: Whether the VAE belongs to the state. A rank needs none if the call returns latents. Text encoders
+            never belong to it, because a call may pass embeddings.
+        cache: Options of the cache by transformer; None without a cache.
     """
     parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
     return {
@@ -39,18 +40,17 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
 
 
 def _attention(pipe: Any) -> dict[str, str]:
-    """How that of each transformer is computed."""
-    found = {name: plan_options(uncompiled(module)) for name, module in transformers_of(pipe).items()}
+    """Return the attention options of each parallel transformer."""
     return {
         f"{option} of {name}": value
-        for name, options in found.items()
-        if options is not None
+        for name, module in transformers_of(pipe).items()
+        if (options := plan_options(uncompiled(module))) is not None
         for option, value in options.by_name.items()
     }
 
 
 def _configured(part: Any) -> dict[str, Any]:
-    # What begins with an underscore is diffusers' own bookkeeping, and in no fixed order.
+    # Names with an underscore are diffusers' own bookkeeping, in no fixed order.
     settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
     return {"class": type(part).__name__, **settings}
 
@@ -58,22 +58,20 @@ def _configured(part: Any) -> dict[str, Any]:
 @cache
 def _versions() -> str:
     packages: list[Any] = [torch]
-    # A pipeline or transformer of one's own runs without diffusers.
+    # A user's own pipeline or transformer runs without diffusers.
     with suppress(ImportError):
         import diffusers
 
         packages.append(diffusers)
-    # What follows a plus is how it was built, and differs between machines that compute alike.
+    # The part after a plus names the build, which may differ between machines.
     return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in packages)
 
 
 def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
-    """Of each model, the dtypes of its parameters."""
-    found = {}
-    for name, model in models_of(pipe):
-        if name not in names:
-            continue
-        dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
-        if dtypes:
-            found[f"dtype of pipe.{name}"] = ", ".join(dtypes)
-    return found
+    """Return the dtypes of the parameters of each model in ``names`` that has any."""
+    dtypes = {
+        name: sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
+        for name, model in models_of(pipe)
+        if name in names
+    }
+    return {f"dtype of pipe.{name}": ", ".join(values) for name, values in dtypes.items() if values}

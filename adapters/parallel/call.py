@@ -1,4 +1,4 @@
-"""The wrapper of a parallel pipeline's ``__call__``: the same call on all ranks, with the same random numbers, and one error for all."""
+"""Wrapper of a parallel pipeline's ``__call__``: equal arguments, random numbers and errors on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from torch import nn
 from para_core.adapters.applied import PARALLEL_PIPE, applied_mesh
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility import CompatibilityContext, When, reason_against
-from para_core.adapters.consistency.agreed_callbacks import AgreedCallbacks
 from para_core.adapters.consistency.arguments import require_same_call
-from para_core.adapters.consistency.callbacks import around_callbacks
+from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
 from para_core.adapters.consistency.loras import Loras
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
-from para_core.adapters.parallel.cfg_output import foreseen_output
+from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import TRANSFORMERS
-from para_core.adapters.rows.unet_rows import known_equal_unets
+from para_core.adapters.rows.unet import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
@@ -36,22 +35,22 @@ from para_core.weights.stages import known_equal_stages
 
 _KEY = PARALLEL_PIPE
 _GUIDANCE = "guidance"
-_CALLBACK = "callback with results"
-_AGREED = "callback that is compared"
+_CALLBACK = "callback after the guidance round"
+_CHECKED_CALLBACK = "checked callback"
 
 
 class ParallelCall:
-    """What goes around the calls of one pipeline on a mesh, and of its transformers.
+    """Handler of the calls of one pipeline on a mesh, and of the sequential CFG passes of its transformers.
 
     Args:
-        transformers: by the name of the component; each has its plan.
-        unets: by their paths; each runs on rows.
-        apart: its branches of guidance are calls of their own, which are distributed over the ``batch`` mesh dim.
-        assume_equal: arguments are not compared over the ranks.
-        session: to which it belongs.
+        transformers: Transformers by the name of the component, each with a plan.
+        unets: UNets and ControlNets by their paths, each with sharded rows.
+        sequential_cfg: Whether each CFG branch is a call of its own, so that the calls are distributed over ``batch``.
+        assume_equal: Whether to skip the comparison of arguments over the ranks.
+        session: Session that this handler belongs to.
 
     Attributes:
-        fused: PipeFusion on its transformers, if it runs on them.
+        fused: PipeFusion on the transformers; None without it.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ParallelCall:
         unets: Mapping[str, nn.Module],
         mesh: GuidedMesh,
         *,
-        apart: bool,
+        sequential_cfg: bool,
         assume_equal: bool,
         session: ParallelSession,
     ) -> None:
@@ -68,24 +67,24 @@ class ParallelCall:
         self.fused: FusedPipe | None = None
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
-        self._apart = apart
+        self._sequential_cfg = sequential_cfg
         self._assume_equal = assume_equal
         self._loras = Loras()
         self._caching: PipelineCache | None = None
-        self._places: list[Place] = []  # of all ranks, once they have called together
-        self._guidance = Guidance(mesh.batch, foreseen_output)
+        self._places: list[Place] = []  # one per rank, exchanged in the first call
+        self._guidance = Guidance(mesh.batch, meta_output)
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in transformers.values()
         }
 
-    def put_around(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe``, to whose models plans and rows are applied already."""
+    def attach(self, pipe: Any) -> None:
+        """Wrap ``__call__`` of ``pipe``, after the plans and rows were applied to its models."""
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
-        wrap_method(pipe, "__call__", _KEY, self._around, order=WrapperPriority.PARALLEL)
+        wrap_method(pipe, "__call__", _KEY, self._run, order=WrapperPriority.PARALLEL)
 
-    def _around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.mesh.check_alive()
         problem = reason_against(
             When.PARALLEL_CALL,
@@ -108,24 +107,24 @@ class ParallelCall:
                 stack.enter_context(inputs_verified(module))
                 stack.enter_context(known_equal_stages(module))
                 component = getattr(pipe, name)
-                if self._apart and wrapper(component, "__call__", _GUIDANCE) != self._share_out:
-                    # Around what torch.compile made of it, if anything: a graph holds one call.
-                    wrap_method(component, "__call__", _GUIDANCE, self._share_out, order=WrapperPriority.GUIDANCE)
+                if self._sequential_cfg and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
+                    # The compiled module is wrapped, not the module inside it, because a graph holds one call.
+                    wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
             stack.enter_context(known_equal_unets(self._unets.values()))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
-                # Its ranks come to a step at different times: a callback is not agreed upon, which would make them wait.
+                # Stages reach a step at different times, and a check of callbacks would make them wait for each other.
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
-                agreed = AgreedCallbacks(pipe, self.mesh, self._loras)
+                checked = CheckedCallbacks(pipe, self.mesh, self._loras)
                 kwargs = stack.enter_context(
-                    around_callbacks(kwargs, _AGREED, agreed.run, order=WrapperPriority.GUIDANCE)
+                    around_callbacks(kwargs, _CHECKED_CALLBACK, checked.run, order=WrapperPriority.GUIDANCE)
                 )
-            if self._apart:
+            if self._sequential_cfg:
                 stack.enter_context(self._warn_unguided(type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
                 kwargs = stack.enter_context(
-                    around_callbacks(kwargs, _CALLBACK, self._with_results, order=WrapperPriority.GUIDANCE)
+                    around_callbacks(kwargs, _CALLBACK, self._run_callback, order=WrapperPriority.GUIDANCE)
                 )
             result = materialize(call(pipe, *args, **kwargs))
         return materialize(result)
@@ -136,17 +135,17 @@ class ParallelCall:
         cache = None if caching is None else {name: cache.as_text() for name, cache in caching.caches.items()}
         return pipe_state(pipe, self._loras, decodes=decodes, cache=cache)
 
-    def _with_results(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A callback after the results of its step are on every rank: it may look at them on one rank alone."""
+    def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``callback`` once every rank has the outputs of its step, because it may read them on one rank only."""
         self._guidance.finish()
         return callback(*args, **kwargs)
 
-    def _share_out(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._guidance.active:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Here, for an error of the one rank that computes this call would leave the others waiting.
+        # Every rank binds the arguments. If only the rank that computes this call raised, the others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         return self._guidance.call(module, partial(call, module), args, kwargs)
 
@@ -156,21 +155,20 @@ class ParallelCall:
         rounds = self._guidance.rounds
         if rounds and max(rounds) == 1:
             warnings.warn(
-                f"this call of the {name} had no branches of guidance for the {self.mesh.batch.size} ranks along 'batch' to share: "
-                "one computed what the others waited for. Guide, or give these ranks to the sequence (a mesh without "
-                "max_batch_dim_size).",
+                f"this call of the {name} had no branches of guidance: of {self.mesh.batch.size} ranks along 'batch', one computed and the "
+                "others waited. Use guidance, or give these ranks to the sequence (a mesh without max_batch_dim_size).",
                 stacklevel=6,
             )
 
 
 def parallel_call(pipe: Any) -> ParallelCall | None:
-    """What :meth:`ParallelCall.put_around` put around ``pipe``, if it did."""
-    found = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
-    return found if isinstance(found, ParallelCall) else None
+    """Return the handler that :meth:`ParallelCall.attach` attached to ``pipe``; None if ``pipe`` is not parallel."""
+    handler = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
+    return handler if isinstance(handler, ParallelCall) else None
 
 
 def remove_parallel_call(pipe: Any) -> None:
-    """Take away what :class:`ParallelCall` put around ``pipe`` and its transformers."""
+    """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
     for name in TRANSFORMERS:
         component = getattr(pipe, name, None)
         for module in (component, uncompiled(component)):

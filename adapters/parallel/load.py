@@ -1,4 +1,4 @@
-"""Loading a pipeline on all ranks of a node at once, of which each keeps its part of the weights."""
+"""Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance_patching import uncompiled
 
-# Names in the header of a safetensors file.
+# Names of dtypes in the header of a safetensors file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -38,26 +38,33 @@ def from_pretrained_sharded(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """``pipeline.from_pretrained(name)`` and ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``, in the host memory of one copy.
+    """Load a pipeline, shard its weights and parallelize it, with the host memory of one copy per node.
 
-    Every rank maps the safetensors files of its node, which the system holds once for all, reads its part of each weight, and unmaps
-    the weight. Weights are cast after they were sharded.
+    Equals ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``. Every
+    rank maps the safetensors files of its node, whose pages the operating system shares between processes, reads its
+    shard of each weight, and unmaps the weight. Weights are cast after they are sharded. Every rank of the mesh calls
+    this function.
 
     Args:
-        pipeline: a class of diffusers.
-        name: a folder, or a repository on the Hub, whose weights are safetensors. One rank of each node downloads it, while the others
-            wait, however long it takes.
-        mesh: as for :func:`parallelize_pipe`; left out: all ranks, as :func:`init_context_parallel_mesh` makes it.
-        weights: as for :func:`shard_weights`; or ``"stages"``, with a mesh that has ``pipe``: of the blocks of other stages nothing is read.
-        dtype: of floating-point weights; left out: that of the files. What a class keeps in float32 stays so.
-        **options: of ``from_pretrained``; no ``device_map``.
+        pipeline (`type[DiffusionPipeline]`): Pipeline class of diffusers.
+        name (`str` or `Path`): Folder, or repository on the Hub, with safetensors weights. One rank of each node
+            downloads it while the others wait, without a time limit.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in :func:`parallelize_pipe`. Defaults to all ranks, as
+            :func:`init_context_parallel_mesh` arranges them.
+        weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`; ``"stages"``
+            needs a mesh with ``pipe``, and a rank does not read the blocks of other stages.
+        dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that a class keeps in float32.
+            Defaults to that of the files.
+        **options: Arguments of ``from_pretrained``, without ``device_map``, ``torch_dtype`` and
+            ``quantization_config``.
 
     Returns:
-        The pipeline; what is not sharded is on the device of the mesh, too.
+        The parallel pipeline. Components that are not sharded are on the device of the mesh as well.
 
     Raises:
-        ValueError: an option does not fit.
-        RuntimeError: on every rank, if a file is missing, incomplete or corrupt on one of them, or files differ.
+        ValueError: If an option does not fit.
+        RuntimeError: If there is no process group; on every rank, if a file is missing, incomplete or corrupt on one
+            rank, or files differ.
     """
     require_process_group("from_pretrained_sharded")
     if weights not in (*METHODS, "stages"):
@@ -79,8 +86,8 @@ def from_pretrained_sharded(
     parallelize_pipe(pipe, mesh=mesh)
     if weights != "stages":
         shard_components(pipe, guided, weights, from_files=True)
-    with raising_on_all(guided, "what is not sharded could not be placed"):
-        _own_weights(pipe, weights)
+    with raising_on_all(guided, "the components that are not sharded could not be placed"):
+        _copy_from_files(pipe, weights)
         if dtype is not None:
             for part in _modules(pipe):
                 _cast(part, dtype)
@@ -89,29 +96,30 @@ def from_pretrained_sharded(
     return pipe
 
 
-def _own_weights(pipe: Any, weights: str) -> None:
-    """Out of the files what stays of them on this rank."""
+def _copy_from_files(pipe: Any, weights: str) -> None:
+    """Copy the weights that this rank keeps unsharded out of the mapped files."""
     for part in components_of(pipe).values():
         for parameter in part.parameters():
             if weights == "stages" and not parameter.is_meta:
                 parameter.data = parameter.data.clone()
             elif weights == "fsdp" and not isinstance(parameter, DTensor):
-                # Small ones, out of the file: there they are not aligned, and kernels then add in another order.
+                # FSDP2 leaves small weights unsharded. In a file they are not aligned, so kernels would add in another
+                # order.
                 parameter.data = parameter.data.clone()
 
 
 def _move(pipe: Any, weights: str, device: str) -> None:
     for part in _modules(pipe):
         if weights == "stages":
-            for held in (*part.parameters(), *part.buffers()):
-                held.data = held.data if held.is_meta else held.data.to(device)
+            for x in (*part.parameters(), *part.buffers()):
+                x.data = x.data if x.is_meta else x.data.to(device)
         elif part not in components_of(pipe).values():
             part.to(device)
 
 
 _INSTEAD = {
-    "device_map": "each rank has a device of its own, that of the mesh.",
-    "torch_dtype": "it is dtype=.",
+    "device_map": "each rank has its own device, that of the mesh.",
+    "torch_dtype": "use dtype=.",
     "quantization_config": "FSDP2 and tensor parallelism shard plain weights.",
 }
 
@@ -121,51 +129,59 @@ def _modules(pipe: Any) -> list[nn.Module]:
 
 
 def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]) -> Any:
-    """Return the pipeline in the dtypes of its files, each weight mapped from its file; or raise on all ranks."""
+    """Return the pipeline in the dtypes of its files, with each weight mapped from its file.
+
+    If a rank fails, every rank raises.
+    """
     download_once_per_node(pipeline, name, mesh, options)
-    with raising_on_all(mesh, f"{name} could not be loaded (of a file that is incomplete: download it again)"):
+    with raising_on_all(mesh, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
-        _require_safetensors(folder, given=set(options))
+        _require_safetensors(folder, passed=set(options))
         files = _files_in(folder, options.get("variant"))
-        with _nothing_filled():
+        with _uninitialized_memory():
             pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
         for path in files:
             component = uncompiled(pipe.components.get(path.parent.name))
             if isinstance(component, nn.Module):
-                _map_weights_apart(component, path)
+                _map_each_weight(component, path)
     return pipe
 
 
 @contextmanager
-def _nothing_filled() -> Iterator[None]:
-    """``torch.empty`` without the values that deterministic algorithms write into it.
+def _uninitialized_memory() -> Iterator[None]:
+    """Stop deterministic algorithms from filling the memory of ``torch.empty`` inside the block.
 
-    Each weight is allocated before it goes to the meta device. If it was written to, its pages are in memory, and malloc may keep them.
+    Loading allocates each weight before it moves it to the meta device. Written pages would take memory, and malloc may
+    keep them.
     """
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 _SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 
 
-def _require_safetensors(folder: Path, given: set[str]) -> None:
-    """diffusers and transformers would look for other files, and name those as missing; components in ``given`` are not loaded."""
+def _require_safetensors(folder: Path, passed: set[str]) -> None:
+    """Raise ``FileNotFoundError`` if a component of ``folder`` lacks safetensors files or the index of its shards.
+
+    diffusers and transformers would look for other formats and name those as missing. Components in ``passed`` are not
+    loaded.
+    """
     for config in sorted(folder.glob("*/config.json")):
-        part, known = config.parent, json.loads(config.read_text())
-        # Neither is in the configs of tokenizers.
-        if part.name in given or not ({"_class_name", "architectures"} & set(known)):
+        part, settings = config.parent, json.loads(config.read_text())
+        # Configs of models have one of these entries; configs of tokenizers have neither.
+        if part.name in passed or not settings.keys() & {"_class_name", "architectures"}:
             continue
         names = sorted(path.name for path in part.glob("*.safetensors"))
         if not names:
             others = sorted(path.name for path in part.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
             way_out = "Download it again."
             if others:
-                way_out = f"It has {others[0]}: save it anew, {_SAVE}."
+                way_out = f"It has {others[0]}: save it again, {_SAVE}."
             raise FileNotFoundError(f"{part} has no safetensors file. {way_out}")
         if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(part.glob("*.safetensors.index*.json")):
             raise FileNotFoundError(
@@ -174,48 +190,50 @@ def _require_safetensors(folder: Path, given: set[str]) -> None:
 
 
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
-    """Weights of components; of a component that has it, of this variant alone."""
+    """Return the safetensors files of all components, of ``variant`` if a component has it, otherwise of none."""
     by_variant: dict[Path, dict[str | None, list[Path]]] = {}
-    # The Hub's cache has links in folders of components.
+    # In the Hub's cache the folders of components hold links, so the files are found by pattern and not resolved.
     for path in sorted(folder.glob("*/*.safetensors")):
         # diffusion_pytorch_model.fp16-00001-of-00002.safetensors
         parts = path.name.split(".")
         which = parts[1].split("-")[0] if len(parts) > 2 else None
         by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
-    chosen = [found.get(variant) or found.get(None) or [] for found in by_variant.values()]
-    return [path for paths in chosen for path in paths]
+    return [path for paths in by_variant.values() for path in paths.get(variant) or paths.get(None) or []]
 
 
 def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
-    """By component, what most of its floating-point weights are. Loaded so, they are mapped; otherwise each rank would copy all."""
+    """Return the most common floating-point dtype of each component.
+
+    Weights of this dtype are mapped when loaded; others are copied.
+    """
     from safetensors import safe_open
 
     counted: dict[str, Counter[torch.dtype]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  it is no dict
+            for key in file.keys():  # noqa: SIM118  it is not a dict
                 kind = _DTYPES.get(file.get_slice(key).get_dtype())
                 if kind is not None:
                     counted.setdefault(path.parent.name, Counter())[kind] += 1
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-# Bytes at each end of a weight by which it is compared with its file.
+# Bytes at each end of a weight that are compared with its file.
 _END = 4096
 
 
-def _map_weights_apart(component: nn.Module, path: Path) -> None:
-    """Give each weight of ``component`` that stands in the file ``path`` a mapping of its own.
+def _map_each_weight(component: nn.Module, path: Path) -> None:
+    """Give each weight of ``component`` that the file ``path`` holds a mapping of its own.
 
-    A mapping goes, with all pages of it that were read, once no tensor refers to it. The weights of a file that was loaded share one, so what
-    was read of them would stay until the last one is sharded. Nothing is read here but the ends of each weight; what the loader changed
-    or renamed keeps the mapping that it has.
+    A mapping is freed, with all pages that were read, once no tensor refers to it. The loader maps a file once, so all
+    pages that were read would stay until the last weight of the file is sharded. This function reads only the ends of
+    each weight. Weights that the loader changed or renamed keep their mapping.
     """
     from safetensors import safe_open
 
     parameters = dict(component.named_parameters(remove_duplicate=False))
     with safe_open(path, framework="pt") as file:
-        names = [key for key in file.keys() if key in parameters]  # noqa: SIM118  it is no dict
+        names = [key for key in file.keys() if key in parameters]  # noqa: SIM118  it is not a dict
     for name in names:
         with safe_open(path, framework="pt") as file:
             weight: Tensor = file.get_tensor(name)
@@ -231,12 +249,12 @@ def _have_equal_ends(x: Tensor, y: Tensor) -> bool:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Each rank its part; but what the class keeps in float32."""
+    """Cast the floating-point weights of ``module``, except those that its class keeps in float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    # transformers means float16 by the other list.
+    # transformers applies _keep_in_fp32_modules to float16 only; diffusers, without the strict list, to every dtype.
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
-    for at, owner in module.named_modules():
+    for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            if parameter.is_floating_point() and not kept & {*at.split("."), name}:
+            if parameter.is_floating_point() and not kept & {*path.split("."), name}:
                 owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))

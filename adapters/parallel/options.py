@@ -1,4 +1,4 @@
-"""The options of parallelize_pipe and parallelize_transformer, as one value."""
+"""Options of parallelize_pipe and parallelize_transformer as one value."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from para_core.weights.pipefusion import PipeFusion
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """What the user asked for, as :func:`~para_core.adapters.parallelize_pipe` documents it.
+    """Options that the user gave; :func:`~para_core.adapters.parallelize_pipe` documents them.
 
     Raises:
-        TypeError, ValueError: An option has a value that no pipeline takes, or two options exclude each other.
+        TypeError: If an option has a wrong type.
+        ValueError: If an option has a value that no pipeline takes, or two options exclude each other.
     """
 
     text: Text | None = None
@@ -45,15 +46,18 @@ class ParallelOptions:
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")
         if self.backend is not None and self.attn_func is not None:
-            raise ValueError(
-                f"backend={self.backend!r} and attn_func both say what computes attention on one device. Leave one out."
-            )
+            raise ValueError(f"backend={self.backend!r} and attn_func both choose the local attention. Leave one out.")
         if self.timeout is not None:
             as_timedelta(self.timeout)
         self.attention(None)
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
-        """Return the options of attention; ``default_method`` is how keys travel around the ring unless the user says so."""
+        """Return the attention options.
+
+        Args:
+            default_method (`RotateMethod`, *optional*): The ``rotate_method`` if the user gave neither that option nor
+                ``comm_dtype``.
+        """
         if self.comm_dtype is not None:
             default_method = None
         return AttnOptions(
@@ -64,7 +68,7 @@ class ParallelOptions:
 
     @property
     def of_transformers(self) -> dict[str, object]:
-        """The options, by name, that are given and that only a transformer takes."""
+        """Options by name that the user gave and that only a transformer takes."""
         options = {
             "text": self.text,
             "adapter": self.adapter,

@@ -1,4 +1,4 @@
-"""The parts of a parallel pipeline beside its transformers: each applies itself, and returns its undo."""
+"""Parts of a parallel pipeline other than its transformers. Each applies itself and returns its undo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.session import Part, Undo, nothing
-from para_core.adapters.rows.unet_rows import UnetRun
+from para_core.adapters.rows.unet import UnetRun
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.spec import Adapter
 from para_core.adapters.weights.pipefusion import FusedPipe
@@ -26,7 +26,7 @@ from para_core.weights.pipefusion import PipeFusion
 
 @dataclass(frozen=True)
 class UnetPart(Part):
-    """The rows of one UNet, or ControlNet."""
+    """One UNet or ControlNet whose rows are sharded."""
 
     run: UnetRun
     name = "the UNet"
@@ -38,7 +38,7 @@ class UnetPart(Part):
 
 @dataclass(frozen=True)
 class TimeoutPart(Part):
-    """The time-out of the groups of the mesh."""
+    """Time-out of process groups."""
 
     groups: Collection[ProcessGroup]
     timeout: timedelta
@@ -49,7 +49,7 @@ class TimeoutPart(Part):
         return override_timeouts(self.groups, self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # It stays until the next session runs: the time-out set last counts, so there is nothing to put back.
+        # The time-out stays until the next session runs. The one set last counts, so there is nothing to restore.
         return nothing
 
     def finish(self, undo: Undo) -> None:
@@ -58,7 +58,7 @@ class TimeoutPart(Part):
 
 @dataclass(frozen=True)
 class VaePart(Part):
-    """One autoencoder on all ranks."""
+    """One autoencoder that runs on all ranks."""
 
     vae: nn.Module
     mesh: GuidedMesh
@@ -74,14 +74,14 @@ class VaePart(Part):
 
 @dataclass(frozen=True)
 class CallPart(Part):
-    """The wrapper of the pipeline's ``__call__``."""
+    """Wrapper of the pipeline's ``__call__``."""
 
     pipe: Any
     call: ParallelCall
     name = "the pipeline"
 
     def apply(self) -> Undo:
-        self.call.put_around(self.pipe)
+        self.call.attach(self.pipe)
         if self.call.mesh.pipe.size > 1:
             refuse_late_on_pipe(self.pipe)
         return self.undo
@@ -93,7 +93,7 @@ class CallPart(Part):
 
 @dataclass(frozen=True)
 class PipeFusionPart(Part):
-    """PipeFusion on the stages of the transformers."""
+    """PipeFusion over the stages of the transformers."""
 
     call: ParallelCall
     transformers: Mapping[str, nn.Module]
@@ -109,7 +109,7 @@ class PipeFusionPart(Part):
 
 @dataclass(frozen=True)
 class WeightsPart(Part):
-    """Weights that are sharded with the pipeline, or held by every rank (``method`` is None)."""
+    """Weights that are sharded by ``method``, or replicated if ``method`` is None."""
 
     pipe: Any
     mesh: GuidedMesh
@@ -132,5 +132,6 @@ class WeightsPart(Part):
         return self.method is not None
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # The next session shards them anew, or has a part that releases them. Only stages need whole weights before.
+        # The next session shards the weights again or has a part that releases them. Only stages need full weights
+        # before.
         return release_shards(self.pipe) if self.shards_weights and mesh.pipe.size > 1 else nothing

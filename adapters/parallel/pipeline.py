@@ -1,4 +1,4 @@
-"""Running a diffusers pipeline on several ranks: the public functions."""
+"""Public functions that run a diffusers pipeline on several ranks."""
 
 from __future__ import annotations
 
@@ -43,49 +43,65 @@ def parallelize_pipe(
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
 ) -> Pipeline:
-    """Generate each image of this one pipeline on all ranks of ``mesh``, exactly as on one.
+    """Run a diffusers pipeline on all ranks of a mesh. The result equals that of one device up to floating-point order.
 
-    Every rank of the mesh calls the pipeline alike and gets the whole result. Calling this again replaces the previous settings;
-    :func:`unparallelize_pipe` restores the pipeline. If anything is invalid or fails, on any rank, every rank raises, and the pipeline stays
-    as it was, with the previous settings. Every rank of the mesh calls it. Other pipelines are not touched.
+    Every rank of the mesh calls this function, and afterwards calls the pipeline with the same arguments; each gets the
+    full result. Calling it again replaces the previous settings. :func:`unparallelize_pipe` restores the pipeline. If
+    anything is invalid or fails on any rank, every rank raises, and the pipeline keeps its previous settings. Other
+    pipelines are not changed.
 
     Args:
-        pipe: any diffusers pipeline on a supported transformer or UNet.
-        mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (also a slice of a larger one), or a ProcessGroup. Ranks
-            along a ``batch`` dim share the branches of guidance; those along a ``pipe`` dim hold consecutive blocks of the transformers, and
-            free the others (docs/stages.md): move the pipe to its device before. For a UNet, all others share the rows
-            of its images. Left out: all
-            ranks, in the mesh that :func:`plan_mesh` predicts to be the fastest at the pipeline's default sizes; where it does not know the
-            device or the model, or on several hosts, half of them for each branch where the pipeline guides by default, then Ulysses up to
-            the number of heads, then the ring; one rank where ``WORLD_SIZE`` is unset or 1. A log line (level INFO) says which, and why.
-        text: ``"shard"`` shards the text tokens as those of the image are, ``"replicate"`` keeps all of them on every rank.
-            Both are exact; left out: the faster one for this model.
-        timeout: how long (seconds, if a number) the ranks of the mesh wait for one that does not answer, because it raised
-            an exception of its own or died; set on the mesh's process groups. Then gloo raises, and NCCL ends the process. If several
-            pipelines set it on the same groups, the latest one counts that is not undone. Left out: as it is.
-        adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
-        assume_equal: do not compare arguments over the ranks once per call. Arguments that differ then give wrong results or a
-            hang. Random numbers are still those of the first rank.
-        vae: encode and decode on all ranks, too: ``parallelize_vae(pipe.vae, mesh=mesh)``, and of an autoencoder of sound likewise.
-        weights: ``"fsdp"`` or ``"tensor"``: ``shard_weights(pipe, mesh, method=weights)``; ``"replicate"``: every rank holds them all.
-            Left out: as they are.
-        pipefusion: ``PipeFusion(...)``: the stages of a mesh with ``pipe`` work at once, on patches of the image that attend to keys of the
-            step before. Not exact; left out: stages are. Without stages one process computes the same (docs/stages.md).
-        rotate_method: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to neighbour;
-            ``"allgather"``, all at once; ``"2d"``, the ring's ranks as rows and columns, of which queries travel along the former and keys
-            along the latter. All are exact. Left out: ``"alltoall"``, or without ``mesh`` what :func:`plan_mesh` predicts.
-        backend: what computes the transformers' attention on one device, on one rank, too: one of PyTorch's, or ``"triton"``
-            (docs/kernels.md). ``"triton-int8"`` is not exact. Left out: what SDPA chooses.
-        comm_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: what attention sends travels rounded to 8 bits. Not exact; left out: as it is.
-        attn_func: computes their attention on one device in place of SDPA, as :class:`~para_core.UnifiedAttnMode` takes it:
-            ``flash_attention_3()``.
+        pipe (`DiffusionPipeline`): A pipeline with a supported transformer or UNet.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks to use, with a ``ring`` or ``ulysses`` dim, or both; it
+            may be a slice of a larger mesh. Ranks along ``batch`` compute different branches of guidance. Ranks along
+            ``pipe`` hold consecutive transformer blocks and free the others (docs/stages.md), so move the pipeline to
+            its device before. With a UNet, the ranks of the other dims shard the rows of its images. Defaults to all
+            ranks, in the mesh that :func:`plan_mesh` predicts to be fastest at the pipeline's default sizes. If there
+            is no prediction (unknown device or model, several hosts), two branches of guidance get half of the ranks
+            each; the ranks of a branch go to Ulysses, up to the number of heads, then to the ring. Defaults to one rank
+            if ``WORLD_SIZE`` is unset or 1. The choice is logged at level INFO.
+        text (`"shard"` or `"replicate"`, *optional*): Whether text tokens are sharded like image tokens or kept on
+            every rank. Both are exact. Defaults to the faster one for the model.
+        timeout (`timedelta` or `float` in seconds, *optional*): How long the ranks of the mesh wait for a rank that
+            does not answer; set on the process groups of the mesh. Afterwards gloo raises, and NCCL ends the process.
+            If several pipelines set it on the same groups, the latest that is not undone counts. Defaults to leaving
+            the time-outs of the groups unchanged.
+        adapter (`Adapter`, *optional*): Facts about a transformer that is not supported. For a supported class it
+            replaces the adapter of para_core.
+        assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of arguments over the ranks, made
+            once per call. Arguments that differ then give wrong results or a hang. Random numbers are those of the
+            first rank in both cases.
+        vae (`bool`, defaults to `False`): Whether the autoencoders of images and of sound run on all ranks as well, as
+            with :func:`parallelize_vae`.
+        weights (`"fsdp"`, `"tensor"` or `"replicate"`, *optional*): How weights are distributed: sharded as by
+            ``shard_weights(pipe, mesh, method=weights)``, or all of them on every rank. Defaults to leaving them as
+            they are.
+        pipefusion (`PipeFusion`, *optional*): Lets the stages of a mesh with ``pipe`` work at the same time, on patches
+            that attend to keys of the previous step. **Not exact.** Without stages one process computes the same
+            (docs/stages.md). Defaults to exact stages.
+        rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, *optional*): How keys and values travel around the ring:
+            from neighbour to neighbour; all at once; or in a grid of ring ranks, where queries travel along rows and
+            keys along columns. All are exact. Defaults to ``"alltoall"``, or to the prediction of :func:`plan_mesh` if
+            there is no ``mesh``.
+        backend (`str`, *optional*): The backend of local attention in the transformers, also on one rank: one of
+            PyTorch's, or ``"triton"`` (docs/kernels.md). ``"triton-int8"`` is **not exact**. Defaults to the
+            choice of SDPA.
+        comm_dtype (`torch.int8` or `torch.float8_e4m3fn`, *optional*): Rounds what attention sends to 8 bits. **Not
+            exact.** Defaults to sending unrounded values.
+        attn_func (`Callable`, *optional*): Computes local attention in place of SDPA, as in
+            :class:`~para_core.UnifiedAttnMode`, for example ``flash_attention_3()``.
 
     Returns:
-        ``pipe``.
+        ``pipe`` itself.
 
     Raises:
-        TypeError, ValueError: the pipeline is not supported, or the mesh does not fit.
-        RuntimeError: no ``mesh`` and no process group on several ranks; or two ranks of a mesh on NCCL have the same GPU.
+        TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
+        ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
+        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, or if two NCCL ranks use the
+            same GPU.
+
+    Example:
+        >>> parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cuda", max_ring_dim_size=2), vae=True)
     """
     options = ParallelOptions(
         text=text,
@@ -108,9 +124,10 @@ def parallelize_pipe(
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`parallelize_pipe`; returns ``pipe``, which is then what it was before, time-outs of process groups included.
+    """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before, time-outs of process groups included.
 
-    With a ``pipe`` mesh dim, or with sharded weights, every rank calls it: each receives the weights that it does not hold.
+    With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
+    does not hold.
     """
     call = parallel_call(pipe)
     if call is not None:
@@ -126,7 +143,11 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """What PipeFusion did in the last generation of ``pipe``, on this rank."""
+    """Return a report of the last generation with PipeFusion on this rank.
+
+    Raises:
+        ValueError: If ``pipe`` runs without PipeFusion.
+    """
     call = parallel_call(pipe)
     if call is None or call.fused is None:
         raise ValueError(

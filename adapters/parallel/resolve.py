@@ -1,4 +1,4 @@
-"""Everything that parallelize_pipe can refuse is refused here, before anything changes."""
+"""Validation of parallelize_pipe: look up, refuse, and choose the parts, before anything changes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class
 
-# Autoencoders of pipelines of images and sound, next to ``vae``.
+# Autoencoders next to ``vae`` in pipelines that also generate sound.
 _SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
-    """Look everything up, validate it, and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
+    """Validate the options and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
 
-    Every rank of the mesh calls it; what one rank refuses, all refuse.
+    Every rank of the mesh calls it. If one rank refuses after the mesh is known, every rank raises.
 
     Args:
-        unshards: Whether weights that are sharded now are whole when the session starts.
+        unshards: Whether weights that are sharded now are gathered before the session starts.
 
     Raises:
-        TypeError, ValueError: The pipeline is not supported, an option does not fit it, or the mesh does not.
-        RuntimeError: There is no ``mesh`` and no process group on several ranks; or two ranks of a mesh on NCCL have the same GPU.
+        TypeError, ValueError, RuntimeError: As :func:`parallelize_pipe` documents.
     """
     refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter))
     autoencoders = _vaes_of(pipe) if options.vae else []
@@ -82,10 +81,19 @@ def _parts_of_pipe(
     session: ParallelSession,
     autoencoders: list[nn.Module],
 ) -> list[Part]:
-    """Return the parts around the call of the pipeline: none on one rank, unless PipeFusion runs there."""
+    """Return the parts for the call of the pipeline: none on one rank without PipeFusion."""
     if mesh.ranks == 1 and options.pipefusion is None:
         return []
-    call = _call(pipe, mesh, options, transformers, session)
+    unets = unets_of(pipe)
+    batched = bool(unets) or any(part.plan.batched for part in transformers)
+    call = ParallelCall(
+        transformers_of(pipe),
+        unets,
+        mesh,
+        sequential_cfg=mesh.batch.size > 1 and not batched,
+        assume_equal=options.assume_equal,
+        session=session,
+    )
     parts: list[Part] = [CallPart(pipe, call), *[VaePart(vae, mesh) for vae in autoencoders]]
     if options.pipefusion is not None:
         parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
@@ -95,7 +103,7 @@ def _parts_of_pipe(
 def _parts_of_models(
     pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
 ) -> tuple[list[TransformerPart], list[UnetPart]]:
-    # Perturbed attention guidance takes the branches of a batch apart inside the model: no rank has samples of its own.
+    # Perturbed attention guidance splits the batch into branches inside the model, so its samples cannot be sharded.
     batched = mesh.ranks == 1 or not hasattr(pipe, "pag_applied_layers")
     transformers = [
         resolve_transformer(module, mesh, options, attention, batched=batched)
@@ -108,23 +116,8 @@ def _parts_of_models(
     return transformers, unets
 
 
-def _call(
-    pipe: Any,
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    transformers: list[TransformerPart],
-    session: ParallelSession,
-) -> ParallelCall:
-    unets = unets_of(pipe)
-    in_one_batch = bool(unets) or any(part.plan.batched for part in transformers)
-    apart = mesh.batch.size > 1 and not in_one_batch
-    return ParallelCall(
-        transformers_of(pipe), unets, mesh, apart=apart, assume_equal=options.assume_equal, session=session
-    )
-
-
 def _global_ranks(mesh: GuidedMesh) -> set[int]:
-    """Return the global ranks of ``mesh``. Every one of them calls this."""
+    """Return the global ranks of ``mesh``. All of them call it."""
     groups = [dim.group for dim in mesh.dims if dim.group is not None]
     if len(groups) > 1:
         return {record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)}
@@ -132,19 +125,21 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
 
 
 def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
-    """Return the part that sets the time-out of the groups of ``mesh``, and of the groups that were made for these ranks before: edges of
-    stages, rows of an image, CPU tensors, weights."""
+    """Return the part that sets the time-out of all groups among these ranks.
+
+    These are the groups of ``mesh``, and those made before for stages, rows of an image, CPU tensors and weights.
+    """
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
 
 
 def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if options that apply to transformers only are given for a pipeline on a UNet."""
+    """Raise ``ValueError`` if ``pipe`` has a UNet and the user gave an option that only a transformer takes."""
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
-            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks share the rows of a UNet's images. "
+            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard the rows of a UNet's images. "
             "Leave these options out. weights='fsdp' shards its text encoders."
         )
 
@@ -154,21 +149,21 @@ def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
         return
     if mesh.pipe.size > 1:
         raise ValueError(
-            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds its own blocks alone, and all of these. "
+            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds the full weights of its own blocks only. "
             "Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
         )
     require_mesh_fits(mesh, options.weights)
 
 
 def _vaes_of(pipe: Any) -> list[nn.Module]:
-    """Return the autoencoders of ``pipe`` that run on all ranks.
+    """Return the autoencoders of ``pipe`` that run on all ranks, ``pipe.vae`` first.
 
     Raises:
-        TypeError: It has none.
+        TypeError: If ``pipe.vae`` is not a module.
     """
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, nn.Module):
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
     sound = [getattr(pipe, name, None) for name in _SOUND_VAES]
-    # A sound autoencoder that is not known is small, and decodes on every rank.
+    # A sound autoencoder without an adapter is small, so every rank decodes with all of it.
     return [vae, *[part for part in sound if isinstance(part, nn.Module) and vae_adapter(part) is not None]]

@@ -1,4 +1,4 @@
-"""The changes that run one object on several ranks: applied together, undone together, and put back if others fail."""
+"""Sessions: changes of one object that are applied together, undone together, and restored if a later session fails."""
 
 from __future__ import annotations
 
@@ -14,45 +14,51 @@ Undo = Callable[[], None]
 
 
 def nothing() -> None:
-    """Undo nothing."""
+    """Do nothing; the undo of a change that leaves nothing behind."""
 
 
 class Part:
-    """One change of an object of the user's.
+    """One change of a user's object.
 
-    :meth:`apply` either does all of it and returns its undo, or raises; wrappers (:mod:`para_core.instance_patching`) that it leaves behind
-    when it raises are removed by the session.
+    :meth:`apply` either makes the whole change and returns its undo, or raises. :func:`replace_session` removes the
+    wrappers (:mod:`para_core.instance_patching`) that a failed :meth:`apply` leaves behind.
     """
 
-    # Of what an error message says that it failed.
-    name = "a part"
+    name = "a part"  # for error messages
     shards_weights = False
 
     def apply(self) -> Undo:
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Do what only all ranks can undo together. Every rank has applied all parts before any rank calls it."""
+        """Make the changes that only all ranks together can undo, once every rank has applied all parts."""
 
     def clear(self) -> Undo:
-        """Remove what other calls applied to the same object, and return a function that puts it back, wrappers excepted."""
+        """Remove what other calls applied to the same object.
+
+        Returns a function that restores it, except for wrappers.
+        """
         return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        """Undo it for a session on ``mesh`` that replaces this one, and return a function that puts it back, wrappers excepted."""
+        """Undo the change for a session on ``mesh`` that replaces this one.
+
+        Returns:
+            A function that makes the change again, except for wrappers, if the other session fails.
+        """
         undo()
         return nothing
 
     def finish(self, undo: Undo) -> None:
-        """Undo what :meth:`suspend` left, once the next session runs."""
+        """Undo what :meth:`suspend` left in place, once the next session has started."""
 
 
 class ParallelSession:
-    """What is applied to one pipeline, or to one transformer.
+    """Parts that are applied to one pipeline or transformer.
 
     Args:
-        mesh: Its ranks.
-        parts: In the order in which they are applied.
+        mesh: Ranks of the session.
+        parts: Parts in the order in which they are applied.
     """
 
     def __init__(self, mesh: GuidedMesh, parts: Sequence[Part]) -> None:
@@ -61,11 +67,11 @@ class ParallelSession:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether it sharded weights, which it gathers when it is undone."""
+        """Whether the session sharded weights, and so gathers them when it is undone."""
         return any(part.shards_weights for part, _ in self._applied)
 
     def start(self) -> None:
-        """Apply all parts. If one fails on a rank, all ranks raise, and :meth:`stop` undoes those that were applied."""
+        """Apply all parts. If one fails on a rank, every rank raises; :meth:`stop` then undoes the applied parts."""
         for part in self.parts:
             with raising_on_all(self.mesh, f"{part.name} failed"):
                 self._applied.append((part, part.apply()))
@@ -74,19 +80,19 @@ class ParallelSession:
                 part.complete()
 
     def stop(self) -> None:
-        """Undo all parts, the last one first, even if one fails."""
+        """Undo all parts, the last one first, even if the undo of one raises."""
         applied, self._applied = self._applied, []
         with ExitStack() as undos:
             for _, undo in applied:
                 undos.callback(undo)
 
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
-        """Undo all parts for a session on ``mesh``; ``resume`` gets what puts them back."""
+        """Suspend all parts for a session on ``mesh``, and push the callbacks that restore them onto ``resume``."""
         for part, undo in reversed(self._applied):
             resume.callback(part.suspend(undo, mesh))
 
     def finish(self) -> None:
-        """Undo what a suspended session has left."""
+        """Undo what :meth:`suspend` left in place."""
         applied, self._applied = self._applied, []
         with ExitStack() as undos:
             for part, undo in applied:
@@ -94,9 +100,9 @@ class ParallelSession:
 
 
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
-    """Start ``session`` in place of ``previous``. If a rank fails, every rank raises, and ``instance`` is what it was before.
+    """Start ``session`` in place of ``previous``. Every rank of the mesh calls it.
 
-    Every rank of the mesh calls it.
+    If a rank fails, every rank raises, and ``instance`` is as it was before, with ``previous`` in effect.
     """
     with changes_undone_on_failure(instance) as rollback:
         with raising_on_all(session.mesh, "the earlier settings could not be undone"):
@@ -112,7 +118,10 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
 
 @contextmanager
 def changes_undone_on_failure(instance: Any) -> Iterator[ExitStack]:
-    """If the block raises, run the callbacks of the stack, and give ``instance`` and the modules inside it their present wrappers back."""
+    """Yield a stack of callbacks that run if the block raises.
+
+    The wrappers of ``instance`` and its modules are then restored as well.
+    """
     with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
         yield rollback
         rollback.pop_all()

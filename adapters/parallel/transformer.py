@@ -1,4 +1,4 @@
-"""Running one transformer on several ranks."""
+"""One transformer on several ranks."""
 
 from __future__ import annotations
 
@@ -49,20 +49,26 @@ def parallelize_transformer(
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
 ) -> Transformer:
-    """Run this one transformer over ``mesh``: every rank gives it the same input and gets the whole output.
+    """Run one transformer on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
-    For a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on all ranks.
-    In eager code, and if it was compiled in place, each call first compares a digest of its inputs over the ranks. If anything is invalid
-    or fails, on any rank, the transformer stays as it was on every rank.
+    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
+    all ranks. In eager code, and if the transformer was compiled in place, each call first compares a fingerprint of
+    its inputs over the ranks. If anything is invalid or fails on any rank, every rank raises and the transformer stays
+    as it was.
 
     Args:
-        transformer: a supported diffusers transformer, compiled or not.
-        mesh, text, adapter, rotate_method, backend, comm_dtype, attn_func: as for :func:`parallelize_pipe`.
-        assume_equal: do not compare. A comparison costs a fingerprint of the inputs on their device, 8 bytes to the host per tensor, and
-            one small exchange.
+        transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
+        mesh, text, adapter, rotate_method, backend, comm_dtype, attn_func: As in :func:`parallelize_pipe`.
+        assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of inputs. It costs a fingerprint on
+            the device, 8 bytes per tensor copied to the host, and one small exchange.
 
     Returns:
-        ``transformer``.
+        ``transformer`` itself.
+
+    Raises:
+        TypeError: If the transformer is not supported.
+        ValueError: If the mesh or an option does not fit the transformer.
+        RuntimeError: As for :func:`parallelize_pipe`.
     """
     options = ParallelOptions(
         text=text,
@@ -85,7 +91,10 @@ def parallelize_transformer(
 
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
-    """Undo :func:`parallelize_transformer`; returns ``transformer``. All ranks of a mesh with ``pipe`` call it."""
+    """Undo :func:`parallelize_transformer` and return ``transformer``.
+
+    With a ``pipe`` mesh dim this is a collective call.
+    """
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer
@@ -102,10 +111,10 @@ def resolve_transformer(
     """Return the part that runs ``module`` on ``mesh``. Changes nothing.
 
     Args:
-        batched: Whether ranks along ``batch`` may share the samples of a call.
+        batched: Whether the samples of a call may be sharded over ``batch``.
 
     Raises:
-        ValueError: The plan names a submodule that is not there, or the mesh does not fit.
+        ValueError: If the plan names a submodule that does not exist, or the mesh does not fit.
     """
     plan: Any = plan_for(module, options.text, options.adapter)
     if not batched:
@@ -119,7 +128,7 @@ def resolve_transformer(
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """The plan of one transformer, and its stage on a mesh with ``pipe``."""
+    """Plan of one transformer, and its stage on a mesh with ``pipe``."""
 
     module: nn.Module
     plan: Plan
@@ -135,7 +144,7 @@ class TransformerPart(Part):
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            # With stages the wrapper of the stage compares the inputs.
+            # With stages the stage wrapper compares the inputs.
             require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
@@ -159,7 +168,7 @@ class TransformerPart(Part):
         return self.clear()
 
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise on every rank unless all ranks call the transformer with the arguments ``kwargs``."""
+        """Raise on every rank if the arguments ``kwargs`` of this call differ between ranks or a rank cannot run it."""
         self.mesh.check_alive()
         problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(self.module, self.module, mesh=self.mesh))
         if self.options.assume_equal:

@@ -1,10 +1,13 @@
-"""The mesh on which a pipeline runs if the user gives none.
+"""Choice of the mesh of a pipeline if the user gives none.
 
-The rule: with several ranks of CUDA devices on one host, the mesh is the one that the planner predicts to be the fastest at the pipeline's
-default sizes, as rank 0 predicts it. In every other case it is that of :func:`choose_mesh`, which depends on the number of ranks, the number of
-heads, the hosts, ``weights=`` and whether the pipeline guides by default, and on nothing that is measured. These cases are: one rank; another
-device; several hosts; a transformer or UNet alone; and a device or a model that the planner does not know. Rank 0 logs the mesh and the reason for it at level INFO. If the planner fails otherwise, which is a
-defect, rank 0 also logs a warning with the error: this mesh may then differ from the one that a later version predicts.
+On several ranks with CUDA devices on one host, the mesh is the one that the planner predicts to be fastest at the
+pipeline's default sizes; rank 0 predicts for all ranks. In every other case it follows from :func:`choose_mesh`, which
+uses the number of ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default, and nothing
+that is measured. These cases are one rank, another device, several hosts, a transformer or UNet without a pipeline, and
+a device or model that the planner does not know.
+
+Rank 0 logs the mesh and its reason at level INFO. If the planner fails in another way, which is a defect, rank 0 also
+logs a warning with the error, because a later version may choose another mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ Mesh = DeviceMesh | ProcessGroup
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """Sizes of the mesh dims, and why; how keys travel around the ring."""
+    """Sizes of the mesh dims, the reason for them, and how keys travel around the ring."""
 
     batch: int
     ring: int
@@ -49,20 +52,20 @@ class MeshChoice:
 
 
 class Predict(Protocol):
-    """The planner, as the choice of a mesh calls it."""
+    """Type of :func:`~para_core.adapters.planner.fastest_mesh.fastest_mesh`."""
 
     def __call__(
         self, pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None, /
     ) -> MeshChoice | Unpredicted:
-        """Return the fastest mesh of ``ranks`` ranks on which ``weights`` can be sharded, or why there is no prediction."""
+        """Return the fastest mesh of ``ranks`` ranks that can shard ``weights``, or the reason for no prediction."""
 
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """Why there is no prediction; ``failed``: the planner raised what it does not announce."""
+    """Reason why there is no prediction."""
 
     reason: str
-    failed: bool = False
+    failed: bool = False  # The planner raised an error that it does not document.
 
 
 def choose_mesh(
@@ -72,33 +75,40 @@ def choose_mesh(
     ranks_per_host: int | None = None,
     weights: str | None = None,
 ) -> MeshChoice:
-    """Half of the ranks for each branch of guidance, if there are any; then Ulysses up to the number of (key) heads, inside of a host; then
-    the ring. Weights that are sharded come first: by ``"tensor"``, the fewest ranks that can share heads; by ``"fsdp"``, at least two
-    for each branch.
+    """Return the sizes of a mesh of ``num_ranks`` ranks by a fixed rule.
+
+    With guidance each of two branches gets half of the ranks. The ranks of a branch go to Ulysses, up to the number of
+    key heads and within a host, then to the ring. Sharded weights come first: ``"tensor"`` takes the fewest ranks that
+        divide the heads; ``"fsdp"`` keeps at
+    least two ranks per branch.
 
     Args:
-        num_heads: None: not known, so as many as there are ranks.
-        guidance: why branches are expected; None: they are not.
-        ranks_per_host: None: all ranks are on one host, or it is not known.
-        weights: ``"fsdp"``, ``"tensor"``; anything else: every rank holds them.
+        num_heads: Number of key heads; None if unknown, which limits nothing.
+        guidance: Reason to expect two branches of guidance; None without guidance.
+        ranks_per_host: None if all ranks are on one host, or if it is unknown.
+        weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
 
     >>> choose_mesh(8, 24, None)
-    MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads', rotate_method='alltoall', tensor=1)
+    MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads', rotate_method='alltoall',
+    tensor=1)
     >>> choose_mesh(8, 2, "guidance_scale is 6.0 by default")
-    MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads', rotate_method='alltoall', tensor=1)
+    MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads', rotate_method='alltoall',
+    tensor=1)
     >>> choose_mesh(16, 24, None, ranks_per_host=8)
-    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host', rotate_method='alltoall', tensor=1)
+    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host',
+    rotate_method='alltoall', tensor=1)
     >>> choose_mesh(2, 24, "guidance_scale is 5.0 by default", weights="fsdp")
-    MeshChoice(batch=1, ring=1, ulysses=2, reason="weights='fsdp', guidance_scale is 5.0 by default, 24 heads", rotate_method='alltoall', tensor=1)
+    MeshChoice(batch=1, ring=1, ulysses=2, reason="weights='fsdp', guidance_scale is 5.0 by default, 24 heads",
+    rotate_method='alltoall', tensor=1)
     """
     on_host = gcd(num_ranks, ranks_per_host or num_ranks)
     sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
     tensor = sizes[0] if weights == "tensor" and sizes else 1
     left = num_ranks // tensor
-    # FSDP2 shards among the ranks of one branch.
+    # FSDP2 shards weights over the ranks of one branch.
     batch = 2 if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2) else 1
     left //= batch
-    # Groups of neighbours stay on a host if their size divides its ranks.
+    # A group of neighbouring ranks lies within a host if its size divides the number of ranks on the host.
     neighbours = gcd(left, max((ranks_per_host or num_ranks) // tensor, 1))
     heads_left = left if num_heads is None else num_heads // tensor
     ulysses = next(size for size in range(min(neighbours, heads_left), 0, -1) if neighbours % size == 0)
@@ -110,11 +120,11 @@ def choose_mesh(
 
 
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
-    """Why calls of ``pipe`` guide, by its default arguments; None if they do not.
+    """Return the reason why calls of ``pipe`` with default arguments use guidance; None if they do not.
 
-    The pipeline's own ``do_classifier_free_guidance`` is asked, as it would answer in such a call: it knows of distilled models. Without
-    one, a ``true_cfg_scale`` needs a negative prompt, and a ``guidance_scale`` is a branch only where there may be a negative
-    prompt, and the model does not embed it.
+    The pipeline's property ``do_classifier_free_guidance`` decides if there is one, because it knows distilled models.
+    Without it, a ``true_cfg_scale`` counts if a negative prompt is a default, and a ``guidance_scale`` counts if the
+    pipeline takes a negative prompt and the model does not embed the scale.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:
@@ -122,37 +132,40 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
         return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    if "max_guidance_scale" in defaults:  # Stable Video Diffusion's grows from frame to frame
+    if "max_guidance_scale" in defaults:  # In Stable Video Diffusion the scale grows from frame to frame.
         defaults["guidance_scale"] = defaults["max_guidance_scale"]
-    answer = _own_answer(pipe, defaults)
-    name = "guidance_scale" if answer or "true_cfg_scale" not in defaults else "true_cfg_scale"
+    guides = _does_guidance(pipe, defaults)
+    name = "guidance_scale" if guides or "true_cfg_scale" not in defaults else "true_cfg_scale"
     scale = defaults.get(name)
-    if answer is None:
+    if guides is None:
         if name == "true_cfg_scale":
-            may = defaults.get("negative_prompt") is not None
+            two_branches = defaults.get("negative_prompt") is not None
         else:
             embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
-            may = "negative_prompt" in defaults and not embedded
-        answer = may and isinstance(scale, (int, float)) and scale > 1
-    return f"{name} is {scale} by default" if answer else None
+            two_branches = "negative_prompt" in defaults and not embedded
+        guides = two_branches and isinstance(scale, (int, float)) and scale > 1
+    return f"{name} is {scale} by default" if guides else None
 
 
-def _own_answer(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
-    """Whether ``pipe`` says of itself that it guides, called with ``defaults``; None if it says nothing."""
+def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
+    """Return ``do_classifier_free_guidance`` of ``pipe`` in a call with the arguments ``defaults``.
+
+    None if it is unknown.
+    """
     cls: Any = original_class(pipe)
-    asked = inspect.getattr_static(cls, "do_classifier_free_guidance", None)
-    if not isinstance(asked, property):
+    if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
         return None
-    # Calls keep their arguments under these names, and the property reads them. A pipe that was never called has none.
-    called = cls.__new__(cls)
-    called.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
+    # A call stores its arguments in attributes with these names, and the property reads them.
+    copy = cls.__new__(cls)
+    copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
     try:
-        return bool(called.do_classifier_free_guidance)
+        return bool(copy.do_classifier_free_guidance)
     except (AttributeError, TypeError):
         return None
 
 
-# Of keys first, where a model has fewer of these. LongCat-AudioDiT has those of its text encoder, too, by other names.
+# Config entries with the number of heads. Key heads come first, because some models have fewer of them.
+# LongCat-AudioDiT also lists the heads of its text encoder, under other names.
 _HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -165,30 +178,30 @@ _HEADS = (
 
 
 def number_of_heads(transformer: Any) -> int | None:
-    """Of keys, where these are fewer; None where the config does not say."""
+    """Return the number of key heads of ``transformer``; None if its config does not say."""
     config = getattr(transformer, "config", None)
     for name in _HEADS:
-        found = getattr(config, name, None)
-        if isinstance(found, int):
-            return found
+        heads = getattr(config, name, None)
+        if isinstance(heads, int):
+            return heads
+    # Kandinsky's config has the width of a token, and that of a head in parts.
     width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
-    # Kandinsky says how wide its tokens are, and a head.
     return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 
 
 def guided_mesh_for(
     mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None, predict: Predict | None = None
 ) -> GuidedMesh:
-    """Return ``mesh`` as this rank sees it; if it is None, the default mesh over all ranks.
+    """Return ``mesh`` as this rank sees it. If it is None, return the default mesh over all ranks.
 
     Args:
-        owner: The pipeline, or a model.
-        weights: How weights are to be sharded on it.
-        predict: The planner; without one, or for a model alone, the mesh is that of :func:`choose_mesh`.
+        owner: Pipeline or model that the mesh is for.
+        weights: How weights will be sharded on the mesh.
+        predict: The planner. Without one, or if ``owner`` is a model, :func:`choose_mesh` chooses.
 
     Raises:
-        TypeError, ValueError: ``mesh`` is no mesh of ours.
-        RuntimeError: There is no process group on several ranks, or two ranks of NCCL have the same GPU.
+        TypeError, ValueError: If ``mesh`` is not a mesh of para_core.
+        RuntimeError: If there is no process group on several ranks, or two NCCL ranks use the same GPU.
     """
     return mesh_and_method(mesh, owner, weights, predict)[0]
 
@@ -196,7 +209,7 @@ def guided_mesh_for(
 def mesh_and_method(
     mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None, predict: Predict | None = None
 ) -> tuple[GuidedMesh, RotateMethod]:
-    """Return the mesh as :func:`guided_mesh_for`, and how keys travel around its ring unless the user says so."""
+    """Return the mesh as :func:`guided_mesh_for` does, and the default ``rotate_method`` for it."""
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
     if mesh is None:
@@ -219,14 +232,14 @@ def mesh_and_method(
 def _planned(
     device_type: str, owner: Any, weights: str | None = None, predict: Predict | None = None
 ) -> MeshChoice | Unpredicted:
-    """Return the prediction of rank 0 for all ranks, or why there is none. Every rank calls it."""
+    """Return the prediction of rank 0 on all ranks. Every rank calls it."""
     if predict is None or isinstance(owner, nn.Module):
-        return Unpredicted("a model alone")
+        return Unpredicted("there is no pipeline")
     if device_type != "cuda" or dist.get_backend() == "fake":
         return Unpredicted(f"the planner predicts for cuda devices, and this one is {device_type}")
     ranks = dist.get_world_size()
     predicted: list[Any] = [predict(owner, _device_name(), ranks, ranks, weights) if dist.get_rank() == 0 else None]
-    # Devices of other ranks may differ from that of rank 0, and would be planned for differently.
+    # Other ranks may have other devices, for which the prediction could differ.
     dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
     choice: MeshChoice | Unpredicted = predicted[0]
     return choice
@@ -242,9 +255,10 @@ def _cpu_group() -> ProcessGroup:
 
 
 def _ranks_per_host() -> int | None:
-    """Return how many neighbouring ranks are on the same host, at least. Every rank calls it.
+    """Return a number of neighbouring ranks that are certainly on the same host. Every rank calls it.
 
-    The launcher says so, or the ranks compare the names of their hosts, because replicas that Ray or the user started have no launcher.
+    The number comes from the launcher's environment. Without a launcher (Ray, or processes started by hand) the ranks
+    compare host names.
     """
     on_host = ranks_per_host()
     ranks = dist.get_world_size()
@@ -252,20 +266,20 @@ def _ranks_per_host() -> int | None:
         return on_host
     names: list[Any] = [None] * ranks
     dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
-    # Hosts of unequal numbers of ranks: groups of this size cross no border between two hosts.
+    # Hosts may have different numbers of ranks. Groups of the common divisor never span two hosts.
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 
 def _chosen_mesh(
     device_type: str, owner: Any, weights: str | None = None, predict: Predict | None = None
 ) -> tuple[DeviceMesh, RotateMethod]:
-    """Make the default mesh over all ranks, and return it with how keys travel around its ring."""
+    """Create the default mesh over all ranks. Return it with the default ``rotate_method`` for it."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
-    # The planner is not told what connects the hosts; the rule of choose_mesh keeps Ulysses inside them.
+    # The planner does not know the network between hosts. choose_mesh keeps Ulysses within a host.
     one_host = on_host == dist.get_world_size()
     predicted = (
         _planned(device_type, owner, weights, predict) if one_host else Unpredicted("the ranks are on several hosts")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.harness import counted_traffic, largest_over_ranks, markdown_table, read_results, relative_error
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.parallel.cfg_output import foreseen_output
+from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.planner import observe
 from para_core.planner.traffic import ModelCall, sent_in_rounds
@@ -111,7 +111,7 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
 
 
 def _is_foreseen(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return foreseen_output(model, args, kwargs) is not None
+    return meta_output(model, args, kwargs) is not None
 
 
 def takes_turns(pipe: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.adapters.parallel.cfg_output import foreseen_output
+from para_core.adapters.parallel.cfg_output import meta_output
 from tests.adapters.test_transformers import BATCHED
 from tests.tiny import flux_inputs, flux_transformer
 from zoo.tiny.transformers.registry import MODELS
@@ -47,7 +47,7 @@ def test_it_is_what_every_model_gives(name, dtype):
     inputs = pytree.tree_map_only(
         Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, MODELS[name].inputs(3, 6, 10)
     )
-    foreseen = foreseen_output(model, (), inputs)
+    foreseen = meta_output(model, (), inputs)
     assert (foreseen is None) == (name in UNKNOWN)
     if foreseen is not None:
         with torch.no_grad():
@@ -79,7 +79,7 @@ def test_prediction_runs_no_hook_mode_or_random_number():
             part.register_forward_pre_hook(lambda *_: calls.append(1))
     before, random = {name: dict(vars(part)) for name, part in model.named_modules()}, torch.get_rng_state()
     with Seen() as seen, Dispatched() as dispatched:
-        assert foreseen_output(model, (), inputs).sample.shape == inputs["hidden_states"].shape
+        assert meta_output(model, (), inputs).sample.shape == inputs["hidden_states"].shape
     assert F.linear not in seen.functions
     assert (calls, dispatched.count) == ([], 0)
     assert {name: dict(vars(part)) for name, part in model.named_modules()} == before
@@ -94,7 +94,7 @@ def test_model_unlike_its_config_is_not_predicted():
     patched.forward = lambda **_: None
     hooked.register_forward_hook(lambda *_: None)
     for changed in (eightbit, wider, patched, hooked, torch.compile(model)):
-        assert foreseen_output(changed, (), inputs) is None
+        assert meta_output(changed, (), inputs) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert foreseen_output(model, (), inputs) is None
-    assert foreseen_output(model, (), {**inputs, "joint_attention_kwargs": {"store": object()}}) is None
+        assert meta_output(model, (), inputs) is None
+    assert meta_output(model, (), {**inputs, "joint_attention_kwargs": {"store": object()}}) is None
