@@ -88,18 +88,13 @@ def choose_mesh(
         ranks_per_host: None if all ranks are on one host, or if it is unknown.
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
 
-    >>> choose_mesh(8, 24, None)
-    MeshChoice(batch=1, ring=1, ulysses=8, reason='no guidance by default, 24 heads', rotate_method='alltoall',
-    tensor=1)
-    >>> choose_mesh(8, 2, "guidance_scale is 6.0 by default")
-    MeshChoice(batch=2, ring=2, ulysses=2, reason='guidance_scale is 6.0 by default, 2 heads', rotate_method='alltoall',
-    tensor=1)
-    >>> choose_mesh(16, 24, None, ranks_per_host=8)
-    MeshChoice(batch=1, ring=2, ulysses=8, reason='no guidance by default, 24 heads, 8 ranks on a host',
-    rotate_method='alltoall', tensor=1)
-    >>> choose_mesh(2, 24, "guidance_scale is 5.0 by default", weights="fsdp")
-    MeshChoice(batch=1, ring=1, ulysses=2, reason="weights='fsdp', guidance_scale is 5.0 by default, 24 heads",
-    rotate_method='alltoall', tensor=1)
+    >>> def sizes(*args, **options):
+    ...     choice = choose_mesh(*args, **options)
+    ...     return choice.batch, choice.ring, choice.ulysses
+    >>> sizes(8, 24, None), sizes(8, 2, "guidance_scale is 6.0 by default"), sizes(16, 24, None, ranks_per_host=8)
+    ((1, 1, 8), (2, 2, 2), (1, 2, 8))
+    >>> choose_mesh(2, 24, "guidance_scale is 5.0 by default", weights="fsdp").reason
+    "weights='fsdp', guidance_scale is 5.0 by default, 24 heads"
     """
     on_host = gcd(num_ranks, ranks_per_host or num_ranks)
     sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
