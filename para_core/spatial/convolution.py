@@ -11,6 +11,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, start_fetch
+from para_core.spatial.local import bind
 from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
 
@@ -25,7 +26,9 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     Each rank fetches ``extent // 2`` rows from either neighbour. Rows that need no halo are computed while the halo is
     in flight.
     """
-    x, weight, bias, stride, padding, dilation, groups = _conv_arguments(*args, **kwargs)
+    x, weight, bias, stride, padding, dilation, groups = bind(
+        func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
     spatial = weight.ndim - 2
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
@@ -101,18 +104,6 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[Rows, int | Non
     raise unknown(func, rows, "its channels are sharded")
 
 
-def _conv_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, dilation, groups
-
-
 def _each(value: Any, spatial: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
@@ -130,7 +121,10 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: Rows) -> l
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.conv_transpose1d`` to ``3d``: each rank fetches the input rows that its output rows depend on."""
-    x, weight, bias, stride, padding, extra, groups, dilation = _transposed_arguments(*args, **kwargs)
+    parameters = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0}
+    x, weight, bias, stride, padding, extra, groups, dilation = bind(
+        func, args, kwargs, **parameters, groups=1, dilation=1
+    )
     spatial = weight.ndim - 2
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
@@ -152,14 +146,22 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     """Run ``F.avg_pool1d`` to ``3d`` and ``F.max_pool1d`` to ``3d``."""
     name = name_of(func)
     is_max, spatial = name.startswith("max"), int(name[-2])
-    bind = _max_pool_arguments if is_max else _avg_pool_arguments
-    x, kernel, stride, padding, dilation, ceil_mode, rest = bind(*args, **kwargs)
+    window = {"input": None, "kernel_size": None, "stride": None, "padding": 0}
+    if is_max:
+        x, kernel, stride, padding, dilation, ceil_mode, unsupported = bind(
+            func, args, kwargs, **window, dilation=1, ceil_mode=False, return_indices=False
+        )
+    else:
+        x, kernel, stride, padding, ceil_mode, counts_padding, unsupported = bind(
+            func, args, kwargs, **window, ceil_mode=False, count_include_pad=True, divisor_override=None
+        )
+        dilation, unsupported = 1, unsupported or (any(_each(padding, 1)) and not counts_padding)
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
         return tagged(func(*args, **kwargs), rows)
     kernels, paddings, dilations = (_each(value, spatial) for value in (kernel, padding, dilation))
     strides = kernels if stride is None or stride == [] else _each(stride, spatial)
-    if ceil_mode or rest:
+    if ceil_mode or unsupported:
         raise unknown(
             func, rows, "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported"
         )
@@ -179,75 +181,26 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 
     A rank transforms the windows whose middle it holds.
     """
-    x, size, hop, center, rest = _stft_arguments(*args, **kwargs)
+    parameters = {"input": None, "n_fft": None, "hop_length": None, "win_length": None, "window": None, "center": True}
+    x, size, hop, win_length, window, center, _, *rest = bind(
+        func,
+        args,
+        kwargs,
+        **parameters,
+        pad_mode="reflect",
+        normalized=False,
+        onesided=None,
+        return_complex=None,
+        align_to_window=None,
+    )
     rows = rows_of(x)
     if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
         raise unknown(func, rows or Rows(0, (0,)), "center=True and a sharded batch are not supported")
+    hop = size // 4 if hop is None else hop
     plan = plans.convolution(rows.layout, size, hop, 0)
     _require_rows(func, rows, plan.layout)
-    out = func(fetch(x, rows, plan.wanted, ranks), size, hop, center=False, **rest)
-    return tagged(out, Rows(x.ndim, plan.layout))
-
-
-def _stft_arguments(
-    input: Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: Tensor | None = None,
-    center: bool = True,
-    pad_mode: str = "reflect",
-    normalized: bool = False,
-    onesided: bool | None = None,
-    return_complex: bool | None = None,
-    **others: Any,
-) -> tuple[Any, ...]:
-    rest = {"win_length": win_length, "window": window, "normalized": normalized, "onesided": onesided}
-    return (
-        input,
-        n_fft,
-        n_fft // 4 if hop_length is None else hop_length,
-        center,
-        {**rest, "return_complex": return_complex, **others},
-    )
-
-
-def _transposed_arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> tuple[Any, ...]:
-    return input, weight, bias, stride, padding, output_padding, groups, dilation
-
-
-def _max_pool_arguments(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[Any, ...]:
-    return input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
-
-
-def _avg_pool_arguments(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> tuple[Any, ...]:
-    padded = any(_each(padding, 1))
-    return input, kernel_size, stride, padding, 1, ceil_mode, divisor_override or (padded and not count_include_pad)
+    part = fetch(x, rows, plan.wanted, ranks)
+    return tagged(func(part, size, hop, win_length, window, center, "reflect", *rest), Rows(x.ndim, plan.layout))
 
 
 RULES: dict[str, Any] = {

@@ -107,6 +107,18 @@ def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int,
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
+def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
+    """Return the arguments of a call of ``func`` in the order of ``parameters``, its parameters with their defaults.
+
+    Raises:
+        TypeError: If the call has an argument that is not among the parameters.
+    """
+    unexpected = [*kwargs.keys() - parameters.keys(), *args[len(parameters) :]]
+    if unexpected:
+        raise TypeError(f"{name_of(func)} got {unexpected}; expected arguments among {list(parameters)}.")
+    return [argument(args, kwargs, name, i, default) for i, (name, default) in enumerate(parameters.items())]
+
+
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` locally, and tag the output with the rows of the first argument.
 

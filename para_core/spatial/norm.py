@@ -13,7 +13,7 @@ from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import operators
 from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
-from para_core.spatial.local import argument
+from para_core.spatial.local import argument, bind
 from para_core.spatial.rows import Layout
 from para_core.spatial.tag import Rows, rows_of, tagged
 
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.group_norm`` of ``[B, C, ...]`` with one all-gather of ``2 · B · groups`` numbers per rank."""
-    x, groups, weight, bias, eps = _group_norm_arguments(*args, **kwargs)
+    x, groups, weight, bias, eps = bind(func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
         raise unknown(func, rows or Rows(0, (0,)), "its channels are sharded, or only its weights")
@@ -38,12 +38,6 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 def _fractions(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the fraction of all rows that each rank holds, ``[ranks]``."""
     return new_table([rows / sum(layout) for rows in layout], dtype, device)
-
-
-def _group_norm_arguments(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> tuple[Any, ...]:
-    return input, num_groups, weight, bias, eps
 
 
 def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
+from para_core.spatial.local import bind
 from para_core.spatial.tag import Rows, rows_of, tagged, untagged
 
 Function = Callable[..., Any]
@@ -104,7 +105,10 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
     A mask covers all tokens, or the rows of this rank's queries and all keys.
     """
-    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = _arguments(*args, **kwargs)
+    parameters = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = bind(
+        func, args, kwargs, **parameters, scale=None, enable_gqa=False
+    )
     rows_q, rows_k = rows_of(query), rows_of(key)
     rows = rows_q or rows_k or rows_of(value)
     if rows is None:
@@ -176,19 +180,6 @@ def _fits(mask: Tensor, own: Rows, rows_q: Rows) -> bool:
         return False
     frames = mask.unflatten(-2, (own.outer, -1))
     return torch.equal(frames, frames[..., :1, :].expand_as(frames))
-
-
-def _arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Any, ...]:
-    return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
 RULES: dict[str, Any] = {

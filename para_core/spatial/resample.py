@@ -15,7 +15,7 @@ from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import rows as plans
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout
-from para_core.spatial.local import argument, only_first
+from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout, held
 from para_core.spatial.tag import Rows, ShardedSize, local_sizes, rows_of, tagged
 
@@ -25,8 +25,8 @@ Function = Callable[..., Any]
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.pad``. Only the first and the last rank pad rows, at the edges of the image."""
     x, rows = only_first(func, args, kwargs)
-    widths = list(argument(args, kwargs, "pad", 1))
-    mode, value = argument(args, kwargs, "mode", 2, "constant"), argument(args, kwargs, "value", 3)
+    _, pads, mode, value = bind(func, args, kwargs, input=None, pad=(), mode="constant", value=None)
+    widths = list(pads)
     index = 2 * (x.ndim - 1 - rows.dim)
     before, after = (widths[index], widths[index + 1]) if index < len(widths) else (0, 0)
     if not before and not after:
@@ -72,7 +72,10 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.interpolate``: first along the sharded dim, with rows of other ranks, then along the other dims."""
-    x, size, scale, mode, align, recompute, antialias = _interpolate_arguments(*args, **kwargs)
+    parameters = {"input": None, "size": None, "scale_factor": None, "mode": "nearest", "align_corners": None}
+    x, size, scale, mode, align, recompute, antialias = bind(
+        func, args, kwargs, **parameters, recompute_scale_factor=None, antialias=False
+    )
     rows = rows_of(x)
     spatial = x.ndim - 2
     if rows is None or rows.outer > 1 or antialias or mode == "area":
@@ -195,18 +198,6 @@ def _resample(ranks: MeshDim, x: Tensor, rows: Rows, layout: Layout, step: float
 
 def _each(value: Any, spatial: int) -> list[Any]:
     return [value] * spatial if isinstance(value, (int, float)) else list(value)
-
-
-def _interpolate_arguments(
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> tuple[Any, ...]:
-    return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
 
 
 RULES: dict[str, Any] = {
