@@ -63,16 +63,13 @@ def test_a_reason_that_was_left_is_what_is_told():
         assert why_no_answer("token", ranks).startswith("rank 1 raised ValueError: no")
 
 
-@pytest.mark.parametrize(
-    ("stopped", "told"),
-    [(True, "rank 1 is stopped"), (False, "rank 1 lives")],
-)
-def test_a_silent_rank_on_this_host_is_looked_at(stopped, told):
+@pytest.mark.parametrize(("stopped", "state"), [(True, failures._STOPPED), (False, failures._RUNS)])
+def test_a_silent_rank_on_this_host_is_looked_at(stopped, state):
     with process(stopped=stopped) as pid:
         ranks = places("a", "a", pids=(os.getpid(), pid))
         with roll(ranks, [0]):
             found = why_no_answer("token", ranks)
-    assert found.startswith(told)
+    assert found.startswith(f"rank 1 {state}")
     assert f"process {pid} on host host-a" in found
 
 
