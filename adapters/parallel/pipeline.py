@@ -101,7 +101,8 @@ def parallelize_pipe(
             same GPU.
 
     Example:
-        >>> parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cuda", max_ring_dim_size=2), vae=True)  # doctest: +SKIP
+        >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
+        >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
     options = ParallelOptions(
         text=text,

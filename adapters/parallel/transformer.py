@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
-from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.compatibility import CompatibilityContext, When, refuse, require_same_call_of_model
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
@@ -169,14 +168,7 @@ class TransformerPart(Part):
 
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
         """Raise on every rank if the arguments ``kwargs`` of this call differ between ranks or a rank cannot run it."""
-        self.mesh.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(self.module, self.module, mesh=self.mesh))
-        if self.options.assume_equal:
-            if problem is not None:
-                raise RuntimeError(problem)
-            return
         options = cache_options(self.module)
         cached = {} if options is None else {"its cache": options.as_text()}
-        require_same_inputs(
-            {**kwargs, **cached, **self.attention.by_name}, self.mesh, f"this {type(self.module).__name__}", problem
-        )
+        inputs = {**kwargs, **cached, **self.attention.by_name}
+        require_same_call_of_model(self.module, inputs, self.mesh, assume_equal=self.options.assume_equal)

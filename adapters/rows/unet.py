@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.applied import PARALLEL_UNET
-from para_core.adapters.compatibility import CompatibilityContext, When, reason_against, refuse
-from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.compatibility import CompatibilityContext, When, refuse, require_same_call_of_model
 from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
 from para_core.adapters.rows.groups import RowRanks, on_rows
@@ -128,7 +127,7 @@ class UnetRun:
             # The arguments are invalid, and the model raises the best error.
             return call(unet, *args, **kwargs)
         if not self.inputs_verified:
-            self.require_equal(inputs)
+            require_same_call_of_model(self.unet, inputs, self.mesh, assume_equal=self.assume_equal)
         if sample.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.images[0]} requires a gradient, and none is computed over ranks. Call the "
@@ -162,15 +161,6 @@ class UnetRun:
                     sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
             compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
-
-    def require_equal(self, inputs: dict[str, Any]) -> None:
-        """Raise on every rank if the inputs of this call differ between ranks or a rank cannot run it."""
-        self.mesh.check_alive()
-        problem = reason_against(When.PARALLEL_CALL, CompatibilityContext(self.unet, self.unet, mesh=self.mesh))
-        if not self.assume_equal:
-            require_same_inputs(inputs, self.mesh, f"this {original_class(self.unet).__name__}", problem)
-        elif problem is not None:
-            raise RuntimeError(problem)
 
     def shards_samples(self, num_samples: int) -> bool:
         size = self.mesh.batch.size
