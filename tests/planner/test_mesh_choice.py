@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
-from para_core.adapters import mesh_choice, parallelize_pipe
+from para_core.adapters import parallelize_pipe
 from para_core.adapters.models import ADAPTERS
+from para_core.adapters.planner import mesh_choice
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import (
     MeshChoice,
