@@ -53,10 +53,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
 
 
 def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
-    """Return the tensor plan of the adapter for ``module``, or the one that its class publishes (``_tp_plan``).
-
-    None without both.
-    """
+    """Return the tensor plan of the adapter, or the published one (``_tp_plan``); None if there is neither."""
     adapter = adapter_for(module)
     if adapter is None:
         # Models of the transformers library publish plans of another form under this name.

@@ -18,7 +18,7 @@ from para_core.spatial.tag import Rows, local_sizes, rows_of, tagged
 Function = Callable[..., Any]
 
 
-def reordered(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``permute``, ``transpose``, ``squeeze`` and others that move, add or drop dims.
 
     The new dim of the rows is read from a meta tensor on which every dim has another size.
@@ -32,7 +32,7 @@ def reordered(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     return _checked(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
 
 
-def reshaped(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` on the local sizes."""
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
@@ -248,8 +248,8 @@ def _checked(func: Function, out: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
 
 
 _BY_RULE: dict[Any, str] = {
-    reordered: "transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint",
-    reshaped: "view reshape flatten unflatten ravel",
+    reorder: "transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint",
+    reshape: "view reshape flatten unflatten ravel",
     split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
     getitem: "getitem",
     setitem: "setitem",
