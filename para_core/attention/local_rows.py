@@ -90,8 +90,8 @@ def _review(mask: Tensor, num_common: int) -> Review:
         differ = (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
         equal = (mask == mask[..., :1, :]).all()
         # One number, so that the host waits for the device once.
-        bits = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
-        bits = int(bits.item())
+        code = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
+        bits = int(code.item())
         all_equal = bits & EQUAL and mask.shape[-2] > 1
         return Review(bits, 0 if all_equal else _digest(mask[..., :num_common, :]))
 
