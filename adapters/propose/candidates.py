@@ -132,9 +132,9 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
     """
     for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
         calls, larger_calls = small.of_list(name), large.of_list(name)
-        if larger_calls and _attends(small, calls[0].began, calls[-1].ended):
+        if larger_calls and attends(small, calls[0].began, calls[-1].ended):
             yield from _start(calls[0], larger_calls[0], streams_of(calls, 0))
-    outer = [call for call in small.calls if call.block_list is None and _attends(small, call.began, call.ended)]
+    outer = [call for call in small.calls if call.block_list is None and attends(small, call.began, call.ended)]
     for call in sorted(outer, key=lambda call: call.began):
         larger_call = next((other for other in large.calls if other.name == call.name), None)
         sequences = [
@@ -146,7 +146,8 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
             yield from _start(call, larger_call, sequences)
 
 
-def _attends(observed: ObservedCall, began: int, ended: int) -> bool:
+def attends(observed: ObservedCall, began: int, ended: int) -> bool:
+    """Whether attention was called between two times."""
     return any(began < attention.time < ended for attention in observed.attention)
 
 

@@ -12,19 +12,21 @@ from torch import Tensor, nn
 
 from para_core.adapters.propose.stack import error_of
 from para_core.cache.blocks import CachedBlocks
-from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, OneForEach, Plan, ShardRule, Split
+from para_core.plans.plan import Attending, Attention, Gather, Halo, Plan, ShardRule, Split
 from para_core.torch_internals import tree_leaves, tree_map
 from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
 
+# Values of Plan.attention, apart from tuples.
+_ATTENDING = tuple(kind for kind in get_args(Attending) if isinstance(kind, type))
 # Fields of a Plan that an answer sets under their own names.
 _PLAN_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused": Mapping}
 
 _EXPECTED = (
     "'module(parameter)', or 'module(0)' for the module's output of that index: a Split or another rule, or None for "
     "no rule ('(parameter)' is a parameter of the model itself); 'module': a Gather of its output or a tuple of them, "
-    "its Attention calls (a tuple, OneForEach, LinearAttention), a Halo, or None; 'joint_order': names of segments; "
+    "its Attention calls (a tuple, OneForEach, LinearAttention, AttentionByHeads), a Halo, or None; 'joint_order': names of segments; "
     "'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or "
     "None; 'samples': the number of samples in the examples, or None"
 )
@@ -56,7 +58,7 @@ def _fits(name: str, answer: Any) -> bool:
 
 
 def _is_gather(answer: Any) -> bool:
-    if isinstance(answer, tuple):
+    if isinstance(answer, (tuple, list)):
         gathers = [entry for entry in answer if entry is not None]
         return bool(gathers) and all(isinstance(entry, Gather) for entry in gathers)
     return isinstance(answer, Gather)
@@ -65,7 +67,7 @@ def _is_gather(answer: Any) -> bool:
 def _is_attention(answer: Any) -> bool:
     if isinstance(answer, tuple):
         return all(isinstance(entry, Attention) for entry in answer)
-    return isinstance(answer, (OneForEach, LinearAttention))
+    return isinstance(answer, _ATTENDING)
 
 
 def form_a_plan(answers: Answers) -> bool:

@@ -118,8 +118,8 @@ def propose_plan(
               output): a :class:`Split` or another rule. A split of a segment replaces the guess of where that segment
               is sharded.
             - ``"proj_out"``: a :class:`Gather` of its output, or a tuple of them.
-            - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach` or :class:`LinearAttention`; or a
-              :class:`Halo`.
+            - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach`, :class:`LinearAttention` or
+              :class:`AttentionByHeads`; or a :class:`Halo`.
             - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: fields of a :class:`Plan`;
               ``"plan"``: a whole one.
             - ``"CachedBlocks"``: the block stack.
@@ -364,14 +364,10 @@ def _with_blocks(
 
 def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:
     """Return the message of the error that no stream of tokens was found."""
+    handwritten = _handwritten_attention(name, observed)
     if not observed.attention:
-        softmax = [f"{place or name} (over {list(shape)})" for place, shape in observed.softmax.items()]
-        if softmax:
-            return (
-                f"{name} called no scaled_dot_product_attention, but computes a softmax itself: in "
-                f"{', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch the model to its fused "
-                "attention (some call it flash), or call F.scaled_dot_product_attention there."
-            )
+        if handwritten:
+            return f"{name} called no scaled_dot_product_attention, but {handwritten}"
         return f"{name} called no scaled_dot_product_attention. Switch its attention to a native backend."
     lists = sorted({call.block_list for call in observed.calls if call.block_list is not None})
     modules = sorted({attention.name for attention in observed.attention})
@@ -379,14 +375,25 @@ def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> st
     if lengths[0] == lengths[1]:
         return (
             f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in "
-            f"one dim: its attention has {lengths[0]} queries in both. Pass two calls that differ in the number of "
-            "image tokens."
+            f"one dim: its attention has {lengths[0]} queries in both. "
+            + (f"It also {handwritten}" if handwritten else "Pass two calls that differ in the number of image tokens.")
         )
     return (
         f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in "
         f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, receives a "
         "tensor [B, S, C] that grows in one dim. State where tokens are sharded and gathered: "
         "answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
+    )
+
+
+def _handwritten_attention(name: str, observed: ObservedCall) -> str:
+    """Return in which modules a softmax over scores is computed, as the end of a sentence; "" if in none."""
+    softmax = [f"{module or name} (over {list(shape)})" for module, shape in observed.softmax.items()]
+    if not softmax:
+        return ""
+    return (
+        f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch the "
+        "model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
     )
 
 
@@ -402,4 +409,7 @@ def _questions(begins: list[Start], failure: str, small: ObservedCall, large: Ob
         f"No plan that begins at {' or '.join(start.block for start in begins)} was exact. The likeliest guess failed: "
         f"{failure.rstrip('.')}. Correct it with propose_plan(..., answers=)."
     )
+    handwritten = _handwritten_attention("the model", small)
+    if handwritten:
+        failure += f" The model also {handwritten}"
     return (*sorted(numbers), failure)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import Region, streams_of, tensors_of
+from para_core.adapters.propose.candidates import Region, attends, streams_of, tensors_of
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -29,7 +29,8 @@ def guess_blocks(region: Region) -> CachedBlocks | None:
     previous: list[ModuleCall] = []
     for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
         calls = region.small.of_list(name)
-        if calls[0].began < began:
+        # A list without attention holds no blocks, but norms, for example.
+        if calls[0].began < began or not attends(region.small, calls[0].began, calls[-1].ended):
             continue
         streams = streams_of(calls, 0)
         if not all(streams):

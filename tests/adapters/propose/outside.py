@@ -196,11 +196,77 @@ class Lists(nn.Module):
         return self.norm(x)
 
 
+class NormLists(nn.Module):
+    """x-transformers' layers: lists of a list of norms and a module."""
+
+    def __init__(self, attention: type[Attention]) -> None:
+        super().__init__()
+        modules = [attention(), Mlp(), attention(), Mlp()]
+        self.layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(16)]), one]) for one in modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norms, module in self.layers:
+            x = x + module(norms[0](x))
+        return x
+
+
+class PaddedAttention(nn.Module):
+    """Pads all tokens to a multiple of 4 before it attends to them, and masks what it added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        tokens = q.shape[2]
+        q, k, v = (F.pad(y, (0, 0, 0, -tokens % 4)) for y in (q, k, v))
+        valid = torch.arange(q.shape[2]) < tokens
+        out = F.scaled_dot_product_attention(q, k, v, valid[None, None, None])[:, :, :tokens]
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class PaddedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = PaddedAttention(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class PaddedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(4, 16), nn.ModuleList([PaddedBlock(), PaddedBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HalfByHand(nn.Module):
+    """timm's Cait: blocks that compute a softmax, then a class token that attends to their tokens by SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed, self.blocks = nn.Conv2d(3, 16, 4, 4), Lists(HandAttention)
+        self.query = nn.Parameter(torch.zeros(1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.patch_embed(x).flatten(2).transpose(1, 2))
+        return F.scaled_dot_product_attention(self.query.expand(x.shape[0], -1, -1), x, x)
+
+
 class ListVit(nn.Module):
-    def __init__(self, attention: type[Attention] = Attention) -> None:
+    def __init__(self, attention: type[Attention] = Attention, lists: type[nn.Module] = Lists) -> None:
         super().__init__()
         self.to_patch_embedding = nn.Conv2d(3, 16, 4, 4)
-        self.transformer, self.linear_head = Lists(attention), nn.Linear(16, 5)
+        self.transformer, self.linear_head = lists(attention), nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.to_patch_embedding(x).flatten(2).transpose(1, 2)

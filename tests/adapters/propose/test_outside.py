@@ -4,14 +4,32 @@ import pytest
 import torch
 
 from para_core import Gather, Split, check_parallel
-from para_core.adapters import propose_plan
+from para_core.adapters import Adapter, propose_plan
+from para_core.adapters.propose.source import source_of
+from para_core.plans.plan import (
+    Attention,
+    AttentionByHeads,
+    Count,
+    Entries,
+    FirstTokens,
+    Halo,
+    LastTokens,
+    LinearAttention,
+    OneForEach,
+    Plan,
+    Replicate,
+    SplitMask,
+)
 from tests.adapters.propose.outside import (
     Dit,
     EncoderModel,
     FlashAttention,
+    HalfByHand,
     HandAttention,
     Joint,
     ListVit,
+    NormLists,
+    PaddedModel,
     Vit,
     dit_inputs,
     image,
@@ -97,6 +115,19 @@ def test_nested_lists_are_found_by_their_parent():
     assert proposal.plan.inner == {"transformer": {"x": Split(1, segment="image")}}
 
 
+def test_lists_of_norms_are_no_blocks():
+    """To cache them would skip norms."""
+    model = fill(ListVit(lists=NormLists), seed=1).eval()
+    proposal = propose_plan(model, (image(16, 20), image(16, 32)))
+    assert_exact(model, proposal, image(20, 24))
+    assert proposal.blocks is None
+
+
+def test_attention_that_is_partly_written_by_hand_is_named():
+    with pytest.raises(ValueError, match=r"softmax .*blocks\.layers\.0\.0 .*\[2, 2, 20, 20\]"):
+        propose_plan(fill(HalfByHand(), seed=1), (image(16, 20), image(16, 32)))
+
+
 def test_flash_attention_is_seen():
     model = fill(ListVit(FlashAttention), seed=1).eval()
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
@@ -144,3 +175,42 @@ def test_a_plan_is_an_answer():
     asked = propose_plan(model, (image(16, 20), image(16, 24)), answers=wrong)
     assert asked.plan is None
     assert asked.questions
+
+
+def test_attention_by_heads_is_an_answer():
+    model = fill(PaddedModel(), seed=1).eval()
+    inputs = [{"x": torch.randn(2, n, 4)} for n in (13, 21, 17)]
+    assert propose_plan(model, inputs[:2]).plan is None
+    by_heads = AttentionByHeads("image", ("q", "k", "v"), "out")
+    proposal = propose_plan(model, inputs[:2], answers={"blocks.*.attn": by_heads})
+    assert_exact(model, proposal, inputs[2])
+    assert proposal.plan.attention == {"blocks.*.attn": by_heads}
+
+
+def test_source_imports_each_part_of_a_plan():
+    joint, one = Attention(("image", "text")), Attention(("image",), keys=("text",))
+    cuts = {
+        "a": Split(1, segment="image"),
+        "b": Replicate(1, "text"),
+        "c": Count("image", (0, 0)),
+        "d": FirstTokens("image"),
+        "e": LastTokens("image"),
+        "f": Gather(1, "image"),
+        "g": Entries((Split(1, like="image"), None)),
+        "h": SplitMask(("image",)),
+    }
+    attention = {
+        "a": (joint,),
+        "b": OneForEach("texts", one, joint),
+        "c": LinearAttention("image", (("sum", 0),)),
+        "d": AttentionByHeads("image", ("q",), "out"),
+    }
+    halos = {"conv": Halo(1, "image", 1)}
+    plan = Plan(
+        cuts, {"out": (None, Gather(1, "image"))}, ("image", "text"), {"blocks.0": {0: cuts["a"]}}, attention, halos
+    )
+    for part in (plan, Plan({}, {}, ("image",), attention={"c": attention["c"]})):
+        adapter = Adapter("Model", "Model", part)
+        names = {}
+        exec(source_of(adapter), names)
+        assert names["ADAPTER"] == adapter
