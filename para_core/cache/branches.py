@@ -71,19 +71,18 @@ class _Branch:
 
 
 class _FirstCalls:
-    """The tensor arguments of the first calls of a model.
+    """The arguments of the first calls of a model.
 
-    Tensors are compared by the identity of their memory, so the host does not wait for the device.
+    Tensors in different memory are compared by value, for which the host waits for the device: a pipeline may create its text and its
+    latents anew for each call.
     """
 
     def __init__(self) -> None:
         self._branches: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        # References that keep the memory from being reused for other tensors.
-        self._held: list[Tensor] = []
+        self._calls: list[dict[str, list[_Leaf]]] = []
         self._over = False
 
-    def alternating(self, branch: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    def alternating(self, branch: str, arguments: Mapping[str, Any]) -> list[str]:
         """Add a call. Return the arguments that differ between the last two calls, if these look like two branches of one step.
 
         With two CFG branches called in turn, two calls have the same latents, the next call has new ones, and the text of the first call comes
@@ -92,23 +91,59 @@ class _FirstCalls:
         if self._over:
             return []
         self._branches.append(branch)
-        self._calls.append({name: _memory_of(x) for name, x in tensors.items()})
-        self._held.extend(tensors.values())
-        last = {name: [call.get(name) for call in self._calls] for name in tensors}
-        returned = [name for name, x in last.items() if x[-1] in x[:-2] and x[-1] != x[-2] != x[-3]]
-        moved = any(len(x) > 2 and x[-3] == x[-2] != x[-1] for x in last.values())
-        found = returned if moved and self._branches[-2] == self._branches[-3] else []
+        self._calls.append({name: [_Leaf(x) for x in pytree.tree_leaves(value)] for name, value in arguments.items()})
+        found = self._returned() if len(self._calls) > 2 and self._branches[-2] == self._branches[-3] else []
         if found or len(self._calls) == _MOST_COMPARED:
             self._over = True
-            self._calls, self._held = [], []
+            self._calls = []
         return found
 
+    def _returned(self) -> list[str]:
+        now, before, first = self._calls[-1], self._calls[-2], self._calls[-3]
+        changed = [name for name in now if not _are_same(now[name], before.get(name))]
+        returned = [
+            name
+            for name in changed
+            if not _are_same(before.get(name), first.get(name))
+            and any(_are_same(now[name], call.get(name)) for call in self._calls[:-2])
+        ]
+        moved = returned and any(_are_same(before.get(name), first.get(name)) for name in changed)
+        return returned if moved else []
 
-def _memory_of(x: Tensor) -> Any:
-    if type(x) not in (Tensor, nn.Parameter):
-        return id(x)
-    version = None if x.is_inference() else version_of(x)
-    return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype, version
+
+class _Leaf:
+    """A tensor or another value that an argument held, as it was then."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.is_plain = type(value) in (Tensor, nn.Parameter)
+        self.version = version_of(value) if self.is_plain and not value.is_inference() else 0
+
+    def is_same(self, other: _Leaf) -> bool:
+        x, y = self.value, other.value
+        if type(x) is type(y) and isinstance(x, (bool, int, float, str)):
+            return bool(x == y)
+        if not (self.is_plain and other.is_plain) or not _form_is_same(x, y):
+            # To compare a deferred tensor would compute it.
+            return x is y
+        if x.is_meta or _place_of(x) == _place_of(y):
+            return self.version == other.version
+        if self._is_changed() or other._is_changed() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        return torch.equal(x, y)
+
+    def _is_changed(self) -> bool:
+        return not self.value.is_inference() and version_of(self.value) != self.version
+
+
+def _place_of(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
+
+
+def _are_same(leaves: list[_Leaf] | None, others: list[_Leaf] | None) -> bool:
+    if leaves is None or others is None:
+        return leaves is others
+    return len(leaves) == len(others) and all(x.is_same(y) for x, y in zip(leaves, others, strict=True))
 
 
 class Branches:
@@ -142,7 +177,7 @@ class Branches:
         return name
 
     def _warn_of_unnamed(self, branch: str, arguments: Mapping[str, Any]) -> None:
-        others = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and name not in self.conditions}
+        others = {name: x for name, x in arguments.items() if name not in self.conditions}
         unnamed = self._first_calls.alternating(branch, others)
         if unnamed:
             named = (*self.conditions, *unnamed)

@@ -85,6 +85,68 @@ def test_indistinguishable_branches_warn_with_argument(options, branches):
         denoise(model, branches=branches)
 
 
+class WithList(Model):
+    """Text as Wan's official code takes it."""
+
+    def forward(self, x, t, y):
+        return super().forward(x, t, torch.stack(y))
+
+
+class WithDict(Model):
+    def forward(self, x, t, y):
+        return super().forward(x, t, y["text"])
+
+
+class WithNumber(Model):
+    """A label that is no tensor."""
+
+    def forward(self, x, t, y):
+        return super().forward(x, t, torch.full((1, 1, 8), y))
+
+
+KINDS = {
+    Model: lambda text: text,
+    WithList: lambda text: [*text],
+    WithDict: lambda text: {"text": text},
+    WithNumber: lambda text: text.sum().item(),
+}
+
+
+def denoise_with_new_tensors(model, made):
+    """Call the model with tensors of other memory each time."""
+    denoise(lambda x, t, text: model(x.clone(), t.clone(), made(text.clone())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("conditions", [None, ("t",)])
+def test_branches_of_any_kind_warn(kind, conditions):
+    for run in (denoise_with_new_tensors, lambda model, made: denoise(lambda x, t, text: model(x, t, made(text)))):
+        model = apply_cache(kind(), blocks(conditions=conditions), residual_diff_threshold=0.0)
+        with pytest.warns(UserWarning, match=r"'y'"):
+            run(model, KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_named_conditions_of_any_kind_do_not_warn(kind):
+    model = apply_cache(kind(), blocks(conditions=("y",)), residual_diff_threshold=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        denoise_with_new_tensors(model, KINDS[kind])
+    assert len({row.branch for row in model_cache_report(model).rows}) == 2
+
+
+def test_buffers_that_are_filled_again_are_told_apart():
+    """A pipeline may write the latents and the time of each step into the same memory."""
+    model = apply_cache(Model(), blocks(), residual_diff_threshold=0.0)
+    buffers = torch.zeros(1, 6, 8), torch.zeros(1)
+
+    def filled(buffer, value):
+        return buffer if torch.equal(buffer, value) else buffer.copy_(value)
+
+    with pytest.warns(UserWarning, match="'y'"):
+        denoise(lambda x, t, text: model(filled(buffers[0], x), filled(buffers[1], t), text))
+
+
 @pytest.mark.parametrize("branches", [1, 2, 3])
 def test_named_conditions_do_not_warn_and_are_exact(branches):
     expected = denoise(Model(), branches=branches)
