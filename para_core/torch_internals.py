@@ -280,7 +280,25 @@ set_grad_enabled = torch._C._set_grad_enabled
 current_graph_task_id = torch._C._current_graph_task_id
 # The innermost torch.autograd.graph.saved_tensors_hooks. Of a checkpoint, a cell of its closure is a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
+
+
+def all_saved_tensors_hooks() -> list[Any]:
+    """Return all ``saved_tensors_hooks`` that are entered in this thread, the innermost first."""
+    hooks: list[Any] = []
+    if not saved_tensors_hooks_are_enabled():
+        return hooks
+    try:
+        while (top := top_saved_tensors_hooks(True)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            hooks.append(top)
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return hooks
+
+
 # At this key the number of forward_ad.dual_level that are entered, less one. A dict, because each attention call reads it and a function would
 # cost more.
 forward_ad_globals = vars(forward_ad)

@@ -534,6 +534,23 @@ def test_checkpoint_hooks_lead_to_their_frame():
     assert internals.top_saved_tensors_hooks(True) is None
 
 
+def test_all_hooks_are_listed_and_stay():
+    """Without them the checkpoints around the innermost one are not bound to the mode."""
+    lists = []
+
+    def function(x):
+        lists.extend([internals.all_saved_tensors_hooks(), internals.all_saved_tensors_hooks()])
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(lambda x: checkpoint(function, x, use_reentrant=False), x, use_reentrant=False)
+    assert len(lists[0]) == 2
+    assert lists[0] == lists[1]
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 2.0))
+    with torch.autograd.graph.disable_saved_tensors_hooks("none"):
+        assert internals.all_saved_tensors_hooks() == []
+
+
 def test_forward_ad_level():
     """Without it tangents of attention over several ranks would be lost in silence."""
     assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == -1

@@ -14,7 +14,12 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction
 
-from para_core.torch_internals import CheckpointFrame, current_graph_task_id, top_saved_tensors_hooks
+from para_core.torch_internals import (
+    CheckpointFrame,
+    all_saved_tensors_hooks,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
+)
 
 # From a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of modes outside of this one.
 _MOST_FRAMES = 16
@@ -49,14 +54,25 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 
 
 def bind_checkpoint(owner: object, bind: Bind) -> None:
-    """Bind the function of the ``checkpoint(..., use_reentrant=False)`` whose forward runs right now, if one does.
+    """Bind the functions of each ``checkpoint(..., use_reentrant=False)`` whose forward runs right now, if any does.
 
-    Called at every attention call in eager code. ``owner`` tells whether it was bound before.
+    Called at every attention call in eager code, also without gradients: a checkpoint runs those parts again, too. ``owner`` tells
+    whether a function was bound before.
     """
-    hooks = top_saved_tensors_hooks(True)
-    for cell in () if hooks is None else getattr(hooks[0], "__closure__", None) or ():
-        frame = cell.cell_contents
-        if isinstance(frame, CheckpointFrame) and getattr(frame.recompute_fn, "bound_to", None) is not owner:
+    frame = _frame_of(top_saved_tensors_hooks(True))
+    if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
+        # Whoever bound the innermost one has bound those around it.
+        return
+    for hooks in all_saved_tensors_hooks():
+        frame = _frame_of(hooks)
+        if frame is not None and getattr(frame.recompute_fn, "bound_to", None) is not owner:
             bound: Any = bind(frame.recompute_fn)
             bound.bound_to = owner
             frame.recompute_fn = bound
+
+
+def _frame_of(hooks: Any) -> Any:
+    """Return the checkpoint to which hooks on saved tensors belong; None if they are of something else."""
+    cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
+    contents = [cell.cell_contents for cell in cells]
+    return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)

@@ -248,7 +248,7 @@ class UnifiedAttnMode(ShardingMode):
         self.intercepted = True
         if self._is_sdpa:
             return call.on_one_device()
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             bind_checkpoint(self, self.bound)
         return self._attention(call)
 

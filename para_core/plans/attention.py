@@ -85,8 +85,8 @@ class PlannedAttention:
         return inner
 
     def bind_checkpoint(self) -> None:
-        """Bind the function of a ``torch.utils.checkpoint`` whose forward runs right now, if one does and keeps a gradient."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.bind is not None:
+        """Bind the function of a ``torch.utils.checkpoint`` whose forward runs right now, if one does."""
+        if not torch.compiler.is_compiling() and self.bind is not None:
             bind_checkpoint(self.known, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:

@@ -66,8 +66,20 @@ def call_bound(cp, block, x, reentrant):
     return checkpoint(cp.bound(block), x, use_reentrant=reentrant)
 
 
-def call_nested(cp, block, x, reentrant):
-    return checkpoint(lambda x: checkpoint(block, x, use_reentrant=reentrant), x, use_reentrant=reentrant)
+def call_nested(cp, block, x, reentrant, outer=None):
+    """What is kept of the second inner checkpoint is computed from the result of the first."""
+
+    def run(x):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        return checkpoint(lambda y: y.exp().log(), y, use_reentrant=reentrant)
+
+    # The forward of an outer checkpoint with use_reentrant=True has no gradients.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return checkpoint(run, x, use_reentrant=reentrant if outer is None else outer)
+
+
+def call_nested_in_other_kind(cp, block, x, reentrant):
+    return call_nested(cp, block, x, reentrant, outer=not reentrant)
 
 
 def call_compiled(cp, block, x, reentrant):
@@ -76,7 +88,8 @@ def call_compiled(cp, block, x, reentrant):
         return checkpoint(torch.compile(block, backend="aot_eager"), x, use_reentrant=reentrant)
 
 
-CALLS = list(itertools.product((call_unbound, call_bound, call_nested, call_compiled), (True, False), (True, False)))
+WAYS = (call_unbound, call_bound, call_nested, call_nested_in_other_kind, call_compiled)
+CALLS = list(itertools.product(WAYS, (True, False), (True, False)))
 
 
 def learn(ring, ulysses):
@@ -102,6 +115,42 @@ def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool, ring, ulysse
     for grads in rank_pool.run(learn, 2, ring, ulysses):
         for (call, reentrant, inside), grad in zip(CALLS, grads, strict=True):
             assert relative_error(grad, expected) < 1e-5, (call.__name__, reentrant, inside)
+
+
+class Frozen(nn.Module):
+    """A layer without gradients, of whose result a product keeps the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.reentrant = make_blocks(), None
+
+    def layer(self, x):
+        with torch.no_grad():
+            frozen = self.blocks[0](x)
+        return self.blocks[1].out(x * frozen)
+
+    def forward(self, x):
+        return self.layer(x) if self.reentrant is None else checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+def learn_behind_frozen():
+    grads = []
+    for reentrant in (True, False):
+        model = Frozen()
+        model.reentrant = reentrant
+        with UnifiedAttnMode(make_mesh(2, 1)) as cp:
+            loss = cp.gather(model(cp.shard(make_input(), dim=1)), dim=1).square().mean()
+        loss.backward()
+        grads.append(of_all_ranks(model.blocks[1].out.weight))
+    return grads
+
+
+def test_attention_without_gradient_is_recomputed_over_mesh(rank_pool):
+    model = Frozen()
+    model(make_input()).square().mean().backward()
+    for grads in rank_pool.run(learn_behind_frozen, 2):
+        for grad in grads:
+            assert relative_error(grad, model.blocks[1].out.weight.grad) < 1e-5
 
 
 # -- state of a mode

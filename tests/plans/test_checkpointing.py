@@ -52,11 +52,18 @@ class Model(nn.Module):
             elif self.way == "attention alone":
                 image = image + checkpoint(block.attn1, image, image, use_reentrant=False).tanh()
                 image = image + checkpoint(block.attn2, image, text, use_reentrant=True).sin()
+            elif self.way == "nested":
+                image = checkpoint(self.nested, block, image, text, use_reentrant=False)
             elif self.way == "none":
                 image = block(image, text)
             else:
                 image = checkpoint(block, image, text, use_reentrant=self.way == "reentrant")
         return self.last(image)
+
+    def nested(self, block, image, text):
+        """What is kept of the second inner checkpoint is computed from the result of the first."""
+        image = image + checkpoint(block.attn1, image, image, use_reentrant=False).tanh()
+        return image + checkpoint(block.attn2, image, text, use_reentrant=True).sin()
 
 
 PLAN = Plan(
@@ -85,7 +92,7 @@ def learn(ring, ulysses, way):
     return [grad / 2 for grad in grads]
 
 
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "diffusers", "attention alone"])
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "diffusers", "attention alone", "nested"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_checkpointed_gradient_under_plan_equals_one_device(rank_pool, ring, ulysses, way):
     expected = gradients(Model("none"))
