@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.exc
@@ -36,6 +36,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # -- process groups (torch/distributed/distributed_c10d.py)
 
@@ -270,6 +272,21 @@ cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 math_sdp_enabled = torch._C._get_math_sdp_enabled
 # Of any device; torch.is_autocast_enabled asks about one.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+# -- Dynamo (torch/_dynamo/eval_frame.py)
+
+
+def no_frame_of_its_own(function: _Function) -> _Function:
+    """Keep Dynamo from compiling ``function``, and what it calls, except as a part of a function that it traces.
+
+    For ``__torch_function__`` of modes. Behind a graph break Dynamo compiles each frame that runs, and does not guard which attribute of
+    a tensor a mode is asked for: in torch 2.13 ``x.requires_grad`` then was ``x.shape``.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return function
 
 
 # -- autograd (torch/utils/checkpoint.py, torch/autograd)

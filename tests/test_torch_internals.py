@@ -534,6 +534,20 @@ def test_checkpoint_hooks_lead_to_their_frame():
     assert internals.top_saved_tensors_hooks(True) is None
 
 
+def test_marked_function_is_compiled_as_part_of_another_only():
+    """Without it a mode answers for another attribute of a tensor behind a graph break."""
+    seen = []
+
+    @internals.no_frame_of_its_own
+    def marked(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compile(marked, backend="eager")(torch.zeros(1))
+    torch.compile(lambda x: marked(x) * 2, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert seen == [False, True]
+
+
 def test_all_hooks_are_listed_and_stay():
     """Without them the checkpoints around the innermost one are not bound to the mode."""
     lists = []

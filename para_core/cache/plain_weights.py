@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.instance_patching import original_class
 from para_core.modes.interceptor import call_original, inside_branch
+from para_core.torch_internals import no_frame_of_its_own
 
 # Names of attributes, from a weight to one of its plain tensors.
 Path = tuple[str, ...]
@@ -95,6 +96,7 @@ class _PlainWeights(TorchFunctionMode):
         super().__init__()
         self._layers = layers
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

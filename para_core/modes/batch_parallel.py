@@ -18,6 +18,7 @@ from para_core.distributed.mesh import batch_mesh
 from para_core.distributed.sharding import shard_tokens
 from para_core.modes.interceptor import RUN_FUNCTIONS, run_functions
 from para_core.modes.sharding_mode import ShardingMode, segments_of
+from para_core.torch_internals import no_frame_of_its_own
 
 
 class BatchParallelAttnMode(ShardingMode):
@@ -40,6 +41,7 @@ class BatchParallelAttnMode(ShardingMode):
             require_own_gpus(mesh, ranks)
         super().__init__(ranks, assume_equal=assume_equal)
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

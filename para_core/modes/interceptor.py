@@ -36,6 +36,7 @@ from para_core.torch_internals import (
     SpareDispatchKey,
     TracingContext,
     flex_attention_operator,
+    no_frame_of_its_own,
     set_grad_enabled,
     without_side_effect_checks,
 )
@@ -132,6 +133,7 @@ class Disabled(TorchFunctionMode):
             self._guard.__exit__(*raised)
             self._guard = None
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -175,6 +177,7 @@ class _ReenteredMode(TorchFunctionMode):
         super().__init__()
         self._mode = mode
 
+    @no_frame_of_its_own
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._mode.__torch_function__(func, types, args, kwargs)
 

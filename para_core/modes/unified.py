@@ -31,7 +31,7 @@ from para_core.modes.inference import layout_of_total, sequence_of_length, seque
 from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
-from para_core.torch_internals import OpOverload, set_grad_enabled
+from para_core.torch_internals import OpOverload, no_frame_of_its_own, set_grad_enabled
 from para_core.user_warnings import ParallelWarning, warn_user
 
 
@@ -217,6 +217,7 @@ class UnifiedAttnMode(ShardingMode):
 
     # -- intercepting
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

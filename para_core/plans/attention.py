@@ -24,7 +24,7 @@ from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkp
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
-from para_core.torch_internals import set_grad_enabled
+from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 
 # Of one model; more lengths are forgotten together.
 _MOST_KNOWN = 64
@@ -210,6 +210,7 @@ class PlannedAttnMode(TorchFunctionMode):
         super().__init__()
         self.planned = planned
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -12,6 +12,7 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.interceptor import SDPA, call_original
 from para_core.plans.plan import LinearAttention
+from para_core.torch_internals import no_frame_of_its_own
 
 
 class SumsOverRanks(TorchFunctionMode):
@@ -24,6 +25,7 @@ class SumsOverRanks(TorchFunctionMode):
         self.names = {name for name, _ in attention.sums}
         self.called: list[str] = []
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -23,6 +23,7 @@ from para_core.torch_internals import (
     DisableTorchFunction,
     innermost_transform,
     is_transform_tensor,
+    no_frame_of_its_own,
     unwrap_transform_tensor,
 )
 
@@ -92,6 +93,7 @@ class SpatialShardMode(TorchFunctionMode):
         with DisableTorchFunction():
             return gather(x, rows, self.ranks)
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
+from para_core.torch_internals import no_frame_of_its_own
 
 # Computes an attention call, given the index of its kind.
 PatchHandler = Callable[[int, SdpaCall], Tensor]
@@ -54,6 +55,7 @@ class PatchAttnMode(TorchFunctionMode):
         super().__init__()
         self._kinds, self._calls = kinds, 0
 
+    @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

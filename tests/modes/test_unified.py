@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core import (
+    BatchParallelAttnMode,
     RingAttnMode,
     Segment,
     SequenceLayout,
@@ -332,6 +334,35 @@ def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):
                 assert relative_error(out, on_one_device(13 + index, seed=index)) < 1e-5
         assert stacks == [1, 1]
         assert restored, "a switch of torch was left as the other thread had it"
+
+
+def attributes_behind_a_graph_break():
+    def attributes(x):
+        torch._dynamo.graph_break()
+        shape, is_leaf, device, dtype, learns = x.shape, x.is_leaf, x.device, x.dtype, x.requires_grad
+        torch._dynamo.graph_break()
+        return [shape, is_leaf, device, dtype, learns, x.grad]
+
+    tensors, mesh = (torch.zeros(3, 4), torch.zeros(5, dtype=torch.float64)), make_mesh(2, 1)
+    samples = init_device_mesh("cpu", (2,), mesh_dim_names=("batch",))
+    results = []
+    for modes in (
+        [UnifiedAttnMode(mesh)],
+        [BatchParallelAttnMode(samples)],
+        [UnifiedAttnMode(mesh), UnifiedAttnMode.disable()],
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(attributes, backend="eager")
+        with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            results.append([compiled(x) for x in tensors] == [attributes(x) for x in tensors])
+    return results
+
+
+def test_attributes_behind_graph_break_are_right(rank_pool):
+    for results in rank_pool.run(attributes_behind_a_graph_break, 2):
+        assert results == [True] * 3
 
 
 # -- never silently alone
