@@ -89,15 +89,15 @@ def tried() -> list[dict[str, Any]]:
 
 
 def tried_rows() -> list[list[str]]:
-    """Return the reason, a case of it, and the error's class. The JSON has the messages."""
-    return [[_cell(row["reason"]), f"`{row['case']}`", f"`{row['error']}`"] for row in tried() if row["message"]]
+    """Return the reason, and a case of it. The JSON has the errors and messages."""
+    return [[_cell(row["reason"]), f"`{row['case']}`"] for row in tried() if row["message"]]
 
 
 def refusals() -> dict[str, list[str]]:
     """Return the tables of docs/refusals.md."""
     return {
         "refusals": markdown_table(["refused", "when", "error", "what to do"], refused_rows()),
-        "combinations": markdown_table(["reason", "for example", "error"], tried_rows()),
+        "combinations": markdown_table(["reason", "for example"], tried_rows()),
     }
 
 

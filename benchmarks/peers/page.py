@@ -118,6 +118,5 @@ def parts() -> dict[str, list[str]]:
     return {
         "about": about(results),
         "table": table(results["cells"]),
-        "unpatched": table(results["unpatched"]),
         "peers": summary(results),
     }
