@@ -1,4 +1,4 @@
-"""What para_core knows about diffusers pipelines."""
+"""Parallel and cached pipelines of diffusers, and what is known about its models."""
 
 from para_core.adapters.cache.calibration.calibrate import calibrate_cache
 from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow

@@ -1,4 +1,4 @@
-"""What exceptions of other libraries mean. By type where the library has one, else by what their message says.
+"""Classify exceptions of other libraries: by type if the library has one, otherwise by message.
 
 Messages were read in torch 2.11, 2.13 and 2.15 and in Ray 2.5x; tests/test_foreign_errors.py has the sentence of each.
 """

@@ -34,7 +34,7 @@ KEY = "cache of the pipeline"
 
 
 def caching_of(pipe: Any) -> PipelineCache | None:
-    """What :func:`apply_cache_on_pipe` put around ``pipe``."""
+    """Return the :class:`PipelineCache` of ``pipe``; None without a cache."""
     found = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
     return found if isinstance(found, PipelineCache) else None
 
@@ -119,7 +119,7 @@ class PipelineCache:
 
     @property
     def options(self) -> CacheOptions:
-        """Of the first transformer."""
+        """The threshold of the first transformer."""
         cache = next(iter(self.caches.values()))
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 

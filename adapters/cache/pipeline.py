@@ -151,7 +151,7 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def cache_report(pipe: Any) -> CacheReport:
-    """What the cache of ``pipe`` did in its last generation; ``print`` it, ``.plot(path)`` it, ``.to_json(path)``."""
+    """Return what the cache of ``pipe`` did in its last generation. Use ``print``, ``.plot(path)`` or ``.to_json(path)``."""
     caching = caching_of(pipe)
     if caching is None:
         raise ValueError(f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first.")

@@ -23,7 +23,7 @@ _KEY = "pipefusion"
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
-    """How the arguments of ``module`` are split into patches.
+    """Return how the arguments of ``module`` are split into patches.
 
     Raises:
         TypeError: they cannot be.
@@ -122,7 +122,7 @@ class FusedPipe:
             )
 
     def report(self) -> PipeFusionReport:
-        """Of the last generation, of all transformers."""
+        """Return the report of the last generation, over all transformers."""
         found = [fusion.report() for fusion in self.fusions.values()]
         return PipeFusionReport(
             sum(one.whole_calls for one in found),

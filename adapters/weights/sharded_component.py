@@ -39,7 +39,7 @@ _LATE = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedComponent:
-    """How the weights of ``module`` are sharded.
+    """Return how the weights of ``module`` are sharded.
 
     Args:
         mesh: The ranks that share them.
@@ -210,7 +210,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """What runs around ``module.to`` of one component."""
+    """Wrap ``module.to`` of one component."""
 
     component: ShardedComponent
     placement: Placement

@@ -1,1 +1,1 @@
-"""How one attention call is computed over a mesh."""
+"""Computation of one attention call over a mesh."""

@@ -99,7 +99,7 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """What one rank states about its part: five integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
+    """The statement of one rank about its part: five integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
 
     rows: int  # Of the mask; -1 without one.
     columns: int

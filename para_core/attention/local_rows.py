@@ -35,7 +35,7 @@ _MOST_COMPARED = 16
 
 
 class Review(NamedTuple):
-    """What a rank found in its mask.
+    """The findings of a rank about its mask.
 
     Args:
         bits: ``LOWER``, ``DIFFER``, …; 0 for a mask that is trusted.

@@ -16,7 +16,7 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """What a call computes and over which ranks. :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
+    """The specification of a call: what it computes, and over which ranks. :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
 
     Args:
         key_layout: The same object as ``query_layout`` if keys are sharded like queries. They are then packed together.

@@ -90,7 +90,7 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """What the cache does at a block. Blocks with equal roles share a class, and therefore a graph.
+    """The role of a block for the cache. Blocks with equal roles share a class, and therefore a graph.
 
     Args:
         group: Index of the block's group.

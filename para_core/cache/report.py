@@ -124,7 +124,7 @@ def _largest(differences: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache did in the last generation: one row per step and branch. ``print(report)`` shows a table.
+    """The record of a cache's last generation: one row per step and branch. ``print(report)`` shows a table.
 
     Args:
         rows: The steps.

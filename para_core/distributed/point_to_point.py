@@ -180,7 +180,7 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """The number of the newest communicator of ``edge`` that this process has, also for other links; 0 without one."""
+        """Return the number of the newest communicator of ``edge`` in this process, also of other links; 0 without one."""
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
@@ -285,6 +285,6 @@ class Links:
 
 
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
-    """The device whose tensors travel over NCCL, or None. The name of a group does not tell: it may have a backend for each device."""
+    """Return the device whose tensors are sent over NCCL, or None. A group may have one backend per device, so its name does not tell."""
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

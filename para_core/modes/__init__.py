@@ -1,1 +1,1 @@
-"""What is intercepted, and nothing about how attention is computed."""
+"""Modes: which calls are intercepted. How attention is computed is in :mod:`para_core.attention`."""

@@ -79,6 +79,6 @@ class BatchParallelAttnMode(ShardingMode):
 
 
 def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = True, **_: Any) -> float:
-    """Of the arguments of ``F.multi_head_attention_forward``: what is dropped."""
+    """Return the dropout probability of a call of ``F.multi_head_attention_forward``."""
     dropout_p = args[10] if len(args) > 10 else dropout_p
     return dropout_p if (args[13] if len(args) > 13 else training) else 0.0

@@ -47,7 +47,7 @@ def is_sharded(mask: BlockMask) -> bool:
 
 
 def layout_id(layout: SequenceLayout) -> int:
-    """A number from 0 to 2³¹ - 2 that tells layouts apart."""
+    """Return a number from 0 to 2³¹ - 2 that differs between layouts."""
     number = layout.ranks
     for segment in layout.segments:
         kind = 2 * segment.replicated + segment.balanced
@@ -58,7 +58,7 @@ def layout_id(layout: SequenceLayout) -> int:
 def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
-    """The rows of ``mask`` that this rank computes, as a mask that flex attention takes with this rank's query and key.
+    """Return the rows of ``mask`` that this rank computes, as a mask for this rank's query and key.
 
     Args:
         mask: over all tokens of ``query_layout`` and ``key_layout``.
@@ -130,7 +130,7 @@ class _Blocks:
 
 
 def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Which blocks hold something to be masked, and which are seen in full: bool ``[B, H, blocks of queries, blocks of keys]``."""
+    """Return which blocks need ``mask_mod``, and which are fully visible: two bool tensors ``[B, H, blocks of queries, blocks of keys]``."""
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
@@ -146,7 +146,7 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`_as_table`."""
+    """Return a table of blocks as the numbers and indices of a ``BlockMask``."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers, indices
@@ -156,7 +156,7 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(rows: Sequence[Run], device: torch.device) -> Tensor:
-    """The position in the sequence of each row, as integers of 64 bits."""
+    """Return the position in the sequence of each row, as int64."""
     return torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
 
 

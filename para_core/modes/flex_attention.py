@@ -44,7 +44,7 @@ _OPTIONS_TEXT = _OPTIONS.as_text()
 
 
 class FlexOverMesh:
-    """What the operator of ``flex_attention`` becomes under a mode.
+    """The computation of the operator of ``flex_attention`` over a mesh.
 
     Args:
         layouts: as :class:`~para_core.attention.mesh_attention.MeshAttention` takes them.
@@ -57,7 +57,7 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """The operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the operator returns them."""
+        """Return the operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the operator returns them."""
         in_eager_code = called_in_eager_code()
         if torch.compiler.is_compiling():
             if in_eager_code:
@@ -173,7 +173,7 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """The operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of its lengths."""
+    """Return the operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of its lengths."""
     mask = args[4]
     mod = mask[-1]
     if not isinstance(mod, ShardedMaskMod):
@@ -256,7 +256,7 @@ def _run_operator(
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The operator's result for no heads, no queries or no keys."""
+    """Return the operator's result if there are no heads, no queries or no keys."""
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
@@ -347,7 +347,7 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """The results of a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in its own."""
+    """Return results for a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in its own."""
     out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
     stat = query.new_empty(query.shape[:3], dtype=torch.float32)
     return out, stat, stat

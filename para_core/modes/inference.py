@@ -1,4 +1,4 @@
-"""Which sequence a tensor is of, from its length alone. Pure values: no torch.distributed, no tensors.
+"""Infer the sequence of a tensor from its length. Pure values: no torch.distributed, no tensors.
 
 What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them, or of
 several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
@@ -33,7 +33,7 @@ _MAX_LISTED = 3
 def sequence_of_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """The one of ``segments``, or concatenation of several, of which ``rank`` holds ``held`` tokens.
+    """Return the segment, or the concatenation of segments, of which ``rank`` holds ``held`` tokens.
 
     Args:
         segments: what is known, in the order in which it became known; at least one.
@@ -72,7 +72,7 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """The layout of all ``total`` tokens: that of the one of ``segments``, or concatenation, with as many; in equal parts if none has.
+    """Return the layout of ``total`` tokens: that of the segment or concatenation of this length, or equal parts if there is none.
 
     Raises:
         ValueError: several have as many, or their order is not known; or there are more segments than can be compared.
@@ -167,7 +167,7 @@ def _rivals(
 
 
 def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """The indices of each choice of ``sizes`` that sums to ``total``, in order; never of none. The latest index counts most."""
+    """Yield the indices of each nonempty choice of ``sizes`` that sums to ``total``. The latest index counts most."""
     up_to = (1 << total + 1) - 1
     # Of none, the first, the first two, … of ``sizes``: bit i is set if a choice sums to i.
     sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))

@@ -1,4 +1,4 @@
-"""Which calls are intercepted, and what they become: plain functions, for every mode and for a plan's region.
+"""Intercept calls: plain functions for every mode and for a plan's region.
 
 The function that computes an intercepted call is passed in (``handler``); nothing here knows how it does.
 """
@@ -110,7 +110,7 @@ def intercept(
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """What ``func(*args, **kwargs)`` becomes in a mode that intercepts nothing now."""
+    """Run ``func(*args, **kwargs)`` in a mode that intercepts nothing now."""
     if func is UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)

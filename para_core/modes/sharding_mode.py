@@ -1,4 +1,4 @@
-"""What modes have in common: tensors are sharded and gathered, and it is remembered which were."""
+"""The base of modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
 
 from __future__ import annotations
 
@@ -64,22 +64,22 @@ class ShardingMode(TorchFunctionMode):
                 self._check_use()
 
     def _begin(self) -> None:
-        """Called where the mode is entered from outside of it."""
+        """Prepare the mode when it is entered and was not active before."""
 
     def _end(self) -> None:
-        """Called where it is left."""
+        """Clean up when the mode is left."""
 
     def _check_use(self) -> None:
-        """Called where it is left without an exception, in eager code."""
+        """Check the use of the mode when it is left without an exception, in eager code."""
 
     def _note_state(self) -> None:
-        """Called where what is known of sequences has changed, in eager code."""
+        """React to a change of the known sequences, in eager code."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Called with what :meth:`shard` returns, in eager code."""
+        """React to a tensor that :meth:`shard` returns, in eager code."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
-        """Who holds which of ``total`` tokens: a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
+        """Return the layout of ``total`` tokens, a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
 
         Args:
             balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the same
@@ -138,7 +138,7 @@ class ShardingMode(TorchFunctionMode):
         sequence: SequenceLayout | None = None,
         balance: Literal["causal"] | None = None,
     ) -> Tensor:
-        """This rank's part of ``x`` along ``dim``; ``x`` is the same, whole, on every rank.
+        """Return this rank's part of ``x`` along ``dim``. Every rank passes the same whole ``x``.
 
         Args:
             x: any shape; any length along ``dim``, also one shorter than the number of ranks.
@@ -168,7 +168,7 @@ class ShardingMode(TorchFunctionMode):
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """The whole of ``y`` along ``dim``, on every rank; ``y`` is this rank's part.
+        """Return the gathered ``y`` along ``dim`` on every rank. Each rank passes its part.
 
         Args:
             sequence: what the part is of; may be left out while only one sequence was sharded through this mode.
@@ -187,7 +187,7 @@ class ShardingMode(TorchFunctionMode):
         return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
-        """The layout that ``x`` has along ``dim``, in eager code the same on every rank, or an error on every rank."""
+        """Return the layout of ``x`` along ``dim``, in eager code equal on every rank, or raise on every rank."""
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
             self._mesh.check_alive()

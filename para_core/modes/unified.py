@@ -174,7 +174,7 @@ class UnifiedAttnMode(ShardingMode):
 
     @staticmethod
     def disable() -> TorchFunctionMode:
-        """A context inside which no mode of this module intercepts anything."""
+        """Return a context in which no mode of this class intercepts anything."""
         return Disabled()
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,7 +303,7 @@ class UnifiedAttnMode(ShardingMode):
         key_sequence: SequenceLayout | None = None,
         balance: Literal["causal"] | None = None,
     ) -> Tensor | BlockMask:
-        """This rank's part of ``x``, which is the same, whole, on every rank.
+        """Return this rank's part of ``x``. Every rank passes the same whole ``x``.
 
         Args:
             x: a tensor of any shape and length; or a ``BlockMask`` of flex attention over all tokens.
@@ -352,7 +352,7 @@ class UnifiedAttnMode(ShardingMode):
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Who holds which of all ``total`` tokens: as was said, as was sharded, or in equal parts."""
+        """Return the layout of ``total`` tokens: the given one, that of a sharded sequence, or equal parts."""
         if sequence is not None:
             return self._checked(sequence)
         if self._explicit is not None:
@@ -373,7 +373,7 @@ class UnifiedAttnMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """An attention mask whose key dim (the last) is of this rank's keys, for all keys: gathered along it.
+        """Gather an attention mask of this rank's keys along its last dim, so that it has a column per key of the sequence.
 
         A mask is read like this by itself where lengths leave no doubt.
 
@@ -412,7 +412,7 @@ class UnifiedAttnMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Who holds which tokens of the sequence of which this rank holds ``held``: as was said, as was sharded, or in equal parts."""
+        """Return the layout of the sequence of which this rank holds ``held`` tokens: the given one, a sharded one, or equal parts."""
         mesh = self._mesh
         if self._explicit is not None:
             of_queries, of_keys = self._explicit

@@ -1,1 +1,1 @@
-"""What a model shards and gathers: the language, and its application to a module."""
+"""Plans: the language of what a model shards and gathers, and its application to a module."""

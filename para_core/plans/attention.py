@@ -43,7 +43,7 @@ class KnownAttention:
 
 
 class PlannedAttention:
-    """What ``scaled_dot_product_attention`` becomes in one call of a model; off until tokens have been sharded.
+    """The computation of ``scaled_dot_product_attention`` in one call of a model. Off until tokens have been sharded.
 
     Args:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
@@ -74,7 +74,7 @@ class PlannedAttention:
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """What is known of the call under way: which segments were sharded, and which are replicated."""
+        """Set the segments of the current call, sharded and replicated ones."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
         self._found = {}
 
@@ -115,7 +115,7 @@ class PlannedAttention:
         return out.masked_fill(~valid[..., None], 0.0)
 
     def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """What the operator of ``flex_attention`` becomes, as a mode sees it."""
+        """Run the operator of ``flex_attention`` that a mode intercepted."""
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
             self._calls += 1
@@ -160,7 +160,7 @@ def planned_layouts(
     num_keys: int,
     ordered: bool = True,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys of which this rank holds so many.
+    """Return the layouts of queries and keys, from this rank's numbers of tokens.
 
     Args:
         segments: which were sharded, or found to be replicated; any other is held by every rank.
@@ -226,7 +226,7 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """How the attention of one call of a model is intercepted, from its beginning to its end.
+    """The interception of attention in one call of a model, from its beginning to its end.
 
     Args:
         at_dispatcher: see :func:`~para_core.modes.interceptor.at_the_dispatcher`, which the host pays nothing for; else a mode.

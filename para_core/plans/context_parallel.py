@@ -19,7 +19,7 @@ from para_core.plans.region import apply_plan, remove_plan
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """How many ranks share a sequence, and how.
+    """Sizes of the ring and of Ulysses, and how a ring passes keys on.
 
     Args:
         ring_degree, ulysses_degree: ranks along each mesh dim, 1 if left out. Without ``mesh`` their product is the number

@@ -36,12 +36,12 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
 
 
 def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
-    """Of ``y``, computed from what :func:`add_halo` gave, this rank's ``rows``."""
+    """Remove the halo rows added by :func:`add_halo`: return this rank's ``rows`` of ``y``."""
     return y.narrow(halo.dim, halo.size if mesh.rank > 0 else 0, rows)
 
 
 def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """The ``last`` of the rank before and the ``first`` of the rank behind, in a circle; all are equally large."""
+    """Return the ``last`` of the previous rank and the ``first`` of the next one, in a circle. All have equal sizes."""
     if dim.size == 1:
         return last, first
     before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size

@@ -49,14 +49,14 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """What a projection gave, for all tokens and this rank's heads."""
+        """Return the output of a projection for all tokens and this rank's heads."""
         self._entered += 1
         for dim, tokens, heads in self._steps:
             x = _to_heads(x, tokens, heads, dim)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`enter`."""
+        """Undo :meth:`enter`."""
         if self._entered != len(self.attention.projections):
             raise RuntimeError(
                 f"an attention module called {self._entered} of its projections {', '.join(self.attention.projections)}; its plan expects "
@@ -119,7 +119,7 @@ def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> T
 
 
 def _to_tokens(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """The inverse of :func:`_to_heads`."""
+    """Undo :func:`_to_heads`."""
     if dim.size == 1:
         return x
     batch, width = x.shape[0], x.shape[2] // heads[dim.index]

@@ -23,7 +23,7 @@ PAST = "past of a key-value cache"
 
 @dataclass(frozen=True)
 class _Before:
-    """What a layer of a cache held before the call, on every rank."""
+    """The content of a cache layer before the call, on every rank."""
 
     keys: Tensor | None
     values: Tensor | None
@@ -103,13 +103,13 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
 
 
 def _window_of(layer: Any) -> int | None:
-    """How many tokens a layer keeps; None: all."""
+    """Return the maximum number of tokens that a layer keeps; None if it keeps all."""
     window = getattr(layer, "sliding_window", None)
     return None if window is None or getattr(layer, "record_past", False) else int(window) - 1
 
 
 def _gather_parts(part: Tensor, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
-    """The parts of all sequence ranks along dim -2, one after the other; rank r holds ``sizes[r]``."""
+    """Gather the parts of all sequence ranks along dim -2; rank r holds ``sizes[r]``."""
     width = mesh.ulysses.size
     blocks = [list(sizes[first : first + width]) for first in range(0, mesh.ranks, width)]
     block = all_gather(part, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)

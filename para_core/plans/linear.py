@@ -55,7 +55,7 @@ _WAY_OUT = (
 
 
 def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
-    """The sum of the ``x`` of all sequence ranks, to the last bit the same on each."""
+    """Return the sum of the ``x`` of all sequence ranks, with the same bits on each."""
     for dim in mesh.dims:
         x = all_gather(x[None], [1] * dim.size, 0, dim).sum(dim=0)
     return x

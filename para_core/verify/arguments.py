@@ -33,7 +33,7 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
 
 
 def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
-    """The dim of the tokens of each input that is sharded, by its index among all leaves of the inputs.
+    """Return the token dim of each sharded input, by its index among all leaves of the inputs.
 
     Raises:
         TypeError, ValueError: there is nothing to shard.
@@ -76,7 +76,7 @@ def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]
 
 
 def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
-    """The indexes of the leaves of each argument, by its parameter's name."""
+    """Return the indices of the leaves of each argument, by its parameter's name."""
     bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}

@@ -285,7 +285,7 @@ def _mesh(method: Method, ranks: int) -> tuple[int, int]:
 def _error_of(
     outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any, *, some: bool
 ) -> float | str:
-    """The largest error of all output tensors, or why they cannot be compared.
+    """Return the largest error of all output tensors, or the reason why they cannot be compared.
 
     Args:
         some: whether the ranks may return only some of what the model alone returns.

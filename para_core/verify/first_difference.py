@@ -17,7 +17,7 @@ from para_core.verify.record import AttentionRecord, Digest, Event, Recording
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a run on several ranks first differs from the run alone.
+    """The first event in which a run on several ranks differs from the run alone.
 
     Args:
         module: name of the module, as in ``model.named_modules()``; "" for the model itself or for code around it.

@@ -24,13 +24,13 @@ class Inputs:
         return tree_flatten((self.args, dict(self.kwargs)))[0]
 
     def with_leaves(self, change: Callable[[int, Any], Any]) -> Inputs:
-        """The same with each leaf replaced by ``change(index, leaf)``."""
+        """Return these inputs with each leaf replaced by ``change(index, leaf)``."""
         leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
         args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
         return Inputs(args, kwargs)
 
     def copied(self) -> Inputs:
-        """Copies of all tensors and objects, for a model may change what it is given."""
+        """Return copies of all tensors and objects, because a model may change its inputs."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
     def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> Inputs:

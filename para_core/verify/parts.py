@@ -1,4 +1,4 @@
-"""Which entries of a whole tensor the ranks hold, and how far their parts are from it."""
+"""Find which entries of a whole tensor each rank holds, and compare its part with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_SEGMENTS = 3
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples, dicts and dataclasses, in order."""
+    """Return the tensors in nested lists, tuples, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if is_dataclass(value) and not isinstance(value, (type, Mapping)):
@@ -51,7 +51,7 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
 
 
 def _sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """The one dim in which parts differ from the whole; -1 if in none, and None if in several."""
+    """Return the dim in which parts differ from the whole; -1 if there is none, None if there are several."""
     if any(len(part) != len(whole) for part in parts):
         return None
     dims = {dim for part in parts for dim, size in enumerate(part) if size != whole[dim]}

@@ -83,7 +83,7 @@ class Recording:
         self.events.append(Event(kind, module, digests, attention))
 
     def notes_attention(self) -> TorchFunctionMode:
-        """A mode that records the attention calls that it sees, and leaves them as they are."""
+        """Return a mode that records attention calls and does not change them."""
         return _AttentionRecorder(self)
 
     @contextmanager

@@ -22,7 +22,7 @@ from para_core.verify.virtual_ranks import Outcome, device_of, outcomes_on_virtu
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """How a model is run on several ranks: by a plan, by a user's own lines, or with ``dims`` of its inputs sharded.
+    """A way to run a model on several ranks: by a plan, by a user's own lines, or with ``dims`` of its inputs sharded.
 
     Args:
         dims: of the inputs' leaves that are sharded, by index, the dim of their tokens.
@@ -40,7 +40,7 @@ class ParallelRun:
 
 @dataclass
 class RankRun:
-    """What one rank did.
+    """The record of one rank.
 
     Args:
         segments: the sequences that were sharded or replicated.

@@ -81,7 +81,7 @@ class _Ranks:
 
 
 class _Meeting:
-    """Where the ranks of one group lay down what they send."""
+    """The exchange through which the ranks of one group pass messages."""
 
     def __init__(self, size: int, ranks: _Ranks) -> None:
         self.sent: list[Any] = [None] * size
@@ -199,7 +199,7 @@ class _VirtualMesh(SequenceMesh):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank returned, or the exception that ended it."""
+    """The result of a rank: its return value, or the exception that ended it."""
 
     output: Any = None
     error: Exception | None = None
@@ -284,13 +284,13 @@ def run_on_virtual_ranks(
 
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
-    """The device of the first tensor among the module's weights, its buffers and ``inputs``."""
+    """Return the device of the first tensor among the module's weights, its buffers and ``inputs``."""
     tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors in lists and dicts of their own: some models empty those that they are given."""
+    """Copy lists and dicts, but not their tensors, because some models empty the containers that they get."""
     copied: dict[str, Any] = tree_map(lambda x: x, dict(inputs))
     return copied
 
@@ -312,7 +312,7 @@ def with_same_weights(module: nn.Module) -> nn.Module:
 
 
 def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
-    """The mesh of each rank, and all groups in it."""
+    """Return the mesh of each rank, and all its groups."""
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
     meshes: list[SequenceMesh] = []
@@ -338,7 +338,7 @@ def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
 
 
 class _Inherited:
-    """What torch keeps for each thread, and a new thread does not inherit: device, stream and autocast."""
+    """Return a context with torch's state of this thread that a new thread does not inherit: device, stream and autocast."""
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type

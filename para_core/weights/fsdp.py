@@ -144,7 +144,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shard_mesh(module: nn.Module) -> DeviceMesh | None:
-    """The ranks over which the blocks of ``module`` are sharded; None if they are not."""
+    """Return the ranks over which the blocks of ``module`` are sharded; None if they are not."""
     parameters = (x for part in module.modules() if isinstance(part, FSDPModule) for x in part.parameters())
     return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
 
@@ -187,7 +187,7 @@ Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """The parameters of ``layer`` that FSDP2 has sharded, for :func:`whole_blocks`. Not while its block runs."""
+    """Return the parameters of ``layer`` that FSDP2 has sharded, for :func:`whole_blocks`. Not while its block runs."""
     return {
         (id(owner), name): x
         for owner in layer.modules()
@@ -218,7 +218,7 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Of each sharded parameter all places at which it stands, and the whole of it."""
+    """Return for each sharded parameter its names and the gathered tensor."""
     found: dict[int, nn.Parameter] = {}
     places = []
     for owner in module.modules():
@@ -244,7 +244,7 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """What a quantized weight consists of: the rows of all ranks, or, of what has no row for each of the weight's, what every rank has."""
+    """Gather the tensors of a quantized weight: the rows of all ranks, or, of what has no row for each of the weight's, what every rank has."""
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner
     size = torch.Size((parameter.shape[0], *inner.shape[1:]))

@@ -23,7 +23,7 @@ WEIGHTS_DIM = "weights"
 
 
 def timeout_of(mesh: SequenceMesh) -> timedelta | None:
-    """How long the ranks of ``mesh`` wait for each other; None where there is one."""
+    """Return the timeout of the groups of ``mesh``; None for one rank."""
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None
@@ -66,7 +66,7 @@ def _ranks_of(dim: MeshDim) -> list[int]:
 
 
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """A mesh of one dim, ``"weights"``, over ``ranks``; made once, and found again.
+    """Return a mesh of one dim, ``"weights"``, over ``ranks``. It is made once.
 
     Its group is not that of attention: NCCL orders what one communicator does, and the weights of the next block would wait for
     the exchange of this one's tokens.

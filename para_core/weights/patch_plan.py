@@ -45,7 +45,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """How one model is split into patches.
+    """The split of one model into patches.
 
     Args:
         segment: The segment of ``plan`` that is split. Other sharded segments belong to the first patch, replicated ones to each patch.

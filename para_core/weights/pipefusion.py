@@ -76,7 +76,7 @@ class PipeFusion:
 
 @dataclass(frozen=True)
 class PipeFusionReport:
-    """What PipeFusion did in the last generation on this rank.
+    """The record of PipeFusion's last generation on this rank.
 
     Args:
         whole_calls, patched_calls: Number of model calls without patches, which are exact, and with patches.

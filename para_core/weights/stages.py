@@ -117,7 +117,7 @@ class Stages:
         return self.dim.index == self.dim.size - 1
 
     def owner(self, index: int) -> int:
-        """The stage that computes block ``index``."""
+        """Return the stage that computes block ``index``."""
         return next(stage for stage, own in enumerate(self.ranges) if index in own)
 
     def install(self) -> None:
@@ -140,7 +140,7 @@ class Stages:
     # -- around the model
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of the model: what it gives on the last stage, on every rank."""
+        """Run a call of the model, and return the last stage's output on every rank."""
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for another stage. "
@@ -167,18 +167,18 @@ class Stages:
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """The tensors of ``tree`` as they are on ``stage``, on all ranks."""
+        """Return on all ranks the tensors of ``tree`` as they are on ``stage``."""
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
     # -- around a block
 
     def _received(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """The first own block, with the tokens of the stage before. What it was given here tells their form."""
+        """Run the first own block with the tokens of the previous stage. Its inputs on this rank give their form."""
         arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in given]
         return compute([None if one is None else one.wait() for one in arriving])
 
     def _sent(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """The first block behind the own ones."""
+        """Run the first block after the own ones."""
         for x in given:
             if x is not None:
                 self.links.send(x, self.dim.index + 1)
@@ -274,7 +274,7 @@ def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
 
 
 def others(stages: Stages) -> list[nn.Module]:
-    """The blocks of other stages."""
+    """Run a block of another stage."""
     return [one.block for index, one in enumerate(stages.blocks) if index not in stages.own]
 
 
@@ -292,7 +292,7 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
 
 
 def stages_of(module: nn.Module) -> Stages | None:
-    """What :func:`hold_stages` put around ``module``, if it did."""
+    """Return the :class:`Stages` that :func:`hold_stages` installed on ``module``, or None."""
     found = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return found if isinstance(found, Stages) else None
 

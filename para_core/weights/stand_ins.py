@@ -18,7 +18,7 @@ Owners = list[tuple[dict[str, Any], str]]
 
 
 def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
-    """The parameters and buffers of ``module``, in the same order on every rank; one that stands at several places comes once."""
+    """Return the parameters and buffers of ``module``, in the same order on every rank; one that stands at several places comes once."""
     held: dict[int, tuple[Tensor, Owners]] = {}
     for owner in module.modules():
         for tensors in (parameter_slots(owner), buffer_slots(owner)):

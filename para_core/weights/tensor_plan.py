@@ -1,4 +1,4 @@
-"""How the linear layers of a model are sharded over tensor ranks: data, in diffusers' form (``_tp_plan``) or ours."""
+"""Tensor plans: how the linear layers of a model are sharded over tensor ranks, in diffusers' form (``_tp_plan``) or ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS, ROWS = Linear("colwise"), Linear("rowwise")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What of one model is sharded over tensor ranks: each rank computes some heads, and some of the hidden units behind attention.
+    """The tensor-parallel plan of one model: each rank computes some heads, and some of the hidden units behind attention.
 
     In names of modules, ``*`` stands for any one part. A name that a model does not have, or not in each block, is passed over.
 

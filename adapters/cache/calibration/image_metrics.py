@@ -1,4 +1,4 @@
-"""How much images differ from others: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a video are images."""
+"""Measures of the difference between images: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a video are images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ImageMetric = Callable[[Images, Images], float]
 
 
 def as_images(output: Any) -> Tensor:
-    """What a pipeline gives for ``output_type="np"``, images or videos, as ``[N, H, W, C]`` float32."""
+    """Return the output of a pipeline for ``output_type="np"``, images or videos, as ``[N, H, W, C]`` float32."""
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 

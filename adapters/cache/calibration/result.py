@@ -1,4 +1,4 @@
-"""What a calibration found: the curve of thresholds, and the one that was chosen."""
+"""The result of a calibration: the curve of thresholds, and the chosen one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = {"psnr": " dB", "speedup": " ×"}
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """What one threshold gives, over all prompts.
+    """The results of one threshold over all prompts.
 
     Args:
         metrics: by name; ``psnr``, ``speedup`` and ``computed_steps`` (of one generation and branch, on average) always.
@@ -37,13 +37,13 @@ class CalibrationRow:
 
     @property
     def share(self) -> float:
-        """Of the steps that were computed."""
+        """The share of steps that were computed."""
         return self.computed / max(self.steps, 1)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :func:`calibrate_cache` found. ``print`` shows it.
+    """The result of :func:`calibrate_cache`. ``print`` shows it.
 
     Args:
         threshold: the one that was chosen.
@@ -59,7 +59,7 @@ class Calibration:
 
     @property
     def chosen(self) -> CalibrationRow:
-        """What the threshold gives."""
+        """The row of the chosen threshold."""
         return next(row for row in self.rows if row.threshold == self.threshold)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of a threshold."""
+    """The target of a calibration."""
 
     metric: Metric
     target: float
