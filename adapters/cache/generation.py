@@ -99,7 +99,7 @@ class PipelineCache:
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """By the name of the transformer; may be set, and takes effect with the next call."""
+        """The thresholds by the name of the transformer. A new value takes effect with the next call."""
         return {name: cache.threshold for name, cache in self.caches.items()}
 
     @thresholds.setter

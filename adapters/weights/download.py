@@ -37,7 +37,7 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
 
 
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Where the files of ``name`` are, once they were downloaded. The Hub is not asked: it might have newer ones by now."""
+    """Return the folder of the downloaded files of ``name``, without asking the Hub, which may have newer ones."""
     if Path(name).is_dir():
         return Path(name)
     return Path(pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False}))

@@ -169,7 +169,7 @@ def shard_components(
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """What of ``modules`` must be alike on all ranks: shapes, dtypes, and, with ``values``, of each unsharded weight one element."""
+    """Return what must be equal on all ranks: shapes, dtypes, and with ``values`` one element of each unsharded weight."""
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
         for part, module in modules.items()
@@ -272,7 +272,7 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """What stands around the methods of ``pipe`` that move or save its components; put there if nothing does."""
+    """Return the wrappers of the methods of ``pipe`` that move or save its components. Installs them if necessary."""
     placement = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
     if not isinstance(placement, Placement):
         placement = Placement()

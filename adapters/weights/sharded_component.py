@@ -169,7 +169,7 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
 
 
 class Placement:
-    """Where sharded weights of one pipeline are: FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call
+    """Keeps track of the placement of one pipeline's sharded weights: FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call
     after ``module.to(...)``. Model offload (accelerate's) moves the other components, and leaves these alone."""
 
     def __init__(self) -> None:

@@ -149,7 +149,7 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
 
 
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
-    """Of those that are freed, remember the bits of ``weights``, which all ranks compare."""
+    """Remember the bits of the freed ``weights``, for the comparison between ranks."""
     numbers = {id(x) for x in weights}
 
     def freeing(weight: Tensor, stand_in: Tensor) -> None:

@@ -14,7 +14,7 @@ from para_core.torch_internals import tree_leaves
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Of a tensor, along ``dim``, or (``None``) of a list with an entry for each; None where it is neither, or its entries differ in shape."""
+    """Return the number of samples of a tensor along ``dim``, or of a list (``dim`` None); None if ``value`` is neither."""
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
     if isinstance(value, (tuple, list)) and dim is None:
@@ -24,7 +24,7 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
 
 
 def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Of a tensor, or each one of a dict or list, this rank's part of ``total`` samples; what has not so many is for all of them.
+    """Return this rank's part of ``total`` samples, of a tensor or of each one in a dict or list. Others are returned whole.
 
     Args:
         dim: None: ``value`` is a list with an entry for each sample.

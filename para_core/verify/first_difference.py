@@ -90,7 +90,7 @@ def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
 
 
 def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segment]) -> float:
-    """Of all tensors of an event; those whose shapes cannot be compared count as equal."""
+    """Return the largest error of an event's tensors. Tensors whose shapes cannot be compared count as equal."""
     if any(len(part.digests) != len(event.digests) for part in parts):
         return 0.0
     largest = 0.0

@@ -186,7 +186,7 @@ class Stages:
 
 
 class _Around:
-    """What runs in place of one block; ``do(given, compute)``, or nothing, gives what it returns, or hands on what it was given."""
+    """A wrapper of one block. It returns ``do(inputs, compute)``, or the inputs of the block if ``do`` is None."""
 
     def __init__(self, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
         self._do, self._streams, self._parameters = do, one.streams, parameters_of(one.block)

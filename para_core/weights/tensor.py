@@ -39,7 +39,7 @@ _RECORD = "_para_core_tensor"
 
 @dataclass
 class _Record:
-    """What :func:`gather_tensors` needs to undo it."""
+    """The state that :func:`gather_tensors` needs to undo the sharding."""
 
     mesh: DeviceMesh
     plan: TensorPlan
@@ -307,7 +307,7 @@ def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
-    """Of a layer whose outputs are shared, the outputs of each LoRA are; of one whose inputs are, its inputs: their product of few channels is
+    """Shard the LoRAs of a layer like the layer: by their outputs, or by their inputs, whose product of few channels is
     summed over the ranks."""
     for first, second in _low_rank(layer):
         matrix = second if style.along == "colwise" else first

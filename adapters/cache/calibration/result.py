@@ -144,7 +144,7 @@ class Goal:
         return self.reached(row) != (self.metric in _SMALLEST)
 
     def choose(self, rows: Sequence[CalibrationRow]) -> CalibrationRow:
-        """Of rows from the smallest threshold to the largest; those that skip nothing are no choice."""
+        """Choose a row, from the smallest threshold to the largest. Rows that skip nothing are not eligible."""
         skipping = [row for row in rows if row.computed < row.steps]
         good = [row for row in skipping if self.reached(row)]
         if good:
