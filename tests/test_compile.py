@@ -13,6 +13,8 @@ from tests.modes.test_unified import MODULES, call_module, make_module, make_tra
 from tests.rank_pool import RankPoolError
 
 MESHES = [(2, 1), (1, 2), (2, 2)]
+# Both dims at once in the default run. Each dim alone is there, too, in tests of other forms.
+BOTH_DIMS = [(2, 2), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in MESHES[:2]]]
 LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # twelve different ones
 
 
@@ -54,7 +56,7 @@ def check(results, lengths):
                 assert relative_error(out, model(tokens(S))) < 1e-5, f"{S} tokens, rank {rank}"
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
 def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
     # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention unseen.
     results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, [12] * 5)
@@ -179,7 +181,7 @@ def compile_equal_parts(ring, ulysses):
     return outs, len(counter.graphs)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
 def test_user_parts_and_functional_forms_compile(rank_pool, ring, ulysses):
     full, causal = (F.scaled_dot_product_attention(*make_qkv(12, 3), is_causal=flag) for flag in (False, True))
     for rank, (outs, num_graphs) in enumerate(rank_pool.run(compile_equal_parts, ring * ulysses, ring, ulysses)):
@@ -310,8 +312,17 @@ def learn_through_checkpoints(ring, ulysses, inside):
     return out.detach(), [x.grad for x in qkv], len(counter.graphs)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "inside"),
+    [
+        (2, 1, True),
+        (1, 2, False),
+        *[
+            pytest.param(*rest, marks=pytest.mark.long)
+            for rest in [(2, 1, False), (1, 2, True), (2, 2, False), (2, 2, True)]
+        ],
+    ],
+)
 def test_activation_checkpointing_in_a_compiled_function_is_parallel(rank_pool, ring, ulysses, inside):
     qkv = [x.requires_grad_() for x in make_qkv(16, 4)]
     out = F.scaled_dot_product_attention(qkv[0] * 2, qkv[1], qkv[2]).sin()

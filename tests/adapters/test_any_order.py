@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from tests.rank_pool import heartbeat
-from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 STEPS = ("compile", "parallel", "offload", "cache", "lora")
 COMPILED = ("module", "in place", "blocks")
@@ -61,12 +61,18 @@ def generate(pipe):
     return out, cache_report(pipe).hits
 
 
+def small_pipe():
+    """One block of each kind: less to compile."""
+    transformer = flux_transformer(num_layers=1, num_single_layers=1)
+    return flux_pipe(shared_parts=False, transformer=transformer)
+
+
 def draw_in_orders(chunk, mesh_shape):
     found = {}
     for order, compiled, offloaded in orders()[chunk::CHUNKS]:
         heartbeat()
         torch._dynamo.reset()
-        pipe = flux_pipe(shared_parts=False)
+        pipe = small_pipe()
         steps = {
             "compile": lambda pipe=pipe, how=compiled: compile_it(pipe, how),
             "parallel": lambda pipe=pipe: parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_shape)),
@@ -85,7 +91,7 @@ def draw_in_orders(chunk, mesh_shape):
 
 @pytest.mark.parametrize("chunk", [0, *[pytest.param(chunk, marks=pytest.mark.long) for chunk in range(1, CHUNKS)]])
 def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):
-    pipe = flux_pipe(shared_parts=False)
+    pipe = small_pipe()
     add_lora(pipe)
     expected, hits = generate(apply_cache_on_pipe(pipe, **CACHE))
     assert hits == 2

@@ -57,21 +57,17 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
 
 
 @pytest.mark.parametrize(
-    ("way", "when"),
+    ("way", "when", "backend"),
     [
-        ("torch.compile", "before"),
-        # After is what the tests below do.
-        pytest.param("torch.compile", "after", marks=pytest.mark.long),
-        pytest.param("in place", "before", marks=pytest.mark.long),
-        pytest.param("in place", "after", marks=pytest.mark.long),
-        pytest.param("blocks", "before", marks=pytest.mark.long),
-        pytest.param("blocks", "after", marks=pytest.mark.long),
+        # Operators of AOTAutograd in the graph of a pipeline: tests/adapters/test_attention_options.py.
+        ("torch.compile", "before", "eager"),
+        *[pytest.param(way, when, "aot_eager", marks=pytest.mark.long) for way in WAYS for when in ("before", "after")],
     ],
 )
-def test_two_generations_then_other_mesh_compile_once(rank_pool, way, when):
+def test_two_generations_then_other_mesh_compile_once(rank_pool, way, when, backend):
     expected = small_pipe(way)(**flux_call()).images
     graphs = WAYS[way][1]
-    for outs, frames in rank_pool.run(draw_compiled, 2, way, when, 1, 2, then=[(2, 1)]):
+    for outs, frames in rank_pool.run(draw_compiled, 2, way, when, 1, 2, then=[(2, 1)], backend=backend):
         errors = [relative_error(out, expected) for out in outs]
         assert max(errors) < 1e-5, errors
         assert frames == [graphs, graphs]

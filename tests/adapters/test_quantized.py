@@ -59,7 +59,10 @@ def call_quantized(configs, mesh_shape):
     return outs
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)], ids=["ulysses 2", "ring 2"])
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [pytest.param((1, 2), id="ulysses 2"), pytest.param((2, 1), id="ring 2", marks=pytest.mark.long)],
+)
 def test_quantized_weights_are_exact_on_every_family(rank_pool, mesh_shape):
     expected = {(name, config): compute(build_transformer(name, config), name) for name in NAMES for config in WEIGHTS}
     for name in NAMES:

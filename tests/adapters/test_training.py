@@ -10,7 +10,7 @@ from para_core.adapters import parallelize_transformer
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer
 
-STEPS = 50
+STEPS = 20
 
 
 def learn(mesh_shape, checkpointing=False):
@@ -45,7 +45,7 @@ def learn(mesh_shape, checkpointing=False):
 @pytest.fixture(scope="module")
 def losses_alone():
     losses = learn(None)
-    assert losses[-1] < 0.97 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     return torch.tensor(losses)
 
 

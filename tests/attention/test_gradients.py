@@ -121,10 +121,14 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(
-    ("ring", "ulysses"), [(2, 2), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in [(2, 1), (1, 3)]]]
+    ("ring", "ulysses", "cases"),
+    [
+        (2, 2, [COMPILED[i] for i in (2, 4, 6)]),
+        *[pytest.param(*mesh, COMPILED, marks=pytest.mark.long) for mesh in [(2, 2), (2, 1), (1, 3)]],
+    ],
 )
-def test_in_one_compiled_graph(rank_pool, ring, ulysses):
-    check_all(rank_pool, COMPILED, ring, ulysses, "aot_eager")
+def test_in_one_compiled_graph(rank_pool, ring, ulysses, cases):
+    check_all(rank_pool, cases, ring, ulysses, "aot_eager")
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])

@@ -57,7 +57,14 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("order", ["compiled first", "cached first", "in place, first", "in place, later"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "compiled first",
+        "in place, later",
+        *[pytest.param(order, marks=pytest.mark.long) for order in ("cached first", "in place, first")],
+    ],
+)
 def test_cache_has_two_graphs_for_any_threshold(order):
     pipe, counter = Pipe(), Counter()
     options = {"residual_diff_threshold": 0.1, "adapter": ADAPTER}
@@ -102,8 +109,14 @@ def test_branches_share_graphs():
     assert len(counter.graphs) == 2
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, IN_TWO_STAGES])
-@pytest.mark.parametrize("between", [None, 0.5])
+@pytest.mark.parametrize(
+    ("blocks", "between"),
+    [
+        (BLOCKS, None),
+        (IN_TWO_STAGES, 0.5),
+        *[pytest.param(*case, marks=pytest.mark.long) for case in ((BLOCKS, 0.5), (IN_TWO_STAGES, None))],
+    ],
+)
 def test_code_between_blocks_runs_as_in_eager(blocks, between):
     given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
     added = [torch.tensor([x, 10 * x]) for x in CHANGING]

@@ -32,7 +32,11 @@ KNOWN_BEFORE = replace(
 )
 
 
-@pytest.fixture(params=["eager", "graph"])
+IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", "graph"], indirect=True)
+
+
+# In graphs in the long run; in the default run one test of each way to decide.
+@pytest.fixture(params=["eager", pytest.param("graph", marks=pytest.mark.long)])
 def run(request):
     """``run(first, rest, **options)``: the outputs, and the report, of a cached pipe."""
 
@@ -54,6 +58,7 @@ def added(outputs):
     return [(out - start).mean().item() for out in outputs]
 
 
+@IN_GRAPHS_TOO
 def test_step_is_compared_with_last_computed_one(run):
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]})
     assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
@@ -61,6 +66,7 @@ def test_step_is_compared_with_last_computed_one(run):
     assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
 
 
+@IN_GRAPHS_TOO
 def test_early_rule_runs_no_block_at_a_hit(run):
     rest = {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]}
     options = {"rule": "modulated_input", "adapter": KNOWN_BEFORE}
@@ -87,6 +93,7 @@ def test_a_difference_equal_to_the_threshold_is_computed(run):
     assert verdicts(report) == ["warmup", "miss", "hit"]
 
 
+@IN_GRAPHS_TOO
 def test_zero_and_nonfinite_residuals_are_computed_and_warn(run):
     with pytest.warns(UserWarning, match="residual"):
         outputs, report = run([0.0, 0.0, 1.0, math.nan, 1.0, 1.0, math.inf, 1.0], residual_diff_threshold=1e9)
@@ -136,7 +143,15 @@ def test_first_and_last_blocks_always_run():
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("run", "order"),
+    [
+        *[("eager", order) for order in (0, 1, 2)],
+        *[pytest.param("graph", order, marks=pytest.mark.long) for order in (0, 1)],
+        ("graph", 2),
+    ],
+    indirect=["run"],
+)
 def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
     steps = 8
     # The schedule's own times, which a shift makes uneven.
@@ -185,6 +200,7 @@ def mean_of_two(times, now, known):
     return torch.where(known >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
 
 
+@IN_GRAPHS_TOO
 def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
     forecast = Forecast("mean", 2, mean_of_two, source="a test")
     outputs, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast=forecast)
@@ -221,6 +237,7 @@ def test_compute_steps_outside_schedule_raise(steps, message):
     assert pipe.transformer.counts() == [0] * 4
 
 
+@IN_GRAPHS_TOO
 def test_of_each_branch_at_most_max_hits_are_skipped(run):
     first = {"cond": [1.0] * 6, "uncond": [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]}
     _, report = run(first, max_hits=3, max_consecutive_hits=2)
@@ -285,6 +302,7 @@ def test_downsample_compares_every_nth_channel(run):
     assert seen[-1] == (1, 6 * 3)
 
 
+@IN_GRAPHS_TOO
 def test_a_policy_decides_in_place_of_the_threshold(run):
     def skip_the_second_half(seen):
         return (seen.step >= seen.num_steps / 2) & (seen.difference < 10 * seen.threshold) & (seen.hits_in_a_row < 2)
@@ -526,6 +544,7 @@ def test_default_thresholds_have_published_sources():
             assert f"| {adapter.threshold:g} | {adapter.threshold_source}" in page
 
 
+@IN_GRAPHS_TOO
 def test_each_sample_is_compared_with_itself(run):
     # Of both together, the second step would change by a tenth of the threshold.
     values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
