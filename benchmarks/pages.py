@@ -89,15 +89,44 @@ def tried() -> list[dict[str, Any]]:
 
 
 def tried_rows() -> list[list[str]]:
-    """Return the reason, and a case of it. The JSON has the errors and messages."""
-    return [[_cell(row["reason"]), f"`{row['case']}`"] for row in tried() if row["message"]]
+    """Return the reason, how many of its cases were refused, and one of them. The JSON has the errors and messages."""
+    return [
+        [_cell(row["reason"]), f"{row['refused']} of {row['tried']}", f"`{row['case']}`"]
+        for row in tried()
+        if row["message"]
+    ]
+
+
+def covering_array() -> list[str]:
+    """Return the table of what came of all cases of the covering array."""
+    results = read_results("together")
+    counts, pairs = results["statuses"], results["pairs"]
+    statuses = {
+        "exact": "exact",
+        "refused": "refused",
+        "wrong": "wrong",
+        "obscure": "unexplained error",
+        "hang": "hang",
+    }
+    head = [
+        "cases",
+        *statuses.values(),
+        "compiled",
+        "pairs of values",
+        "pairs in exact cases",
+        "largest error, float32",
+    ]
+    row = [str(results["cases"]), *[str(counts.get(status, 0)) for status in statuses], str(results["compiled"])]
+    row += [str(pairs["admissible"]), str(pairs["held by exact cases"]), f"{results['largest error in float32']:.1e}"]
+    return markdown_table(head, [row])
 
 
 def refusals() -> dict[str, list[str]]:
     """Return the tables of docs/refusals.md."""
     return {
         "refusals": markdown_table(["refused", "when", "error", "what to do"], refused_rows()),
-        "combinations": markdown_table(["reason", "for example"], tried_rows()),
+        "covering array": covering_array(),
+        "combinations": markdown_table(["reason", "refused", "for example"], tried_rows()),
     }
 
 

@@ -204,8 +204,8 @@ def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool =
     """
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
-            "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
-            "init_context_parallel_mesh(max_tensor_dim_size=2)."
+            "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: init_context_parallel_mesh(max_tensor_dim_size=n), where n "
+            "divides both the number of ranks and the transformer's number of heads. method='fsdp' takes any number of ranks."
         )
     if method == "fsdp" and of_transformer and guided.tensor.size > 1:
         raise ValueError(

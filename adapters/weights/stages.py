@@ -38,6 +38,7 @@ _MERGE_KEY = "merge in stages"
 _TOO_LATE = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
+    "enable_layerwise_casting": "casting its layers",
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from para_core.instance_patching import (
     ForwardOfInstance,
@@ -52,6 +52,12 @@ class _Record:
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
     forwards: list[ForwardOfInstance] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # One object for all layers, so that those of one class share a class. The layers know the mesh from it: Dynamo cannot look for a
+        # DTensor inside of a quantized weight.
+        self.columns = partial(_linear_by_columns, self.mesh)
+        self.rows = partial(_linear_by_rows, self.mesh)
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
@@ -368,7 +374,7 @@ def _own_part(
 def _wrap_linears(record: _Record) -> None:
     """Let the linear layers that were sharded last compute with this rank's part."""
     for colwise, linears in record.sharded.items():
-        _wrap_forward(linears, _linear_by_columns if colwise else _linear_by_rows, record)
+        _wrap_forward(linears, record.columns if colwise else record.rows, record)
         linears.clear()
 
 
@@ -379,40 +385,30 @@ def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: 
     record.wrapped += modules
 
 
-def _linear_by_columns(call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
+def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
     """Return this rank's outputs ``[..., C_out of this rank]`` of ``x`` ``[..., C_in]``, which every rank has."""
     weight, bias = linear.weight, linear.bias
-    mesh = _mesh_of(weight)
     if torch.is_grad_enabled():
         # Each rank finds a part of the gradient of x.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     if consists_of_tensors(weight):
-        out: Tensor = _with_dtensors(call, linear, x, [Replicate()]).to_local()
+        # The weight consists of DTensors, so its layer is given one.
+        out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
         return out
     return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
-def _linear_by_rows(call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
+def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
     """Return all outputs ``[..., C_out]``, the sum of what each rank computes of its ``x`` ``[..., C_in of this rank]``."""
     weight, bias = linear.weight, linear.bias
-    mesh = _mesh_of(weight)
     if consists_of_tensors(weight):
-        part, bias = _with_dtensors(call, linear, x, [Shard(-1)]), None
+        part, bias = call(linear, DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)), None
     else:
         # DTensor computes no product here: under torch.compile it cannot trace one whose length is a product of three symbols
         # (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
         part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
     out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
     return out if bias is None else out + bias.to_local()
-
-
-def _mesh_of(weight: Tensor) -> DeviceMesh:
-    return next(inner.device_mesh for inner in plain_tensors(weight) if isinstance(inner, DTensor))
-
-
-def _with_dtensors(call: Callable[..., Any], linear: Any, x: Tensor, placements: list[Placement]) -> Any:
-    """Return what a quantized layer computes: its weight consists of DTensors, so it is given one."""
-    return call(linear, DTensor.from_local(x, _mesh_of(linear.weight), placements, run_check=False))
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
 
 
 def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
-    """For each refused combination, a few cases that hold it and defaults otherwise."""
+    """For each refused combination, a few cases that hold it, no other excluded combination, and defaults otherwise."""
     found = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:
@@ -166,7 +166,11 @@ def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
         rng = random.Random(f"{seed} {exclusion}")
         longest = max(exclusion.values, key=lambda axis: len(exclusion.values[axis]))
         listed = exclusion.values[longest]
-        for value in rng.sample(listed, min(len(listed), NUM_TRIED)):
-            values = {axis: rng.choice(choices) for axis, choices in exclusion.values.items()} | {longest: value}
-            found.append((case_of(values), exclusion))
+        tried: dict[Case, None] = {}
+        for value in [*rng.sample(listed, min(len(listed), NUM_TRIED)), *rng.choices(listed, k=50)]:
+            case = case_of({axis: rng.choice(choices) for axis, choices in exclusion.values.items()} | {longest: value})
+            # Another combination would be refused for another reason.
+            if len(tried) < NUM_TRIED and sum(other.excludes(case.by_axis) for other in EXCLUSIONS) == 1:
+                tried[case] = None
+        found += [(case, exclusion) for case in tried]
     return found

@@ -170,13 +170,18 @@ _CACHED = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
 _FUSED = other("pipefusion", "exact-stages")
 _STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
+# One process alone shards nothing.
+_RANKS = other("mesh", "auto1")
 _TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
+# Without mesh=, weights="tensor" gives two ranks to "tensor".
+_TENSOR_OR_AUTO = (*_TENSOR, "auto2")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # -- Means nothing.
     Exclusion("an order of what is not there", {"cache": ("uncached",), "cache order": ("cache-first",)}, False),
     Exclusion("an order of what is not there", {"cache": ("uncached",), "undo": ("cache-off-first",)}, False),
     Exclusion("an order of what is not there", {"compile": ("eager",), "compile order": ("compile-first",)}, False),
+    Exclusion("one process has no other to share heads with", {"weights": ("tensor",), "mesh": ("auto1",)}, False),
     # -- Fails without para_core, too.
     Exclusion(
         "Dynamo does not trace the hooks of offload",
@@ -212,18 +217,25 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("text= of a UNet", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
     Exclusion(
         "weights='tensor' of a model without a tensor plan",
-        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _TENSOR},
+        {"pipeline": ("unet", "sd3", "pixart"), "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO},
     ),
-    Exclusion("weights='fsdp', quantized afterwards", {"weights": ("fsdp",), "quantized": ("int8-late",)}),
-    Exclusion("weights='fsdp' of int8 weights", {"weights": ("fsdp",), "quantized": ("int8",)}),
-    Exclusion("weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _TENSOR, "quantized": ("int8",)}),
-    Exclusion("weights='tensor' on a mesh without 'tensor'", {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR)}),
+    Exclusion(
+        "weights='fsdp', quantized afterwards", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8-late",)}
+    ),
+    Exclusion("weights='fsdp' of int8 weights", {"weights": ("fsdp",), "mesh": _RANKS, "quantized": ("int8",)}),
+    Exclusion(
+        "weights='tensor' of int8 weights", {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "quantized": ("int8",)}
+    ),
+    Exclusion(
+        "weights='tensor' on a mesh without 'tensor'",
+        {"weights": ("tensor",), "mesh": other("mesh", *_TENSOR_OR_AUTO, "auto1")},
+    ),
     Exclusion(
         "a mesh with 'tensor', without weights='tensor'", {"weights": other("weights", "tensor"), "mesh": _TENSOR}
     ),
     Exclusion("weights='fsdp' with stages", {"weights": ("fsdp",), "mesh": _STAGES}),
     Exclusion("weights='fsdp' without sequence ranks", {"weights": ("fsdp",), "mesh": ("batch2",)}),
-    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "mesh": _TENSOR}),
+    Exclusion("PipeFusion with tensor ranks", {"pipefusion": _FUSED, "weights": ("tensor",), "mesh": _TENSOR_OR_AUTO}),
     Exclusion("PipeFusion with a cache", {"pipefusion": _FUSED, "cache": _CACHED}),
     Exclusion(
         "PipeFusion of a model that makes tokens of its input", {"pipefusion": _FUSED, "pipeline": ("sd3", "pixart")}
@@ -237,11 +249,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         "a cache over sharded weights, compiled as a whole",
-        {"weights": ("tensor",), "mesh": _TENSOR, "cache": _CACHED, "compile": ("whole", "in-place")},
+        {"weights": ("tensor",), "mesh": _TENSOR_OR_AUTO, "cache": _CACHED, "compile": ("whole", "in-place")},
     ),
     Exclusion(
         "one graph over weights that FSDP2 shards",
-        {"weights": ("fsdp",), "compile": ("whole", "in-place")},
+        {"weights": ("fsdp",), "mesh": _RANKS, "compile": ("whole", "in-place")},
     ),
     Exclusion(
         "a cache over stages of two kinds of blocks",

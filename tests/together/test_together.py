@@ -65,6 +65,15 @@ def test_every_exclusion_names_values_that_there_are():
         assert all(set(values) <= set(AXES[axis]) and values for axis, values in exclusion.values.items())
 
 
+def test_each_refused_combination_is_tried_alone():
+    tried = refused_cases()
+    assert {exclusion.reason for _, exclusion in tried} == {
+        exclusion.reason for exclusion in EXCLUSIONS if exclusion.refused
+    }
+    for case, exclusion in tried:
+        assert [other for other in EXCLUSIONS if other.excludes(case.by_axis)] == [exclusion]
+
+
 def judged(**changed):
     """What is said of two ranks of which the second differs from an exact one in ``changed``."""
     case, out = parse("flux+ulysses2"), torch.arange(1.0, 5.0)

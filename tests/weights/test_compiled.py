@@ -81,11 +81,15 @@ def test_whole_graph_over_tensor_ranks_takes_varying_sizes(rank_pool):
         assert max(relative_error(*pair) for pair in zip(outs, expected, strict=True)) < 1e-5
 
 
-def quantized_tensors():
+def quantized_tensors(compiled):
     alone, pipe = make("flux"), make("flux")
     quantize_(alone.transformer, Int8WeightOnlyConfig())
     parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_tensor_dim_size=2), weights="tensor")
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
+    if compiled == "whole":
+        pipe.transformer.compile(fullgraph=True, backend="aot_eager")
+    elif compiled:
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     held = pipe.transformer.transformer_blocks[0].attn.to_q.weight.qdata
     out = generate(pipe, "flux")
     shape = held.to_local().shape
@@ -103,9 +107,11 @@ def require_equal_parts(module, other):
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.long
-def test_quantization_after_tensor_sharding_equals_one_device(rank_pool):
-    for alone, out, shape, dtype in rank_pool.run(quantized_tensors, 2):
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(None, marks=pytest.mark.long), "blocks", pytest.param("whole", marks=pytest.mark.long)]
+)
+def test_quantization_after_tensor_sharding_equals_one_device(rank_pool, compiled):
+    for alone, out, shape, dtype in rank_pool.run(quantized_tensors, 2, compiled):
         assert relative_error(out, alone) < 1e-5
         assert (shape, dtype) == ((32, 64), torch.int8)
 

@@ -205,6 +205,7 @@ def refused_by_stages(name, folder):
         lambda: offload_leaves(pipe),
         lambda: offload_blocks(pipe),
         lambda: pipe.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level"),
+        lambda: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
         lambda: copy.deepcopy(pipe.transformer),
         lambda: pickle.dumps(pipe.transformer),
         lambda: copy.deepcopy(pipe),
