@@ -119,11 +119,11 @@ def check_parallel(
     holds. In float16 and bfloat16 only coarse differences show; check a float32 copy if you can.
 
     Args:
-        model (`nn.Module`): The model, with weights that are not zeros, for these hide what is wrong.
-        inputs, kwargs: What it is called with. ``model(*inputs, **kwargs)`` is the reference.
-        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): What ``cp.shard`` is applied to, under
-            ``UnifiedAttnMode``. An int: the dim of the tokens in every tensor that is as long along it as the first one. A dict: the
-            dims of the arguments that are sharded; all others are whole on every rank.
+        model (`nn.Module`): The model. Its weights must not be zeros, because zeros hide errors.
+        inputs, kwargs (`Any`): The arguments of the call. ``model(*inputs, **kwargs)`` is the reference.
+        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The token dim of the inputs that are sharded with
+            ``cp.shard`` under ``UnifiedAttnMode``. An int: every tensor that is as long along this dim as the first tensor is sharded. A
+            dict: the named arguments are sharded; every rank gets all others whole.
         plan (:class:`Plan` or `_cp_plan`, *optional*): Apply this instead of the mode.
         forward (`Callable`, *optional*): Your own lines instead, for a model that makes its tokens itself:
             ``forward(cp, model, *inputs, **kwargs)`` is called under ``UnifiedAttnMode`` as ``cp``, and uses ``cp.shard`` and ``cp.gather``.
