@@ -87,7 +87,7 @@ class Server:
         self._jobs: dict[str, PendingRequest] = {}
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
         self._metrics = Metrics()
-        self._schema = body_schema(model, limits)
+        self._body_schema = body_schema(model, limits)
         path = "/v1/videos" if model.kind == "video" else "/v1/images/generations"
         self._routes = (
             f"this server generates {model.kind}s: POST {path}, DELETE {path}/ID, GET /docs, /health, /metrics."
@@ -101,7 +101,7 @@ class Server:
         if api_key is not None:
             guard.append(Security(HTTPBearer(auto_error=False)))  # the field for the key on the page /docs
         # The handler reads the body itself, after it has found room for the request and within limits.
-        content = {"application/json": {"schema": self._schema.model_json_schema()}}
+        content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
         add: Any = self.app.add_api_route
         add("/", self._page, include_in_schema=False)
@@ -165,7 +165,7 @@ class Server:
         self._require_room()
         content = await read_body(http, self._limits)
         # In a thread, because decoding images would block the event loop.
-        body = await asyncio.to_thread(read_request, content, self._schema, self._model, self._limits)
+        body = await asyncio.to_thread(read_request, content, self._body_schema, self._model, self._limits)
         job = self._accept(http, body.request)
         task = asyncio.ensure_future(self._work(job))
         if body.stream:
