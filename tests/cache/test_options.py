@@ -357,7 +357,7 @@ def test_halves_of_batch_are_compared_apart(run):
         (
             {"rule": "modulated_input"},
             ValueError,
-            r"modulated_input .*Scripted .*CachedBlocks\(modulated=",
+            r"modulated_input .*Scripted.*CachedBlocks\(modulated=",
         ),
         (
             {"rule": "modulated_input", "residual_diff_threshold": None},
@@ -398,7 +398,7 @@ def test_what_needs_a_schedule_is_an_error_without_one(option):
 def test_schedule_options_raise_on_transformer_alone(option):
     with pytest.raises(
         ValueError,
-        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} ") + r".*pipe\.scheduler",
+        match=re.escape(f"{next(iter(option))}={next(iter(option.values()))} ") + ".*apply_cache_on_pipe",
     ):
         apply_cache_on_transformer(Scripted(), residual_diff_threshold=0.1, adapter=ADAPTER, **option)
 
@@ -411,14 +411,14 @@ def test_a_transformer_alone_may_be_cached():
         model(*given)
         model(*given)
     assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
-    with pytest.raises(TypeError, match=r"Scripted .*CachedBlocks"):
+    with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
         apply_cache_on_transformer(Scripted())
     with pytest.raises(TypeError, match=r"rule .*3; .*Rule"):
         apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule=3)
 
 
 def test_unknown_transformer_asks_for_cached_blocks():
-    with pytest.raises(TypeError, match=r"Scripted .*CachedBlocks"):
+    with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
         apply_cache_on_pipe(Pipe())
     with pytest.raises(TypeError, match=r"Pipe.* transformer"):
         apply_cache_on_pipe(Pipe(transformer=None))
@@ -435,7 +435,7 @@ def test_every_option_is_a_keyword_and_others_raise(apply):
             assert shown[field.name].default == field.default
     assert not any(known.kind is inspect.Parameter.VAR_KEYWORD for known in shown.values())
     assert all(
-        f"{field.name}:" in CacheOptions.__doc__.replace("start, end:", "start: end:") for field in fields(CacheOptions)
+        re.search(rf"^ +([a-z_]+, )*{field.name}\b", CacheOptions.__doc__, re.M) for field in fields(CacheOptions)
     )
     thing = Pipe() if apply is apply_cache_on_pipe else Scripted()
     given = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
@@ -503,7 +503,7 @@ def test_schedule_defaults_are_accepted_by_transformer():
 
 
 def test_policy_returning_none_raises(run):
-    with pytest.raises(Exception, match=r"policy .*None; .*True .*False"):
+    with pytest.raises(Exception, match=r"policy .*None"):
         run([1.0, 1.0], policy=unsure)
 
 
