@@ -61,6 +61,7 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
         try:
             if not adds:
                 return call(module, *args, **kwargs)
+            require_own_values(module, args, kwargs)
             with _as_whole(module):
                 added = call(module, *args, **kwargs)
             for weights in (fsdp, tensor):
@@ -77,6 +78,21 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
             finally:
                 _place(module)
                 _wrap_merges(module)
+
+
+def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a LoRA that is added by a config begins with values that are computed from the weights of its layer.
+
+    While a LoRA is added to a module in stages, or with sharded weights, zeros stand in for the weights that are elsewhere.
+    """
+    for config in (*args, *kwargs.values()):
+        start = getattr(config, "init_lora_weights", None)
+        if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
+            raise ValueError(
+                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values that are computed from all weights of "
+                f"this {original_class(module).__name__}, which are sharded or in stages. Add it before parallelize_pipe(pipe, mesh=mesh), or load "
+                "it from a file (pipe.load_lora_weights)."
+            )
 
 
 def _forget(layers: list[Any], module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from para_core.adapters.components import stack_of
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.spec import Adapter
+from para_core.adapters.weights.lora import require_own_values
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
@@ -188,23 +189,11 @@ def _add_lora(
     """A LoRA is added to all blocks, and what belongs to those of other stages is freed: its bits are compared before each call."""
     stages: Any = stages_of(module)
     with _on_all(mesh):
-        _require_own_values(module, args, kwargs)
+        require_own_values(module, args, kwargs)
         with _stand_ins(stages):
             added = call(module, *args, **kwargs)
             stages.gradients.forget()
             return added
-
-
-def _require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA begins with values that are computed from the weights of its layer, which may be elsewhere."""
-    for config in (*args, *kwargs.values()):
-        start = getattr(config, "init_lora_weights", None)
-        if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
-            raise ValueError(
-                f"this {original_class(module).__name__} runs in stages, and a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} "
-                "begins with values that are computed from weights of all blocks. Add it before parallelize_pipe(pipe, mesh=mesh), or load "
-                "it from a file (pipe.load_lora_weights)."
-            )
 
 
 @contextmanager

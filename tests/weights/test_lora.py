@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
@@ -168,6 +169,21 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
         errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
+
+
+def add_late(method, options):
+    pipe = shared(make("flux"), method)
+    with pytest.raises(ValueError, match=r"use_dora=True|pissa"):
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], **options))
+    return generate(pipe, "flux")
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+@pytest.mark.parametrize("method", MESHES)
+def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, options):
+    expected = generate(make("flux"), "flux")
+    for out in rank_pool.run(add_late, 2, method, options):
+        assert relative_error(out, expected) < 1e-5
 
 
 # -- gradients
