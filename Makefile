@@ -60,6 +60,7 @@ lint: $(STAMP)
 	@echo "==> lint"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.docstrings
 
 # mypy knows no package_dir, so it is shown the installed shape (git ignores build/).
 types: $(STAMP)

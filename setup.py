@@ -1,4 +1,5 @@
-"""Packaging. The folders adapters/, kernels/, fleet/ and cli/ stand at the top level, but install as parts of ``para_core``.
+"""Packaging. The folders adapters/, kernels/, fleet/ and cli/ stand at the top level, but install as parts of
+``para_core``.
 
 PyPI has packages named ``kernels`` (which diffusers imports) and ``adapters``; installing ours under those names would
 break other people's programs. ``para_core/__init__.py`` and ``kernels/`` (no ``__init__.py``) do the rest of the work;
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# A package without __init__.py (kernels/) is not found, so it is named; what lives outside para_core/ gets its prefix here.
+# A package without __init__.py (kernels/) is not found, so it is named; what lives outside para_core/ gets its prefix
+# here.
 PACKAGES = [
     *find_packages(include=["para_core", "para_core.*"]),
     *[f"para_core.{name}" for name in find_packages(include=["adapters", "adapters.*", "fleet", "fleet.*", "cli"])],

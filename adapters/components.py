@@ -46,7 +46,8 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
     unknown = [name for name in names if name not in possible]
     if unknown:
         raise ValueError(
-            f"components contains {unknown[0]!r}; expected components of this {original_class(pipe).__name__} that can be sharded: "
+            f"components contains {unknown[0]!r}; expected components of this {original_class(pipe).__name__} that "
+            "can be sharded: "
             f"{', '.join(possible)}."
         )
     return {name: possible[name] for name in names}

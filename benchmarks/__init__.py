@@ -1,4 +1,5 @@
-"""Programs that measure. Each prints a table or writes JSON to benchmarks/results; ``python -m benchmarks.pages`` writes the pages from it.
+"""Programs that measure. Each prints a table or writes JSON to benchmarks/results; ``python -m benchmarks.pages``
+writes the pages from it.
 
 - attention: one GPU against PyTorch's kernels; the host's cost on a mesh; low precision; compiled kernels.
 - pipelines: exactness against one device; speed; autoencoders; stages.

@@ -1,4 +1,7 @@
-"""Run the benchmarks that need no GPU, no root and no second server, one after the other, and write the pages:  python -m benchmarks"""
+"""Run the benchmarks that need no GPU, no root and no second server, one after the other, and write the pages.
+
+python -m benchmarks
+"""
 
 from benchmarks.harness import launch
 

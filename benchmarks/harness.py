@@ -1,4 +1,6 @@
-"""Shared parts of all benchmarks: the environment of a measurement, its JSON, rank processes, timing, meters, and tables of Markdown."""
+"""Shared parts of all benchmarks: the environment of a measurement, its JSON, rank processes, timing, meters, and
+tables of Markdown.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def launch(module: str, num_ranks: int, *arguments: str) -> None:
 
 
 def measure_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 1800.0) -> Any:
-    """Call a top-level function in ``num_ranks`` new processes with a gloo group, and return the result of the first rank.
+    """Call a top-level function in ``num_ranks`` new processes with a gloo group, and return the result of the first
+    rank.
 
     Args:
         args: anything that JSON holds; the result likewise.
@@ -127,7 +130,9 @@ def in_turns(
     clock: Callable[[], float],
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round. The order is reversed every round; ``before`` is called before each way."""
+    """Return the seconds of each way in each round. The order is reversed every round; ``before`` is called before each
+    way.
+    """
     for way in ways.values():
         way()
         way()
@@ -164,7 +169,9 @@ def calls_in_python(way: Callable[[], Any]) -> int:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Inside, counts the collectives that para_core starts in this process, and the bytes that they send to other ranks."""
+    """Inside, counts the collectives that para_core starts in this process, and the bytes that they send to other
+    ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,13 +19,14 @@ from para_core.attention import backend_selection
 def interpreted() -> Iterator[None]:
     """Inside, a launch of any ``@triton.jit`` function is interpreted, and its tensors are those of the CPU.
 
-    TRITON_INTERPRET=1 does it for good, for all of Triton, and only if it is set before Triton is imported: what was decorated
-    then cannot be compiled.
+    TRITON_INTERPRET=1 does it for good, for all of Triton, and only if it is set before Triton is imported: what was
+    decorated then cannot be compiled.
     """
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        # Triton's own functions, as tl.max, see the language as tl.core. Patched here once and undone, so that kernels can be
-        # compiled afterwards; InterpretedFunction.__call__ patches at every call, which takes seconds, and undoes nothing.
+        # Triton's own functions, as tl.max, see the language as tl.core. Patched here once and undone, so that kernels
+        # can be compiled afterwards; InterpretedFunction.__call__ patches at every call, which takes seconds, and
+        # undoes nothing.
         patched = _patch_lang(tl.max.fn)
         try:
             InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **options)

@@ -1,7 +1,9 @@
-"""Writes the tables of all pages from the JSON of benchmarks/results, between their markers:  python -m benchmarks.pages [PAGE ...]
+"""Writes the tables of all pages from the JSON of benchmarks/results, between their markers.
 
-Measures nothing. A part of a page stands between ``<!-- name -->`` and ``<!-- end of name -->``; tests/test_pages.py compares each page with
-what this program writes.
+    python -m benchmarks.pages [PAGE ...]
+
+Measures nothing. A part of a page stands between ``<!-- name -->`` and ``<!-- end of name -->``; tests/test_pages.py
+compares each page with what this program writes.
 """
 
 from __future__ import annotations
@@ -75,8 +77,10 @@ def refused_rows() -> list[list[str]]:
 def way_out(message: str) -> str:
     """Return the sentences of a message after the first, without the list of what is supported.
 
-    >>> way_out("pipe runs in stages. Use a mesh without 'pipe'. Supported are …."), way_out("it cannot run: there is no transformer.")
-    ("Use a mesh without 'pipe'.", 'it cannot run: there is no transformer.')
+    >>> way_out("pipe runs in stages. Use a mesh without 'pipe'. Supported are ….")
+    "Use a mesh without 'pipe'."
+    >>> way_out("it cannot run: there is no transformer.")
+    'it cannot run: there is no transformer.'
     """
     first, *rest = re.split(r"(?<=\.) (?=[A-Z])", message)
     return " ".join(sentence for sentence in rest if not re.match("(Supported|Known) are", sentence)) or first

@@ -27,7 +27,8 @@ _ELEMENTS = 2048
 
 @triton.jit
 def round_keys_kernel(
-    key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Round keys to 8 bits. ``mean``, ``rounded`` and ``scales`` are contiguous."""
     blocks = tl.cdiv(num_keys, ROWS)

@@ -1,4 +1,6 @@
-"""The command ``para_core``, also ``python -m para_core``. It calls :mod:`para_core.cli`, which needs the extra ``cli``."""
+"""The command ``para_core``, also ``python -m para_core``. It calls :mod:`para_core.cli`, which needs the extra
+``cli``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measure this machine and name what to change:  [torchrun --nproc_per_node=4 -m] para_core.doctor [--output doctor.json]"""
+"""Measure this machine and name what to change.
+
+[torchrun --nproc_per_node=4 -m] para_core.doctor [--output doctor.json]
+"""
 
 from para_core.planner.doctor import main
 

@@ -37,7 +37,9 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def mask_length_mismatch(error: BaseException | None) -> str | None:
-    """Return what flex_attention says of a block mask whose lengths are not those of query and key; None for any other error."""
+    """Return what flex_attention says of a block mask whose lengths are not those of query and key; None for any other
+    error.
+    """
     # A ValueError before torch 2.15, a RuntimeError since; in a graph an exception of Dynamo.
     if not isinstance(error, Exception):
         return None

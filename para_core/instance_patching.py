@@ -1,12 +1,12 @@
 """Wrap methods of one object, without an effect on other objects of its class.
 
-Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module. The wrappers
-live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offload, LoRA and others can replace them in
-any order. A graph that was compiled for the instance is compiled again, because its type has changed; except if the call of a module
-that was compiled in place is wrapped.
+Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module.
+The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offload, LoRA
+and others can replace them in any order. A graph that was compiled for the instance is compiled again, because its type
+has changed; except if the call of a module that was compiled in place is wrapped.
 
-``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers silently, and run on one rank
-alone. They raise ``TypeError`` for a wrapped instance, unless every wrapper allows plain copies.
+``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers silently, and
+run on one rank alone. They raise ``TypeError`` for a wrapped instance, unless every wrapper allows plain copies.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from para_core.torch_internals import (
     compile_context,
 )
 
-# around(call, instance, *args, **kwargs) runs instead of the method; `call(instance, *args, **kwargs)` runs the next wrapper or the
-# method. The first two parameters are positional-only, because the method may have parameters with the same names.
+# around(call, instance, *args, **kwargs) runs instead of the method; `call(instance, *args, **kwargs)` runs the next
+# wrapper or the method. The first two parameters are positional-only, because the method may have parameters with the
+# same names.
 Around = Callable[..., Any]
 
 
 class WrapperPriority(IntEnum):
-    """Position of a wrapper among the wrappers of one method, outermost first. It does not depend on the order of wrapping."""
+    """Position of a wrapper among the wrappers of one method, outermost first. It does not depend on the order of
+    wrapping.
+    """
 
     # All ranks verify that they make the same call before anything else.
     PARALLEL = auto()
@@ -68,10 +71,12 @@ _COMPILED_CHAIN = "_para_core_compiled_call"
 def wrap_method(
     instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority, plain_copies: bool = False
 ) -> None:
-    """Wrap ``method`` of this one instance in ``around``. Replaces the wrapper with the same ``key``, if any. Not thread-safe.
+    """Wrap ``method`` of this one instance in ``around``. Replaces the wrapper with the same ``key``, if any. Not
+    thread-safe.
 
     Args:
-        order: Position among the wrappers of the method. With equal positions, the last one that was added is outermost.
+        order: Position among the wrappers of the method. With equal positions, the last one that was added is
+            outermost.
         plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise.
     """
     wrap_alike([instance], method, key, around, order=order, plain_copies=plain_copies)
@@ -138,7 +143,8 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
 
 class ForwardOfInstance:
-    """A wrapper of a ``forward`` that is an attribute of the instance, such as a hook of accelerate, which hides that of the class.
+    """A wrapper of a ``forward`` that is an attribute of the instance, such as a hook of accelerate, which hides that
+    of the class.
 
     Code that runs later may keep a reference and wrap it again, so after :meth:`remove` it only calls the original.
     """
@@ -174,7 +180,9 @@ def original_class(instance: Any) -> type:
 
 
 def unwrapped_class(instance: Any) -> type:
-    """Return the class of ``instance`` without wrappers, and without the class that FSDP2 derives for a sharded module."""
+    """Return the class of ``instance`` without wrappers, and without the class that FSDP2 derives for a sharded
+    module.
+    """
     return _without_fsdp(original_class(instance))
 
 
@@ -189,9 +197,11 @@ def _without_fsdp(cls: type) -> type:
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
-    """Remove all wrappers of ``instances`` while the block runs, and add them to the classes that the instances have afterwards.
+    """Remove all wrappers of ``instances`` while the block runs, and add them to the classes that the instances have
+    afterwards.
 
-    Use it around code that derives a new class from an instance's class, as FSDP2 does: the private class must not be its base.
+    Use it around code that derives a new class from an instance's class, as FSDP2 does: the private class must not be
+    its base.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
@@ -209,7 +219,9 @@ def uncompiled(module: Any) -> Any:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module`` itself was compiled: by ``torch.compile(module)``, by ``module.compile()``, or its ``forward``."""
+    """Whether ``module`` itself was compiled: by ``torch.compile(module)``, by ``module.compile()``, or its
+    ``forward``.
+    """
     state = module.__dict__
     if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
         return True
@@ -289,7 +301,8 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
     instance.__class__ = private
 
 
-# Instances with the same wrappers share a class while it exists. The class refers to its base and wrappers, so the ids in its key stay valid.
+# Instances with the same wrappers share a class while it exists. The class refers to its base and wrappers, so the ids
+# in its key stay valid.
 _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
@@ -324,7 +337,8 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``module``, which was compiled in place, with its original class. This is the innermost call of its chain.
 
-    Dynamo compiles once per class. With the original class, all blocks of a model share their graphs, although their wrappers differ.
+    Dynamo compiles once per class. With the original class, all blocks of a model share their graphs, although their
+    wrappers differ.
     """
     private = type(module)
     module.__class__ = base
@@ -339,8 +353,9 @@ def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> 
 def _metaclass(base: type) -> type:
     """Return a metaclass whose classes are equal to, and have the hash of, the class that they were derived from.
 
-    diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have tables by class. While Dynamo traces, classes are equal
-    only if they are identical: it resolves ``super()`` by ``mro.index(cls)``, and would recurse without end.
+    diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have tables by class. While Dynamo
+    traces, classes are equal only if they are identical: it resolves ``super()`` by ``mro.index(cls)``, and would
+    recurse without end.
     """
 
     def same(cls: Any, other: Any) -> bool:
@@ -408,9 +423,11 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
     lost = sorted({key for (key, _), (_, _, plain_copies) in _wrappers(self).items() if not plain_copies})
     if lost:
         raise TypeError(
-            f"this {original_class(self).__name__} cannot be copied or pickled while para_core runs around it ({', '.join(lost)}): the "
+            f"this {original_class(self).__name__} cannot be copied or pickled while para_core runs around it "
+            f"({', '.join(lost)}): the "
             "copy would run without that, and differently on each rank. Undo it first (unparallelize_pipe(pipe), "
-            "remove_cache_from_pipe(pipe), unshard_weights(pipe), unparallelize_vae(vae)), make the copy, then apply it to both."
+            "remove_cache_from_pipe(pipe), unshard_weights(pipe), unparallelize_vae(vae)), make the copy, then apply "
+            "it to both."
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]

@@ -15,10 +15,14 @@ class Staged(Protocol):
     """A model in stages: one rank along ``pipe`` computes each block, and on the others the block returns its input."""
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        """Return on every rank what ``block`` returned on the rank that computes it. Collective; only during a call of the model."""
+        """Return on every rank what ``block`` returned on the rank that computes it. Collective; only during a call of
+        the model.
+        """
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Return on every rank what ``block`` returned on the rank that computes it. Returns ``output`` if ``module`` has no stages."""
+    """Return on every rank what ``block`` returned on the rank that computes it. Returns ``output`` if ``module`` has
+    no stages.
+    """
     stages: Staged | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return output if stages is None else stages.on_all(block, output)

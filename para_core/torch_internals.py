@@ -1,7 +1,8 @@
 """Private names of torch that para_core uses, each in one place.
 
-All were read in torch 2.11, 2.13 and 2.15; a comment says where these differ. tests/test_torch_internals.py has a test per name, which
-says what breaks without it, and one that no other module uses a private name of torch. Nothing here changes torch.
+All were read in torch 2.11, 2.13 and 2.15; a comment says where these differ. tests/test_torch_internals.py has a test
+per name, which says what breaks without it, and one that no other module uses a private name of torch. Nothing here
+changes torch.
 
 Classes and functions that graphs contain are aliases, not wrappers, because Dynamo recognizes them by identity.
 """
@@ -43,7 +44,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def process_groups() -> list[ProcessGroup]:
-    """Return the process groups that exist in this process, the default one included. ``_world.pg_map`` holds them as its keys."""
+    """Return the process groups that exist in this process, the default one included. ``_world.pg_map`` holds them as
+    its keys.
+    """
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -55,12 +58,14 @@ def is_registered(group: ProcessGroup | None) -> bool:
 def new_process_group(
     name: str, ranks: Sequence[int], *, description: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Return a new group of ``ranks`` (ranks of the world, this one among them); only these ranks call this, and find each other by ``name``.
+    """Return a new group of ``ranks`` (ranks of the world, this one among them); only these ranks call this, and find
+    each other by ``name``.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, but chooses the name from the number of groups (2.11,
-    2.13) or of calls (2.15) that this process has seen: ranks that differ in it wait for each other for ever. And if the default group has
-    a bound device (``init_process_group(device_id=...)``), it makes an NCCL group by ncclCommSplit, which is a collective over all ranks of
-    the world. Here the members connect at the first use.
+    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, but chooses the name from the number
+    of groups (2.11,
+    2.13) or of calls (2.15) that this process has seen: ranks that differ in it wait for each other for ever. And if
+    the default group has a bound device (``init_process_group(device_id=...)``), it makes an NCCL group by
+    ncclCommSplit, which is a collective over all ranks of the world. Here the members connect at the first use.
 
     Args:
         backend: as in ``new_group``; by default that of the default group.
@@ -158,9 +163,12 @@ def default_store() -> Any:
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """End all that runs on ``groups``, and remove them from torch's table. Only this rank's part: the others call it themselves."""
+    """End all that runs on ``groups``, and remove them from torch's table. Only this rank's part: the others call it
+    themselves.
+    """
     backends = [backend_of(group, device) for group in groups for device in group_devices(group)]
-    # Together, as torch ends all groups at once: ending one communicator may wait for kernels of another (pytorch#119797).
+    # Together, as torch ends all groups at once: ending one communicator may wait for kernels of another
+    # (pytorch#119797).
     together = next((backend for backend in backends if backend.name() == "nccl"), None)
     if together is not None:
         together._group_start()
@@ -264,8 +272,8 @@ FUSED_ATTENTION_FUNCTIONS = (
 )
 # Number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
-# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch. Dynamo takes these for constants, and not the public functions
-# that call them.
+# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch. Dynamo takes these for constants, and not the
+# public functions that call them.
 flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
@@ -280,12 +288,12 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 def no_frame_of_its_own(function: _Function) -> _Function:
     """Keep Dynamo from compiling ``function``, and what it calls, except as a part of a function that it traces.
 
-    For ``__torch_function__`` of modes. Behind a graph break Dynamo compiles each frame that runs, and does not guard which attribute of
-    a tensor a mode is asked for: in torch 2.13 ``x.requires_grad`` then was ``x.shape``.
+    For ``__torch_function__`` of modes. Behind a graph break Dynamo compiles each frame that runs, and does not guard
+    which attribute of a tensor a mode is asked for: in torch 2.13 ``x.requires_grad`` then was ``x.shape``.
     """
     eval_frame = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
 
 
@@ -297,7 +305,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 current_graph_task_id = torch._C._current_graph_task_id
 # The innermost torch.autograd.graph.saved_tensors_hooks. Of a checkpoint, a cell of its closure is a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-saved_tensors_hooks_are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled
+saved_tensors_hooks_are_enabled: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
 
@@ -316,8 +324,8 @@ def all_saved_tensors_hooks() -> list[Any]:
     return hooks
 
 
-# At this key the number of forward_ad.dual_level that are entered, less one. A dict, because each attention call reads it and a function would
-# cost more.
+# At this key the number of forward_ad.dual_level that are entered, less one. A dict, because each attention call reads
+# it and a function would cost more.
 forward_ad_globals = vars(forward_ad)
 FORWARD_AD_LEVEL = "_current_level"
 
@@ -369,15 +377,17 @@ def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-# Attributes of what torch.compile returns: of a module compiled as a whole, of one compiled in place, and of a function. The value of the last is
-# the bound method that was compiled, or (torch 2.15) a function.
+# Attributes of what torch.compile returns: of a module compiled as a whole, of one compiled in place, and of a
+# function. The value of the last is the bound method that was compiled, or (torch 2.15) a function.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
 
 
 def compile_context(compiled: Any) -> Any:
-    """Return the settings of a function that torch.compile returned, such as ``fullgraph``; None for any other function."""
+    """Return the settings of a function that torch.compile returned, such as ``fullgraph``; None for any other
+    function.
+    """
     if not hasattr(compiled, ORIGINAL_CALLABLE):
         return None
     # Dynamo's function keeps its settings in a closure (torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__).
@@ -386,7 +396,8 @@ def compile_context(compiled: Any) -> Any:
 
 # -- modules (torch/nn/modules/module.py)
 
-# The attribute with the submodules, and the method that runs hooks and forward, which Module.__call__ and Module.compile look up.
+# The attribute with the submodules, and the method that runs hooks and forward, which Module.__call__ and
+# Module.compile look up.
 SUBMODULES = "_modules"
 CALL_WITH_HOOKS = "_call_impl"
 # Reads the arguments of Module.to: device, dtype, non_blocking, memory format.
@@ -394,7 +405,9 @@ parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters of ``module`` itself by name. Assigning to it checks nothing, unlike ``register_parameter``."""
+    """Return the parameters of ``module`` itself by name. Assigning to it checks nothing, unlike
+    ``register_parameter``.
+    """
     return module._parameters
 
 
@@ -423,9 +436,9 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 class SpareDispatchKey:
     """A dispatch key that no kernel of torch has, whose kernels run in threads and blocks of code that ask for them.
 
-    Nothing is registered before the first use, which registers for the whole process: a fallback, by which all other operators skip the
-    key, and ``kernels``. If this build of torch has no such key, or somebody else registered anything under it, the key is not available
-    and nothing is registered.
+    Nothing is registered before the first use, which registers for the whole process: a fallback, by which all other
+    operators skip the key, and ``kernels``. If this build of torch has no such key, or somebody else registered
+    anything under it, the key is not available and nothing is registered.
 
     Args:
         name: of the key.
@@ -473,7 +486,9 @@ class SpareDispatchKey:
         return guard
 
     def excluded(self) -> AbstractContextManager[Any]:
-        """Inside, in this thread, the kernels do not run, also inside :meth:`included`. Without registration nothing has to be excluded."""
+        """Inside, in this thread, the kernels do not run, also inside :meth:`included`. Without registration nothing
+        has to be excluded.
+        """
         if self._key is None:
             return nullcontext()
         guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(self._keys)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 # Dtypes that the kernels read and write.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# The oldest compute capability that Triton supports (its README). On older GPUs bfloat16, for example, fails to compile at the first launch.
+# The oldest compute capability that Triton supports (its README). On older GPUs bfloat16, for example, fails to compile
+# at the first launch.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -41,7 +42,9 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which Triton launches on the device of ``x``. Without it, Triton launches on the current device."""
+    """Return a context in which Triton launches on the device of ``x``. Without it, Triton launches on the current
+    device.
+    """
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 

@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 
 @cache
 def version_and_sources() -> str:
-    """Return the version and a digest of the sources, adapters and kernels included. It is equal on two hosts that run the same code."""
+    """Return the version and a digest of the sources, adapters and kernels included. It is equal on two hosts that run
+    the same code.
+    """
     here = Path(__file__).parent
     # In a checkout the folders adapters/ and kernels/ are next to this one.
     folders = [here, *(here.parent / name for name in ("adapters", "kernels") if not (here / "adapters").is_dir())]

@@ -1,7 +1,7 @@
 """Check how docstrings of the library begin, and draw random samples of its text for a reader.
 
-python -m tests.docstrings                    # fails if a docstring begins with one of the words below; part of `make lint`
-python -m tests.docstrings --sample 1         # prints 100 docstrings and comments, drawn by this seed, for someone to judge
+python -m tests.docstrings             # fails if a docstring begins with one of the words below; part of `make lint`
+python -m tests.docstrings --sample 1  # prints 100 docstrings and comments, drawn by this seed, for someone to judge
 """
 
 from __future__ import annotations

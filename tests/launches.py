@@ -60,10 +60,10 @@ _WHOLE = {
 class LaunchCounter(TorchDispatchMode):
     """Inside, counts launches: operators that are not views, and collectives; waits and allocations aside.
 
-    A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it what
-    the flash kernel takes.) Custom operators are opened, what they consist of counts, except those in Triton. What goes
-    round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under any such mode
-    torch runs compiled functions as eager code, so these are not counted as compiled.
+    A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it
+    what the flash kernel takes.) Custom operators are opened, what they consist of counts, except those in Triton. What
+    goes round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under
+    any such mode torch runs compiled functions as eager code, so these are not counted as compiled.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,8 @@ def count_attention(
     rotate_method: RotateMethod = "alltoall",
     comm_dtype: torch.dtype | None = None,
 ) -> LaunchCounter:
-    """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are known.
+    """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are
+    known.
 
     Args:
         tokens, heads: of the whole sequence; 288 × 24 are sharded as FLUX' 4608 × 24 at 1024² are.

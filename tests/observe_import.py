@@ -1,4 +1,6 @@
-"""Import a module and print what that changed outside of it, as JSON. Run by tests/test_import.py in an interpreter of its own."""
+"""Import a module and print what that changed outside of it, as JSON. Run by tests/test_import.py in an interpreter of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def loggers() -> dict[str, Any]:
 
 
 def exit_hooks() -> list[str]:
-    """Functions registered with atexit, which does not list them: it compares each of them with a key that is being removed."""
+    """Functions registered with atexit, which does not list them: it compares each of them with a key that is being
+    removed.
+    """
     seen = []
 
     class Watch:
@@ -173,7 +177,8 @@ def main(module: str, first: list[str]) -> None:
     import torch
 
     for name in first:
-        # Modules of other packages that the import loads may register what they like: only what our own modules do is compared.
+        # Modules of other packages that the import loads may register what they like: only what our own modules do is
+        # compared.
         with suppress(Exception):
             importlib.import_module(name)
     before = observe(torch)

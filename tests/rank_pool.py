@@ -1,9 +1,9 @@
 """Rank processes for distributed tests: started once per world size, kept for the whole run.
 
-They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so that new
-ones, after a failure or for another world size, cost a fraction of a second. What the environment said when that process
-started is what modules read as they were imported; ``os.environ``, ``sys.path`` and the working directory are as in the
-parent when the rank starts.
+They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so that
+new ones, after a failure or for another world size, cost a fraction of a second. What the environment said when that
+process started is what modules read as they were imported; ``os.environ``, ``sys.path`` and the working directory are
+as in the parent when the rank starts.
 
     def total(x):                                   # a plain top-level function; it runs on every rank
         dist.all_reduce(x)
@@ -13,16 +13,17 @@ parent when the rank starts.
         for out in rank_pool.run(total, 2, torch.ones(3)):
             assert torch.equal(out, torch.full((3,), 2.0))
 
-Every job starts fresh: its own gloo WORLD (groups and meshes of the job before are gone), Dynamo reset, seed 0, the warning
-filters of the test that called. Arguments and results travel by value.
+Every job starts fresh: its own gloo WORLD (groups and meshes of the job before are gone), Dynamo reset, seed 0, the
+warning filters of the test that called. Arguments and results travel by value.
 
-**When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`, and
-while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung once no rank has made
-progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the stack of every rank. Being
-busy is not progress; a loop that never ends is busy too. Importing a large module inside the job is not progress either.
+**When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`,
+and while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung once no
+rank has made progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the
+stack of every rank. Being busy is not progress; a loop that never ends is busy too. Importing a large module inside the
+job is not progress either.
 
-Whatever goes wrong (a rank that hangs, dies or cannot import the test), only that test fails: the ranks of that world size are
-killed, and the next test gets new ones. Errors that all ranks raised leave the processes alive.
+Whatever goes wrong (a rank that hangs, dies or cannot import the test), only that test fails: the ranks of that world
+size are killed, and the next test gets new ones. Errors that all ranks raised leave the processes alive.
 """
 
 import contextlib
@@ -142,7 +143,8 @@ class RankPool:
         """Run ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
 
         Args:
-            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` tells it its rank.
+            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` tells it its
+                rank.
             world_size: number of ranks.
             timeout: seconds without progress after which this job counts as hung; None for the pool's.
 
@@ -237,14 +239,16 @@ class RankPool:
             idle = time.monotonic() - max(rank.beat.value for rank in group.ranks)
             if idle > timeout:
                 message = (
-                    f"{_name(fn)} made no progress for {timeout:g} s on {len(group.ranks)} ranks. If it is only slow, call "
+                    f"{_name(fn)} made no progress for {timeout:g} s on {len(group.ranks)} ranks. If it is only slow, "
+                    "call "
                     f"tests.rank_pool.heartbeat() in it, or pass timeout=.\n\n{_describe(group, reports)}"
                 )
                 raise RankPoolTimeout(message, _errors(reports))
             waited = time.monotonic() - last_failure
             if min(waited, idle) > self.grace:
                 message = (
-                    f"{_name(fn)} raised on {len(_errors(reports))} of {len(group.ranks)} ranks, and the others were still "
+                    f"{_name(fn)} raised on {len(_errors(reports))} of {len(group.ranks)} ranks, and the others were "
+                    "still "
                     f"stuck {self.grace:g} s later.\n\n{_describe(group, reports)}"
                 )
                 raise RankPoolError(message, _errors(reports))
@@ -274,8 +278,8 @@ class RankPool:
                 process = context.Process(
                     target=_work, args=(settings, theirs, beat), daemon=True, name=f"rank {index}"
                 )
-                # For the process that ranks are forked from, which the first of them starts: it is told sys.path too, as
-                # Python 3.11 to 3.13 do not.
+                # For the process that ranks are forked from, which the first of them starts: it is told sys.path too,
+                # as Python 3.11 to 3.13 do not.
                 with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
                     process.start()
                 theirs.close()
@@ -313,7 +317,8 @@ def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     if not module or module == "__main__" or "<" in qualname or not qualname:
         raise TypeError(
-            f"{fn!r} cannot be found by its name in another process. Expected a function at the top level of an importable "
+            f"{fn!r} cannot be found by its name in another process. Expected a function at the top level of an "
+            "importable "
             "module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
         )
     # The function goes by name: pickle would hide an import error of its module in the worker's receive.

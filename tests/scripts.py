@@ -1,4 +1,6 @@
-"""Running a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, alone, or under torchrun."""
+"""Running a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, alone, or
+under torchrun.
+"""
 
 import contextlib
 import io
@@ -35,7 +37,8 @@ def under_torchrun(script: Path, *arguments: str) -> str:
 def run_script(script, arguments, environment):
     """As the main program of this rank; without an ``environment`` of the first alone. Returns what it prints."""
     rank = dist.get_rank()
-    # It makes its own. Not before all ranks have made this one: a rank that leaves closes what the others are still connecting.
+    # It makes its own. Not before all ranks have made this one: a rank that leaves closes what the others are still
+    # connecting.
     dist.barrier()
     dist.destroy_process_group()
     printed = io.StringIO()

@@ -1,4 +1,6 @@
-"""The parts of benchmarks/cache_quality, on two captions and few steps; no peer that diffusers does not bring is needed."""
+"""The parts of benchmarks/cache_quality, on two captions and few steps; no peer that diffusers does not bring is
+needed.
+"""
 
 import doctest
 import json

@@ -284,7 +284,9 @@ def test_inductor_on_one_mesh(rank_pool):
 
 
 def learn_through_checkpoints(ring, ulysses, inside):
-    """A step of training whose attention is recomputed in the backward, compiled; the mode inside or outside of the function."""
+    """A step of training whose attention is recomputed in the backward, compiled; the mode inside or outside of the
+    function.
+    """
     from torch.utils.checkpoint import checkpoint
 
     mesh, counter = make_mesh(ring, ulysses), Counter()

@@ -112,8 +112,8 @@ def test_a_script_may_end_right_after_a_collective(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], printed
 
 
-# Without the exit hook the script above aborts in one run of four, and on a busy machine more rarely. What the hook is for
-# can be seen each time: a thread that wants the GIL when the interpreter begins to end still gets it.
+# Without the exit hook the script above aborts in one run of four, and on a busy machine more rarely. What the hook is
+# for can be seen each time: a thread that wants the GIL when the interpreter begins to end still gets it.
 LATE_THREAD = """
 import atexit, os, threading, time
 import torch

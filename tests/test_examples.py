@@ -27,7 +27,11 @@ identify = {"ids": lambda path: f"{path.parent.name}/{path.stem}" if isinstance(
 # Examples of videos: the class, the size, the call's other arguments as the file says them.
 CAT = {"prompt": "a cat walks on the grass"}
 VIDEOS = {
-    "run_wan": ("WanPipeline", (64, 64, 17), {"prompt": "a red circle moving up left on a white background", "num_inference_steps": 30}),
+    "run_wan": (
+        "WanPipeline",
+        (64, 64, 17),
+        {"prompt": "a red circle moving up left on a white background", "num_inference_steps": 30},
+    ),
     "run_cogvideox": ("CogVideoXPipeline", (48, 80, 9), {**CAT, "max_sequence_length": 13}),
     "run_hunyuan_video": ("HunyuanVideoPipeline", (48, 80, 9), {**CAT, "num_inference_steps": 30}),
 }  # fmt: skip
@@ -67,7 +71,9 @@ def frames_of(path):
 
 
 def model_of(name, folder):
-    """The checkpoint on which an example runs here: a trained one of the repository, or a tiny one with random weights."""
+    """The checkpoint on which an example runs here: a trained one of the repository, or a tiny one with random
+    weights.
+    """
     if name not in RANDOM:
         return WAN if name == "run_wan" else FLUX
     PIPELINES[RANDOM[name]].build().save_pretrained(folder / "model")

@@ -1,4 +1,6 @@
-"""What each rank sends, counted, is what one run of the unmodified model on one device foretells: benchmarks.pipelines.generation."""
+"""What each rank sends, counted, is what one run of the unmodified model on one device foretells:
+benchmarks.pipelines.generation.
+"""
 
 import warnings
 
@@ -50,7 +52,8 @@ COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 s
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        # Beside them a model that makes as many attention calls as it is given images, and one of linear attention and convolutions.
+        # Beside them a model that makes as many attention calls as it is given images, and one of linear attention and
+        # convolutions.
         pytest.param((1, 1, 2), [*ONE_OF_EACH, "qwen-image 2.1", "sana"], id="ulysses 2"),
         pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2", marks=pytest.mark.long),
         pytest.param((2, 1, 1), ["mochi", "cogvideox", "hidream"], id="batch 2"),

@@ -17,7 +17,10 @@ from para_core.foreign_errors import (
 )
 
 # Of gloo, which torch 2.11, 2.13 and 2.15 contain alike.
-TIMED_OUT = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"
+TIMED_OUT = (
+    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to "
+    "complete"
+)
 CLOSED_BY_PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]:31337"
 RESET = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:9: Connection reset by peer"
 PAIR_CLOSURE = "[../third_party/gloo/gloo/transport/tcp/buffer.cc:72] Application timeout caused pair closure"
@@ -96,7 +99,10 @@ def test_a_mask_of_another_length_is_a_mismatch(length, mismatch):
         ),
         # torch 2.15
         (
-            "block_mask was created for a smaller length than you're using it for, you likely need to create a new block mask.",
+            (
+                "block_mask was created for a smaller length than you're using it for, you likely need to create a new "
+                "block mask."
+            ),
             [],
         ),
         ("block_mask was created for a larger length than you're using it for, you can either 1. create", []),

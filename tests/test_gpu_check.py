@@ -1,4 +1,6 @@
-"""What `make gpu-check` would run on a GPU runs here on the CPU, at tiny sizes; and what becomes of a section that fails or hangs."""
+"""What `make gpu-check` would run on a GPU runs here on the CPU, at tiny sizes; and what becomes of a section that
+fails or hangs.
+"""
 
 import importlib
 import importlib.metadata

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-# Operators that the package defines, in its own namespace. torch.library has no other way to put a function into a compiled graph.
+# Operators that the package defines, in its own namespace. torch.library has no other way to put a function into a
+# compiled graph.
 OWN_NAMESPACE = "para_core::"
 
-# gloo's threads need the GIL for a moment after the last collective, and a script that ends at once aborts without it (pytorch/pytorch#190489).
-# Sleeping for 50 ms gives it to them; nothing else of the process is touched.
+# gloo's threads need the GIL for a moment after the last collective, and a script that ends at once aborts without it
+# (pytorch/pytorch#190489). Sleeping for 50 ms gives it to them; nothing else of the process is touched.
 EXIT_HOOKS = ["time.sleep"]
 
 
@@ -31,7 +32,9 @@ def observe(module, first=()):
 
 @pytest.fixture(scope="module")
 def changes():
-    """What importing para_core.adapters, which imports para_core, changes once all modules of other packages are imported."""
+    """What importing para_core.adapters, which imports para_core, changes once all modules of other packages are
+    imported.
+    """
     return observe("para_core.adapters", first=observe("para_core.adapters")["modules"])
 
 

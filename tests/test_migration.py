@@ -1,4 +1,6 @@
-"""Every block of docs/migration.md runs on two ranks; a peer's where it is installed and runs. Its image is that of one plain pipeline, or the cached one."""
+"""Every block of docs/migration.md runs on two ranks; a peer's where it is installed and runs. Its image is that of one
+plain pipeline, or the cached one.
+"""
 
 import importlib.util
 import re

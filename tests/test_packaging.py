@@ -1,6 +1,8 @@
-"""Installing, in every way, from every folder: para_core and its parts are found, and other people's packages are not hidden.
+"""Installing, in every way, from every folder: para_core and its parts are found, and other people's packages are not
+hidden.
 
-The environments made here see the packages of the one that runs the tests through a .pth line, so nothing is downloaded.
+The environments made here see the packages of the one that runs the tests through a .pth line, so nothing is
+downloaded.
 """
 
 import os

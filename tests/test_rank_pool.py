@@ -20,7 +20,9 @@ from tests.rank_pool import RankDied, RankPool, RankPoolError, RankPoolTimeout, 
 
 @pytest.fixture(scope="module")
 def pool():
-    """A pool of our own: what breaks here costs no other test a restart. Two ranks, since starting them is what takes time."""
+    """A pool of our own: what breaks here costs no other test a restart. Two ranks, since starting them is what takes
+    time.
+    """
     pool = RankPool(grace=2.0)
     yield pool
     pool.close()

@@ -1,4 +1,6 @@
-"""The site of mkdocs.yml builds strictly, which checks its links, and opens on a wide and on a narrow screen (`make docs`)."""
+"""The site of mkdocs.yml builds strictly, which checks its links, and opens on a wide and on a narrow screen (`make
+docs`).
+"""
 
 import functools
 import http.server

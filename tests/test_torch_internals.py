@@ -1,4 +1,5 @@
-"""One canary per private name of torch: it fails on a version of torch that lacks the name or changes it, and says what breaks.
+"""One canary per private name of torch: it fails on a version of torch that lacks the name or changes it, and says what
+breaks.
 
 Run with each supported torch: 2.11, 2.13, 2.15. Each test uses the name as para_core does, on one process.
 """
@@ -133,7 +134,10 @@ def test_no_module_imports_tools_of_tests_or_of_c(name):
 
 
 def test_the_search_sees_private_names():
-    source = "import torch\nfrom torch.utils import _pytree as tree\nx = torch._C._nn._parse_to\ny = tree.tree_map\nz = torch.__version__"
+    source = (
+        "import torch\nfrom torch.utils import _pytree as tree\nx = torch._C._nn._parse_to\ny = tree.tree_map\n"
+        "z = torch.__version__"
+    )
     assert private_names(source) == {"torch.utils._pytree", "torch._C._nn._parse_to", "torch._C._nn", "torch._C"}
 
 
@@ -159,7 +163,9 @@ def test_world_pg_map_lists_the_groups(world):
 
 
 def test_new_process_group_helper_makes_a_usable_group(world):
-    """Without it ranks that made different numbers of groups before wait for each other for ever (``find_or_make_group``)."""
+    """Without it ranks that made different numbers of groups before wait for each other for ever
+    (``find_or_make_group``).
+    """
     timeout = timedelta(seconds=7)
     group = internals.new_process_group("a name", [0], description="a description", timeout=timeout)
     assert (group.group_name, group.group_desc) == ("a name", "a description")
@@ -324,7 +330,9 @@ def test_torch_dispatch_mode_sees_operators():
 
 
 def test_make_wrapper_subclass_has_a_shape_and_no_memory():
-    """Without it there are no deferred tensors: guidance branches called one after the other cannot run on several ranks."""
+    """Without it there are no deferred tensors: guidance branches called one after the other cannot run on several
+    ranks.
+    """
 
     class Deferred(Tensor):
         __torch_function__ = internals.disabled_torch_function
@@ -623,7 +631,9 @@ def test_transforms_of_torch_func():
 
 
 def test_tracing_context_and_trace_id_exist_while_tracing():
-    """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong trace."""
+    """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong
+    trace.
+    """
     seen = []
 
     @torch.compiler.assume_constant_result
@@ -661,7 +671,9 @@ def test_modes_can_be_entered_in_a_traced_branch():
 
 
 def test_errors_of_dynamo_have_one_base():
-    """Without it a policy of the cache that cannot be compiled raises Dynamo's error instead of one that names the way out."""
+    """Without it a policy of the cache that cannot be compiled raises Dynamo's error instead of one that names the way
+    out.
+    """
     torch._dynamo.reset()
     with pytest.raises(internals.TorchDynamoException):
         torch.compile(lambda x: x + 1 if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
@@ -694,7 +706,9 @@ def test_attributes_of_compiled_modules():
 
 
 def test_the_original_of_a_compiled_call_keeps_its_attributes():
-    """Without it a module that was compiled before it became parallel is called twice, or a graph without the plan runs."""
+    """Without it a module that was compiled before it became parallel is called twice, or a graph without the plan
+    runs.
+    """
 
     def call(self, *args):
         return nn.Module._call_impl(self, *args)

@@ -92,7 +92,8 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         components: in addition, or instead.
     """
     if "transformer" not in components:
-        # A control image is as wide as the image. Fill adds the masked image and its mask, 4 × 4 pixels per latent pixel.
+        # A control image is as wide as the image. Fill adds the masked image and its mask, 4 × 4 pixels per latent
+        # pixel.
         beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
     encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), _vae.__wrapped__())
@@ -140,7 +141,9 @@ def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int 
 
 @contextmanager
 def each_rank_alone() -> Iterator[None]:
-    """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would give."""
+    """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would
+    give.
+    """
 
     def attend_alone(over_mesh: MeshAttention, call: SdpaCall) -> Tensor:
         query, key, value, mask = call[:4]
@@ -163,7 +166,9 @@ def _all_to_all_alone(x: Tensor, send_sizes: list[int], receive_sizes: list[int]
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ, or a number is NaN (which max() would pass over)."""
+    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ, or a number is NaN (which max() would
+    pass over).
+    """
     if out.shape != expected.shape:
         return math.inf
     error = (out.double() - expected.double()).norm() / expected.double().norm()

@@ -1,4 +1,6 @@
-"""For test_rank_pool.py: imports in pytest's process and in no other, as a test does whose import is broken on the ranks."""
+"""For test_rank_pool.py: imports in pytest's process and in no other, as a test does whose import is broken on the
+ranks.
+"""
 
 import multiprocessing
 

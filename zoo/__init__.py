@@ -1,1 +1,3 @@
-"""Tiny models and pipelines, and two small trained pipelines: for tests, benchmarks, examples and the offline default."""
+"""Tiny models and pipelines, and two small trained pipelines: for tests, benchmarks, examples and the offline
+default.
+"""

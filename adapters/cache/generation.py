@@ -1,4 +1,6 @@
-"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is warned of."""
+"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is warned
+of.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class PipelineCache:
         self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with it."""
+        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with
+        it.
+        """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
         plans = {name: plan_for(cache.module, adapter=adapter) for name, cache in caches.items()}
@@ -110,7 +114,9 @@ class PipelineCache:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the pipe runs without its cache. What stands around the models stays, and so do graphs that were compiled."""
+        """Inside, the pipe runs without its cache. What stands around the models stays, and so do graphs that were
+        compiled.
+        """
         self._paused = True
         try:
             yield
@@ -136,7 +142,7 @@ class PipelineCache:
             return call(pipe, *args, **kwargs)
 
     def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A callback, in which the models are called by others: a pipe that shares them, and may have no cache."""
+        """Suspend the cache during a callback, in which another pipeline that shares the models may call them."""
         self._in_callback += 1
         try:
             return callback(*args, **kwargs)
@@ -242,14 +248,16 @@ class PipelineCache:
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
             self._warnings.warn(
                 f"{name}: residual",
-                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: see "
+                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: "
+                "see "
                 "cache_report(pipe).",
                 CacheWarning,
             )
         if not rows and cache.uncached_by is not None:
             self._warnings.warn(
                 f"{name}: never asked",
-                f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which all blocks run. Leave it "
+                f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which "
+                "all blocks run. Leave it "
                 "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe).",
                 CacheWarning,
             )
@@ -260,7 +268,8 @@ class PipelineCache:
         if not any(row.hit for row in asked):
             self._warnings.warn(
                 f"{name}: no hits",
-                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. Raise it.",
+                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. "
+                "Raise it.",
                 ThresholdWarning,
             )
         elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):

@@ -43,11 +43,12 @@ def apply_cache_on_pipe(
 ) -> Pipeline:
     """Skip most blocks of this one pipeline's transformer at steps where its first block changes little.
 
-    The first block always runs. Where its residual differs from that of the last computed step by less than the threshold
-    (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This approximates; nothing
-    else that para_core does does. Calling it again with other settings takes effect; :func:`remove_cache_from_pipe` undoes
-    it. If it is refused or fails, the pipeline keeps the cache that it had, or none; on a parallel pipeline every rank calls it, and what one
-    rank raises, all raise. Goes with :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
+    The first block always runs. Where its residual differs from that of the last computed step by less than the
+    threshold (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This
+    approximates; nothing else that para_core does does. Calling it again with other settings takes effect;
+    :func:`remove_cache_from_pipe` undoes it. If it is refused or fails, the pipeline keeps the cache that it had, or
+    none; on a parallel pipeline every rank calls it, and what one rank raises, all raise. Goes with
+    :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
 
     Args:
         pipe: any diffusers pipeline on a supported transformer.
@@ -109,9 +110,11 @@ def _resolve(
 def apply_cache_on_transformer(
     transformer: Transformer, *, adapter: Adapter | None = None, **options: Any
 ) -> Transformer:
-    """:func:`para_core.apply_cache` for a transformer of diffusers whose blocks are known, in a denoising loop of your own.
+    """:func:`para_core.apply_cache` for a transformer of diffusers whose blocks are known, in a denoising loop of your
+    own.
 
-    Call ``para_core.reset_cache(transformer)`` before each generation; ``para_core.remove_cache(transformer)`` undoes it.
+    Call ``para_core.reset_cache(transformer)`` before each generation; ``para_core.remove_cache(transformer)`` undoes
+    it.
 
     Args:
         adapter, **options: as for :func:`apply_cache_on_pipe`; what follows a schedule needs a pipeline.
@@ -135,7 +138,8 @@ def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOp
     )
     if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
-            f"rule {rule_of(chosen.rule).name} was given without residual_diff_threshold; {known.threshold:g}, the default of these "
+            f"rule {rule_of(chosen.rule).name} was given without residual_diff_threshold; {known.threshold:g}, the "
+            "default of these "
             "models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better one."
         )
     return chosen
@@ -151,7 +155,9 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def cache_report(pipe: Any) -> CacheReport:
-    """Return what the cache of ``pipe`` did in its last generation. Use ``print``, ``.plot(path)`` or ``.to_json(path)``."""
+    """Return what the cache of ``pipe`` did in its last generation. Use ``print``, ``.plot(path)`` or
+    ``.to_json(path)``.
+    """
     caching = caching_of(pipe)
     if caching is None:
         raise ValueError(f"this {original_class(pipe).__name__} has no cache: call apply_cache_on_pipe(pipe) first.")

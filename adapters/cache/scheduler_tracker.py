@@ -30,10 +30,11 @@ class Position(NamedTuple):
 class SchedulerTracker:
     """Follows the scheduler of a pipeline while the pipeline runs.
 
-    Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the model
-    twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to image, video
-    to video). Pipelines of diffusion forcing take their steps with copies of the scheduler, one for each frame
-    (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`): there the calls of each branch are counted.
+    Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the
+    model twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to
+    image, video to video). Pipelines of diffusion forcing take their steps with copies of the scheduler, one for each
+    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`): there the calls of each branch are
+    counted.
     """
 
     def __init__(self) -> None:
@@ -59,15 +60,16 @@ class SchedulerTracker:
         Args:
             pipe: The pipeline that runs inside. A pipeline without a scheduler has a schedule of one step.
             begin: Called when a schedule begins. Some pipelines have one for each section of a video.
-            with_copies (`bool`, defaults to `False`): Whether the pipeline may leave its scheduler alone and take its steps
-                with copies of it.
+            with_copies (`bool`, defaults to `False`): Whether the pipeline may leave its scheduler alone and take its
+                steps with copies of it.
 
         Raises:
             RuntimeError: If this tracker already follows a pipeline, in another thread.
         """
         if self.active:
             raise RuntimeError(
-                "this pipeline with a cache is already running, in another thread? Both would use the same cache. Use one "
+                "this pipeline with a cache is already running, in another thread? Both would use the same cache. Use "
+                "one "
                 "thread, or a pipeline for each."
             )
         scheduler = getattr(pipe, "scheduler", None)
@@ -128,15 +130,17 @@ class SchedulerTracker:
         return times[begin or 0 :]
 
     def _times_of_copies(self) -> list[float]:
-        """Return one timestep per step of the section, spread like those of the schedule: each frame is at another one."""
+        """Return one timestep per step of the section, spread like those of the schedule: each frame is at another
+        one.
+        """
         total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
         return [self._times[i * len(self._times) // total] for i in range(total)]
 
     def _count_call(self, branch: str, total: int) -> int:
         """Return the step of this call, if each branch is called once per step.
 
-        A branch that was left out for some steps continues one step after the latest at most. A section of a video ends when
-        the number of steps changes, or when a branch has been called once for every step.
+        A branch that was left out for some steps continues one step after the latest at most. A section of a video ends
+        when the number of steps changes, or when a branch has been called once for every step.
         """
         if total != self._section or self._num_calls.get(branch, 0) >= total:
             if self._section:

@@ -79,7 +79,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "an unsupported UNet",
         (When.PARALLELIZE,),
         unfit_unet,
-        "{owner} is not supported: the rows of images in {cls} cannot be sharded: {reason}. Give each rank its own prompts "
+        "{owner} is not supported: the rows of images in {cls} cannot be sharded: {reason}. Give each rank its own "
+        "prompts "
         "instead. Supported are {supported}.",
         TypeError,
     ),
@@ -94,7 +95,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a cache on a UNet",
         (When.CACHE,),
         is_unet,
-        "{owner} cannot be cached: First Block Cache skips blocks whose output has the size of their input. The blocks of {cls} "
+        "{owner} cannot be cached: First Block Cache skips blocks whose output has the size of their input. The "
+        "blocks of {cls} "
         "pass residuals of many sizes to each other.",
         TypeError,
     ),
@@ -110,7 +112,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a transformer class that cannot have a plan",
         (When.PARALLELIZE,),
         unfit_class,
-        "{owner} is not supported: {cls} has no plan, because {reason}. Give each rank its own prompts instead. Supported are "
+        "{owner} is not supported: {cls} has no plan, because {reason}. Give each rank its own prompts instead. "
+        "Supported are "
         "{supported}.",
         TypeError,
     ),
@@ -118,8 +121,10 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a transformer without a plan",
         (When.PARALLELIZE,),
         has_no_plan,
-        "{owner} is not supported: there is no plan for {cls}. A plan says in about ten lines what the model shards and "
-        "gathers: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., plan=Plan(...))). "
+        "{owner} is not supported: there is no plan for {cls}. A plan says in about ten lines what the model shards "
+        "and "
+        "gathers: parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={cls!r}, pipelines=..., "
+        "plan=Plan(...))). "
         "propose_plan finds most plans; docs/new_model.md shows how to write one. Supported are {supported}.",
         TypeError,
     ),
@@ -135,7 +140,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         (When.CACHE,),
         unknown_blocks,
         "{owner} cannot be cached: no adapter describes the blocks of {cls}. Supported are {cached}. Describe them: "
-        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks((BlockGroup(('blocks',)),)))).",
+        "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', "
+        "blocks=CachedBlocks((BlockGroup(('blocks',)),)))).",
         TypeError,
     ),
     CompatibilityRule(
@@ -150,8 +156,10 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
             f"a {what} on several devices",
             (When.PARALLELIZE, When.SHARD),
             test,
-            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has its own process. Load "
-            "it without device_map, and shard its weights over the devices of all ranks: parallelize_pipe(pipe, mesh=mesh, "
+            "{spread} is spread over the devices {devices} by its device_map, for one process; here each device has "
+            "its own process. Load "
+            "it without device_map, and shard its weights over the devices of all ranks: parallelize_pipe(pipe, "
+            "mesh=mesh, "
             "weights='fsdp').",
             ValueError,
         )
@@ -161,8 +169,10 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "weights that accelerate moves layer by layer",
         (When.SHARD,),
         placed_by_accelerate,
-        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, device_map). Its weights are on "
-        "the meta device and are loaded for each call of a layer, so there is nothing to shard. Call pipe.remove_all_hooks() "
+        "{placed} is moved by a hook of accelerate, layer by layer ({hook} on {at}: enable_sequential_cpu_offload, "
+        "device_map). Its weights are on "
+        "the meta device and are loaded for each call of a layer, so there is nothing to shard. Call "
+        "pipe.remove_all_hooks() "
         "first. pipe.enable_model_cpu_offload() works with sharded weights, and shard_weights(pipe, mesh, "
         "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each rank's shard in host memory.",
         ValueError,
@@ -171,15 +181,18 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "heads sharded over other ranks than those along tensor",
         (When.PARALLEL_CALL,),
         tensor_ranks_differ,
-        "{name} has its heads sharded over {shared} ranks, and the mesh dim 'tensor' of this rank has {ranks}. Call parallelize_pipe(pipe, "
-        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...). For a model that diffusers' "
+        "{name} has its heads sharded over {shared} ranks, and the mesh dim 'tensor' of this rank has {ranks}. Call "
+        "parallelize_pipe(pipe, "
+        "mesh=mesh, weights='tensor') with a mesh of init_context_parallel_mesh(max_tensor_dim_size=...). For a model "
+        "that diffusers' "
         "TensorParallelConfig(mesh=mesh['tensor']) sharded, pass the same mesh without weights=.",
     ),
     CompatibilityRule(
         "a UNet on ranks along tensor",
         (When.PARALLELIZE,),
         unet_on_tensor_ranks,
-        "the mesh has {tensor_ranks} ranks along 'tensor', which shard the heads of a transformer, and {cls} is a UNet, whose weights are not "
+        "the mesh has {tensor_ranks} ranks along 'tensor', which shard the heads of a transformer, and {cls} is a "
+        "UNet, whose weights are not "
         "sharded. Give these ranks to 'ulysses' or 'ring', which shard the rows of its images, or to 'batch'.",
         ValueError,
     ),
@@ -187,14 +200,16 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "stages of a model whose blocks pass on more than tokens",
         (When.PARALLELIZE,),
         no_stages,
-        "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards any model.",
+        "{cls} cannot run in stages: {reason}. Use a mesh without 'pipe' (max_pipe_dim_size); weights='fsdp' shards "
+        "any model.",
         TypeError,
     ),
     CompatibilityRule(
         "stages of weights that are moved or sharded otherwise",
         (When.PARALLELIZE,),
         placed_stages,
-        "{name} {placed}, and a stage frees the blocks of other stages. Call {undo} before parallelize_pipe(pipe, mesh=mesh), or use a mesh "
+        "{name} {placed}, and a stage frees the blocks of other stages. Call {undo} before parallelize_pipe(pipe, "
+        "mesh=mesh), or use a mesh "
         "without 'pipe'.",
         ValueError,
     ),
@@ -202,59 +217,70 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "stages in one graph",
         (When.PARALLEL_CALL,),
         compiled_stages,
-        "{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and compile its blocks: "
+        "{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and compile "
+        "its blocks: "
         "transformer.compile_repeated_blocks(fullgraph=True).",
     ),
     CompatibilityRule(
         "PipeFusion in one graph",
         (When.PARALLEL_CALL,),
         compiled_fusion,
-        "{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it uncompiled, and compile "
+        "{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it "
+        "uncompiled, and compile "
         "its blocks: transformer.compile_repeated_blocks(fullgraph=True).",
     ),
     CompatibilityRule(
         "a cache that stages do not support",
         (When.CACHED_CALL,),
         uncached_stages,
-        "{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and no pipefusion=), other options, or "
+        "{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and no "
+        "pipefusion=), other options, or "
         "remove_cache_from_pipe(pipe).",
     ),
     CompatibilityRule(
         "weights sharded over ranks that may run different blocks",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         shared_beyond_sequence,
-        "{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks have {reason}, so they may run "
-        "other blocks, and ranks would wait for each other. Shard weights over the sequence ranks: shard_weights(pipe, mesh) with the mesh of "
+        "{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks have "
+        "{reason}, so they may run "
+        "other blocks, and ranks would wait for each other. Shard weights over the sequence ranks: "
+        "shard_weights(pipe, mesh) with the mesh of "
         "parallelize_pipe.",
     ),
     CompatibilityRule(
         "a cache in one graph over sharded weights",
         (When.CACHED_CALL,),
         cached_in_one_graph,
-        "{name} is compiled as one graph, with a cache, and its weights are sharded (weights={method!r}). The branches of torch.cond support "
-        "neither hooks of FSDP2 nor DTensors. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave out one "
+        "{name} is compiled as one graph, with a cache, and its weights are sharded (weights={method!r}). The "
+        "branches of torch.cond support "
+        "neither hooks of FSDP2 nor DTensors. Compile its blocks instead: "
+        "{name}.compile_repeated_blocks(fullgraph=True); or leave out one "
         "of the three.",
     ),
     CompatibilityRule(
         "one graph over weights that FSDP2 shards",
         (When.PARALLEL_CALL,),
         sharded_without_breaks,
-        "{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the weights of each "
-        "block in a hook, where the graph breaks. Compile its blocks instead: {name}.compile_repeated_blocks(fullgraph=True); or leave "
+        "{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the "
+        "weights of each "
+        "block in a hook, where the graph breaks. Compile its blocks instead: "
+        "{name}.compile_repeated_blocks(fullgraph=True); or leave "
         "fullgraph=True out.",
     ),
     CompatibilityRule(
         "weights that were quantized after FSDP2 sharded them",
         (When.PARALLEL_CALL, When.CACHED_CALL),
         changed_since_sharded,
-        "{at} of {name} became a {kind} after FSDP2 sharded its weights, and FSDP2 would restore the old weight. Load the pipeline again, and "
+        "{at} of {name} became a {kind} after FSDP2 sharded its weights, and FSDP2 would restore the old weight. Load "
+        "the pipeline again, and "
         "quantize before sharding (int8_weight_only_quantized_training()), or after weights='tensor'.",
     ),
     CompatibilityRule(
         "diffusers' own parallelism",
         (When.PARALLELIZE,),
         lambda case: config_of_diffusers(case.module) is not None and tensors_of_diffusers(case.module) is None,
-        "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load it without "
+        "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load "
+        "it without "
         "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
         ValueError,
     ),
@@ -262,7 +288,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "perturbed attention over joint tokens",
         (When.PARALLELIZE,),
         perturbed_joint_attention,
-        "{owner} is not supported: its perturbed attention masks image tokens by their number, which is that of one rank. Use the pipeline without perturbed attention. Supported are {supported}.",
+        "{owner} is not supported: its perturbed attention masks image tokens by their number, which is that of one "
+        "rank. Use the pipeline without perturbed attention. Supported are {supported}.",
         TypeError,
     ),
     CompatibilityRule(
@@ -282,7 +309,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "a transformer whose plan was replaced or removed",
         (When.PARALLEL_CALL,),
         lambda case: bool(case.component) and applied_mesh(case.module) != case.applied,
-        "{name} got another mesh, or was unparallelized, after the pipe was parallelized, perhaps through a pipe that shares it. "
+        "{name} got another mesh, or was unparallelized, after the pipe was parallelized, perhaps through a pipe that "
+        "shares it. "
         "Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe).",
     ),
     CompatibilityRule(
@@ -296,7 +324,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "attention that does not call scaled_dot_product_attention",
         (When.PARALLEL_CALL,),
         unseen_attention,
-        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not call scaled_dot_product_attention: "
+        "{name} attends with diffusers' backend {backend!r} in {at!r}, which does not call "
+        "scaled_dot_product_attention: "
         "each of {sequence_ranks} ranks would attend to its own tokens only. Switch to a native backend: "
         "{name}.set_attention_backend('native').",
     ),
@@ -304,8 +333,10 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         "an attention processor that computes scores itself",
         (When.PARALLEL_CALL,),
         attention_by_scores,
-        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: each of "
-        "{sequence_ranks} ranks would attend to its own tokens only. Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), "
+        "{name} attends with the processor {processor} in {at!r}, which does not call scaled_dot_product_attention: "
+        "each of "
+        "{sequence_ranks} ranks would attend to its own tokens only. Set one that does: "
+        "{name}.set_attn_processor(AttnProcessor2_0()), "
         "from diffusers.models.attention_processor.",
     ),
     CompatibilityRule(
@@ -313,7 +344,8 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         (When.PARALLEL_CALL,),
         cache_of_diffusers,
         "{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "
-        "wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides for all ranks.",
+        "wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides for "
+        "all ranks.",
     ),
     CompatibilityRule(
         "a hook of diffusers that may need tokens of other ranks",

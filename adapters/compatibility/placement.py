@@ -131,7 +131,8 @@ def uncached_stages(case: CompatibilityContext) -> Mapping[str, Any] | None:
     """Find options of a cache that need blocks or weights of other stages."""
     if case.module is not None and fusion_of(case.module) is not None:
         return {
-            "reason": "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
+            "reason": "under PipeFusion a step computes patches with keys of the previous step, which must not be "
+            "skipped"
         }
     stages = None if case.module is None else stages_of(case.module)
     adapter = None if stages is None else adapter_for(case.module, case.adapter)

@@ -54,7 +54,8 @@ def require_same_call(
         mesh,
         what,
         problem,
-        "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger mesh).",
+        "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger "
+        "mesh).",
     )
 
 
@@ -73,8 +74,10 @@ def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, 
         mesh,
         what,
         problem,
-        "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as well: "
-        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator with the "
+        "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as "
+        "well: "
+        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator "
+        "with the "
         "same seed on all ranks.",
     )
 

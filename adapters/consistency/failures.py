@@ -91,7 +91,8 @@ def why_no_answer(token: str, places: Sequence[Place]) -> str:
     machine = _own_place().machine
     others = [place for place in places if place.machine != machine]
     return (
-        f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either, so {_cannot_be_reached(others)}, or "
+        f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either, so "
+        f"{_cannot_be_reached(others)}, or "
         "that process has ended."
         if others
         else "torch's store does not answer either: the process that holds it has ended or is stopped."
@@ -124,7 +125,10 @@ def _call_roll(store: Any, token: str, places: Sequence[Place]) -> str:
 
 _ENDED = "has ended without an exception (killed or crashed: see its log, and the kernel's log for a lack of memory)"
 _STOPPED = "is stopped (SIGSTOP, or a debugger)"
-_RUNS = "runs, and did not reach the collective within the time-out: it computes, sleeps or waits elsewhere (py-spy dump shows where)"
+_RUNS = (
+    "runs, and did not reach the collective within the time-out: it computes, sleeps or waits elsewhere (py-spy dump "
+    "shows where)"
+)
 
 
 def _state(place: Place, own: Place) -> str | None:
@@ -142,7 +146,8 @@ def _describe(places: Sequence[Place], states: Mapping[Place, str | None]) -> st
     """Return sentences about the silent ranks in ``states``; a state is None if unknown."""
     if not states:
         return (
-            "all ranks run, and an exchange did not end within the time-out: a link between them is slow or loses packets, or a rank was "
+            "all ranks run, and an exchange did not end within the time-out: a link between them is slow or loses "
+            "packets, or a rank was "
             "late. Set a larger timeout=."
         )
     texts = [f"rank {place.rank} {state}: {place}." for place, state in states.items() if state is not None]

@@ -124,7 +124,8 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _settings_of(layers: list[Any]) -> list[str]:
     return [
-        f"active {[] if layer.disable_adapters else layer.active_adapters}, scales {dict(getattr(layer, 'scaling', {}))}, "
+        f"active {[] if layer.disable_adapters else layer.active_adapters}, scales "
+        f"{dict(getattr(layer, 'scaling', {}))}, "
         f"fused {list(layer.merged_adapters)}"
         for layer in layers
     ]

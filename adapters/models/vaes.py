@@ -90,11 +90,14 @@ VAES: Mapping[str, VaeAdapter] = {
 
 # Other autoencoders of diffusers, and why their rows are not sharded.
 REFUSED_VAES: Mapping[str, str] = {
-    "AsymmetricAutoencoderKL": "its decoder also takes a mask and an image, whose rows would have to be sharded equally",
-    "AutoencoderRAE": "its encoder and decoder are transformers of one small size, which concatenate a global token with those of rows",
+    "AsymmetricAutoencoderKL": "its decoder also takes a mask and an image, whose rows would have to be sharded "
+    "equally",
+    "AutoencoderRAE": "its encoder and decoder are transformers of one small size, which concatenate a global token "
+    "with those of rows",
     "AutoencoderSAME": "a transformer over a waveform, which doubles the number of tokens and folds them into chunks",
     "ConsistencyDecoderVAE": "it draws noise at every step of its own denoising loop",
-    "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is small",
+    "MMAudioVAE": "it encodes a Fourier transform over all samples; its decoder makes a spectrogram of 8 s, which is "
+    "small",
     "RFD4ProteinaAutoencoder": "it encodes proteins, which have no rows",
     "VQModel": "it looks up codes by the position of each pixel",
 }

@@ -41,7 +41,8 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.weights not in (None, "replicate", *METHODS):
             raise ValueError(
-                f"weights is {self.weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they are."
+                f"weights is {self.weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they "
+                "are."
             )
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")

@@ -152,6 +152,7 @@ def pipefusion_report(pipe: Any) -> PipeFusionReport:
     call = parallel_call(pipe)
     if call is None or call.fused is None:
         raise ValueError(
-            f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion())."
+            f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, "
+            "pipefusion=PipeFusion())."
         )
     return call.fused.report()

@@ -139,7 +139,8 @@ def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
-            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard the rows of a UNet's images. "
+            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard the rows of a UNet's "
+            "images. "
             "Leave these options out. weights='fsdp' shards its text encoders."
         )
 
@@ -149,8 +150,10 @@ def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
         return
     if mesh.pipe.size > 1:
         raise ValueError(
-            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds the full weights of its own blocks only. "
-            "Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards text encoders."
+            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds the full weights of "
+            "its own blocks only. "
+            "Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards "
+            "text encoders."
         )
     require_mesh_fits(mesh, options.weights)
 

@@ -288,7 +288,8 @@ def _chosen_mesh(
         _log_choice(choice, device_type)
         if isinstance(predicted, Unpredicted) and predicted.failed:
             logger.warning(
-                "parallelize_pipe: the mesh could not be predicted (%s), so it follows from the number of heads and of ranks. "
+                "parallelize_pipe: the mesh could not be predicted (%s), so it follows from the number of heads and "
+                "of ranks. "
                 "Pass mesh= to choose one.",
                 predicted.reason,
             )

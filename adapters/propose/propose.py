@@ -380,7 +380,8 @@ def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> st
         )
     return (
         f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in "
-        f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, receives a "
+        f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, "
+        "receives a "
         "tensor [B, S, C] that grows in one dim. State where tokens are sharded and gathered: "
         "answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
     )
@@ -392,7 +393,8 @@ def _handwritten_attention(name: str, observed: ObservedCall) -> str:
     if not softmax:
         return ""
     return (
-        f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch the "
+        f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch "
+        "the "
         "model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
     )
 

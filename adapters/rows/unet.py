@@ -170,7 +170,8 @@ class UnetRun:
             return True
         self.warnings.warn(
             "batch",
-            f"a call has {num_samples} sample(s), which cannot be sharded over {size} ranks along 'batch': each rank computes all of them. "
+            f"a call has {num_samples} sample(s), which cannot be sharded over {size} ranks along 'batch': each rank "
+            "computes all of them. "
             "Use guidance, or give these ranks to the rows.",
             ParallelWarning,
         )

@@ -1,4 +1,6 @@
-"""The folder of a pipeline: one that is there, or of a repository on the Hub, which one rank of each node downloads while the others wait."""
+"""The folder of a pipeline: one that is there, or of a repository on the Hub, which one rank of each node downloads
+while the others wait.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _WAITING = signature({"waiting for": "a download"})
 
 
 def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]) -> None:
-    """Download ``name`` if it is no folder, on one rank of those that have a cache in common. Every rank of ``mesh`` calls it.
+    """Download ``name`` if it is no folder, on one rank of those that have a cache in common. Every rank of ``mesh``
+    calls it.
 
     Args:
         pipeline: a class of diffusers.
@@ -71,7 +74,8 @@ def _wait_for_all(pending: Future[Any] | None, name: str | Path, mesh: GuidedMes
         if problem is not None:
             check_consistent(
                 RuntimeError(
-                    f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. Without a connection, download "
+                    f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
+                    "Without a connection, download "
                     "it before on each node, and give the folder, or local_files_only=True."
                 ),
                 mesh,

@@ -1,7 +1,8 @@
 """LoRAs on models whose weights are sharded: loaded, fused, taken apart and removed while they are.
 
-FSDP2 leaves the weights of adapters on every rank: they are few, and may come and go. Tensor ranks share them as they share the layer that they are
-around. A merge computes with one whole layer at a time, and writes back what each rank has of it.
+FSDP2 leaves the weights of adapters on every rank: they are few, and may come and go. Tensor ranks share them as they
+share the layer that they are around. A merge computes with one whole layer at a time, and writes back what each rank
+has of it.
 """
 
 from __future__ import annotations
@@ -81,16 +82,20 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
 
 
 def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA that is added by a config begins with values that are computed from the weights of its layer.
+    """Raise ``ValueError`` if a LoRA that is added by a config begins with values that are computed from the weights of
+    its layer.
 
-    While a LoRA is added to a module in stages, or with sharded weights, zeros stand in for the weights that are elsewhere.
+    While a LoRA is added to a module in stages, or with sharded weights, zeros stand in for the weights that are
+    elsewhere.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
         if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
             raise ValueError(
-                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values that are computed from all weights of "
-                f"this {original_class(module).__name__}, which are sharded or in stages. Add it before parallelize_pipe(pipe, mesh=mesh), or load "
+                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values that are "
+                "computed from all weights of "
+                f"this {original_class(module).__name__}, which are sharded or in stages. Add it before "
+                "parallelize_pipe(pipe, mesh=mesh), or load "
                 "it from a file (pipe.load_lora_weights)."
             )
 
@@ -114,8 +119,9 @@ def _take_off(module: Any, names: set[str]) -> None:
 
 @contextmanager
 def _as_whole(module: nn.Module) -> Iterator[None]:
-    """Inside, adapters that are there are whole, and plain zeros of the whole shape stand in for the other weights: peft makes an adapter for
-    what a rank holds of a layer."""
+    """Inside, adapters that are there are whole, and plain zeros of the whole shape stand in for the other weights:
+    peft makes an adapter for what a rank holds of a layer.
+    """
     with ExitStack() as stack:
         if tensor_mesh(module) is not None:
             parts = [getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names]
@@ -133,7 +139,9 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
 
 
 def _place(module: nn.Module) -> None:
-    """Put adapters on the device that computes: peft puts them where the layer's weights are, which may be offloaded."""
+    """Put adapters on the device that computes: peft puts them where the layer's weights are, which may be
+    offloaded.
+    """
     mesh = shard_mesh(module)
     if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
         for weight in lora_weights(module):
@@ -151,7 +159,9 @@ def _wrap_merges(module: nn.Module) -> None:
 def _with_whole(
     tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Change ``layer`` while its weights are whole: those of tensor parallelism if ``tensors_of`` is its model, else those of FSDP2."""
+    """Change ``layer`` while its weights are whole: those of tensor parallelism if ``tensors_of`` is its model, else
+    those of FSDP2.
+    """
     with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)
 

@@ -1,4 +1,6 @@
-"""PipeFusion on the transformers of a diffusers pipeline: which of its arguments are tokens, and where in its schedule it is."""
+"""PipeFusion on the transformers of a diffusers pipeline: which of its arguments are tokens, and where in its schedule
+it is.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,14 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
     if isinstance(plan, str):
         raise TypeError(
-            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. Leave pipefusion= out: "
+            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. "
+            "Leave pipefusion= out: "
             "stages are exact then."
         )
     if mesh.tensor.size > 1:
         raise ValueError(
-            f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys of some heads. Give these ranks to "
+            f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys of some "
+            "heads. Give these ranks to "
             "'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
         )
     return plan
@@ -116,7 +120,8 @@ class FusedPipe:
                 fusion.end(failed=failed)
         if any(fusion.few_steps for fusion in self.fusions.values()):
             warn_user(
-                f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps each differs too much "
+                f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps "
+                "each differs too much "
                 "from the one before, so all were computed whole. Take more steps, or leave pipefusion= out.",
                 ParallelWarning,
             )

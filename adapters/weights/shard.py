@@ -57,26 +57,29 @@ def shard_weights(
 ) -> Pipeline:
     """Hold the weights of this one pipeline's transformers and text encoders once on several ranks, not once on each.
 
-    ``"fsdp"``, PyTorch's FSDP2: a rank of the sequence holds 1 / n of each block, and gathers a block just before it runs, the next one
-    while it computes. Bit-equal to replicated weights.
+    ``"fsdp"``, PyTorch's FSDP2: a rank of the sequence holds 1 / n of each block, and gathers a block just before it
+    runs, the next one while it computes. Bit-equal to replicated weights.
 
-    ``"tensor"``, PyTorch's tensor parallelism: a rank along the mesh dim ``tensor`` holds and computes 1 / n of the heads and hidden units of
-    each block of the transformers; nothing is gathered, and sums over ranks come in another order. What adapters or diffusers
-    (``_tp_plan``) name is sharded; text encoders are not: ``"fsdp"`` shards those, in a second call.
+    ``"tensor"``, PyTorch's tensor parallelism: a rank along the mesh dim ``tensor`` holds and computes 1 / n of the
+    heads and hidden units of each block of the transformers; nothing is gathered, and sums over ranks come in another
+    order. What adapters or diffusers (``_tp_plan``) name is sharded; text encoders are not: ``"fsdp"`` shards those, in
+    a second call.
 
-    For inference: parameters take no gradients afterwards. Goes with :func:`parallelize_pipe` and :func:`apply_cache_on_pipe`, in any
-    order; :func:`unshard_weights` undoes it. LoRAs may be loaded, fused and removed before and afterwards; then all ranks do so. Leave ``pipe.to(device)`` out: what is sharded
-    goes to the device of the mesh block by block; move the rest (``pipe.vae.to(device)``).
+    For inference: parameters take no gradients afterwards. Goes with :func:`parallelize_pipe` and
+    :func:`apply_cache_on_pipe`, in any order; :func:`unshard_weights` undoes it. LoRAs may be loaded, fused and removed
+    before and afterwards; then all ranks do so. Leave ``pipe.to(device)`` out: what is sharded goes to the device of
+    the mesh block by block; move the rest (``pipe.vae.to(device)``).
 
     Args:
         pipe: every rank has loaded the same weights.
         mesh: as for :func:`parallelize_pipe`; its sequence ranks shard weights, those along ``batch`` have copies; for
-            ``"tensor"``, with that dim. Or for ``"fsdp"`` another DeviceMesh without these dims, as FSDP2 takes it: of one dim, or
-            ``replicate × shard``; all of its ranks then call the pipeline equally often. Left out: the mesh on which the pipeline is
-            parallel, or as for :func:`parallelize_pipe`.
+            ``"tensor"``, with that dim. Or for ``"fsdp"`` another DeviceMesh without these dims, as FSDP2 takes it: of
+            one dim, or ``replicate × shard``; all of its ranks then call the pipeline equally often. Left out: the mesh
+            on which the pipeline is parallel, or as for :func:`parallelize_pipe`.
         method: ``"fsdp"`` or ``"tensor"``.
         components: names; left out: all that the method can shard.
-        offload_policy: ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps each rank's part of ``"fsdp"`` in host memory.
+        offload_policy: ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps each rank's part of ``"fsdp"`` in host
+            memory.
 
     Returns:
         ``pipe``.
@@ -108,21 +111,24 @@ def shard_components(
 
     Args:
         keep: Whether components that are sharded so already stay as they are.
-        from_files: Whether the weights are mapped from files, which are to be read as little as possible: their values are not compared, and
-            they are not held for a rollback, so the components are not put back if sharding fails.
+        from_files: Whether the weights are mapped from files, which are to be read as little as possible: their values
+            are not compared, and they are not held for a rollback, so the components are not put back if sharding
+            fails.
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
         if not components:
             raise ValueError(
-                f"method='tensor' shards transformers, and {original_class(pipe).__name__} has none. method='fsdp' shards its text encoders."
+                f"method='tensor' shards transformers, and {original_class(pipe).__name__} has none. method='fsdp' "
+                "shards its text encoders."
             )
     chosen = components_of(pipe, components)
     plans = {name: tensor_plan_for(module) for name, module in chosen.items()} if method == "tensor" else {}
     unknown = [name for name, plan in plans.items() if plan is None]
     if unknown:
         raise ValueError(
-            f"there is no tensor plan for pipe.{unknown[0]}, a {original_class(chosen[unknown[0]]).__name__}. method='fsdp' shards any model; "
+            f"there is no tensor plan for pipe.{unknown[0]}, a {original_class(chosen[unknown[0]]).__name__}. "
+            "method='fsdp' shards any model; "
             "a plan is Adapter(..., tensor=TensorPlan(...))."
         )
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
@@ -138,7 +144,8 @@ def shard_components(
         for name, module in chosen.items():
             if tensors_of_diffusers(module) is not None:
                 raise ValueError(
-                    f"pipe.{name} is sharded by diffusers' TensorParallelConfig already. It runs as it is: parallelize_pipe(pipe, mesh=mesh), "
+                    f"pipe.{name} is sharded by diffusers' TensorParallelConfig already. It runs as it is: "
+                    "parallelize_pipe(pipe, mesh=mesh), "
                     "without weights=; to shard the rest, shard_weights(pipe, mesh, components=['text_encoder', ...])."
                 )
             plan = plans.get(name)
@@ -169,7 +176,9 @@ def shard_components(
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """Return what must be equal on all ranks: shapes, dtypes, and with ``values`` one element of each unsharded weight."""
+    """Return what must be equal on all ranks: shapes, dtypes, and with ``values`` one element of each unsharded
+    weight.
+    """
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
         for part, module in modules.items()
@@ -198,24 +207,28 @@ def _tensor_size(ranks: Any) -> int:
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
-    """
-    Raises:
-        ValueError: the mesh has no ranks for ``method``, or some that would compute what others do.
+    """Raise ``ValueError`` if the mesh has no ranks for ``method``, or has ranks that would repeat the work of
+    others.
     """
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
-            "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: init_context_parallel_mesh(max_tensor_dim_size=n), where n "
-            "divides both the number of ranks and the transformer's number of heads. method='fsdp' takes any number of ranks."
+            "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
+            "init_context_parallel_mesh(max_tensor_dim_size=n), where n "
+            "divides both the number of ranks and the transformer's number of heads. method='fsdp' takes any number "
+            "of ranks."
         )
     if method == "fsdp" and of_transformer and guided.tensor.size > 1:
         raise ValueError(
-            f"the mesh has {guided.tensor.size} ranks along 'tensor', which share the heads of a transformer, and weights are to be sharded by "
-            "method='fsdp'. Use method='tensor' (text encoders: shard_weights(pipe, mesh, components=['text_encoder', ...])), or a mesh "
+            f"the mesh has {guided.tensor.size} ranks along 'tensor', which share the heads of a transformer, and "
+            "weights are to be sharded by "
+            "method='fsdp'. Use method='tensor' (text encoders: shard_weights(pipe, mesh, components=['text_encoder', "
+            "...])), or a mesh "
             "without 'tensor'."
         )
     if method == "fsdp" and guided.sequence.ranks == 1:
         raise ValueError(
-            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the sequence ranks: there is "
+            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the "
+            "sequence ranks: there is "
             "nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
         )
 
@@ -244,7 +257,8 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
     for name, module in components_of(pipe, components).items():
         if tensors_of_diffusers(module) is not None:
             warnings.warn(
-                f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing undoes that. To hold it on "
+                f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing "
+                "undoes that. To hold it on "
                 "every rank, load it without parallel_config.",
                 stacklevel=2,
             )
@@ -255,7 +269,8 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
 
 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
-    """Give every rank all weights of the components in ``names``, or of all, and return a function that shards them again as they were.
+    """Give every rank all weights of the components in ``names``, or of all, and return a function that shards them
+    again as they were.
 
     All ranks call both. A component that is not there any more is left out.
     """

@@ -1,4 +1,6 @@
-"""One component of a pipeline whose weights are sharded: applying it, undoing it, and what its methods refuse meanwhile."""
+"""One component of a pipeline whose weights are sharded: applying it, undoing it, and what its methods refuse
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -169,14 +171,18 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
 
 
 class Placement:
-    """Keeps track of the placement of one pipeline's sharded weights: FSDP2 remembers the dtype and the device of what it sharded, and would fail in the next call
-    after ``module.to(...)``. Model offload (accelerate's) moves the other components, and leaves these alone."""
+    """Keeps track of the placement of one pipeline's sharded weights: FSDP2 remembers the dtype and the device of what
+    it sharded, and would fail in the next call after ``module.to(...)``. Model offload (accelerate's) moves the other
+    components, and leaves these alone.
+    """
 
     def __init__(self) -> None:
         self._offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``pipe.enable_model_cpu_offload``, which moves all components to the host first. It runs behind each generation, too."""
+        """Around ``pipe.enable_model_cpu_offload``, which moves all components to the host first. It runs behind each
+        generation, too.
+        """
         before, self._offloading = self._offloading, True
         try:
             return call(pipe, *args, **kwargs)
@@ -201,8 +207,10 @@ class Placement:
         if kinds or places:
             wanted = dtype if kinds else device
             raise RuntimeError(
-                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as {' and '.join(sorted(map(str, kinds or places)))}, and "
-                f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or unshard_weights(pipe), on every "
+                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
+                f"{' and '.join(sorted(map(str, kinds or places)))}, and "
+                f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or "
+                "unshard_weights(pipe), on every "
                 "rank, then pipe.to(...), then shard_weights(pipe, mesh) again."
             )
         return call(module, *args, **kwargs)

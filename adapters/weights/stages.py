@@ -51,7 +51,8 @@ _TOO_LATE_FOR_PIPE = {
     "enable_group_offload": "offloading it",
     "save_pretrained": "saving it",
 }
-# What changes LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so blocks that are not here get stand-ins.
+# What changes LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so blocks that are not
+# here get stand-ins.
 _ADD_LORA = ("load_lora_adapter", "add_adapter")
 _CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
@@ -67,7 +68,8 @@ def hold_stage(
 
     LoRAs may be loaded, fused and unloaded before and afterwards; then all ranks of ``mesh`` call it.
     """
-    # The stages meet when they are made. A rank that has failed before meets the others here, in an exchange of the same kind.
+    # The stages meet when they are made. A rank that has failed before meets the others here, in an exchange of the
+    # same kind.
     with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
@@ -84,14 +86,18 @@ def hold_stage(
 
 
 def free_other_stages(module: nn.Module) -> None:
-    """Free the weights of the blocks of other stages. Every rank has called :func:`hold_stage` before any calls this."""
+    """Free the weights of the blocks of other stages. Every rank has called :func:`hold_stage` before any calls
+    this.
+    """
     stages = stages_of(module)
     if stages is not None:
         free_others(stages, _keeping_bits(lora_weights(module)))
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
-    """Let ``pipe``, whose transformers run in stages, refuse what these would refuse, before it changes another component."""
+    """Let ``pipe``, whose transformers run in stages, refuse what these would refuse, before it changes another
+    component.
+    """
     for method, what in _TOO_LATE_FOR_PIPE.items():
         if hasattr(pipe, method):
             wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=WrapperPriority.PLAN)
@@ -111,7 +117,9 @@ def release_stage(module: nn.Module) -> None:
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """:func:`release_stage`, and return a function that runs ``module`` in the same stages again, wrappers of its methods excepted."""
+    """:func:`release_stage`, and return a function that runs ``module`` in the same stages again, wrappers of its
+    methods excepted.
+    """
     stages = stages_of(module)
     release_stage(module)
 
@@ -131,7 +139,8 @@ def require_stages_fit(module: nn.Module, dim: MeshDim, adapter: Adapter | None 
 
 def _too_late(what: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
     raise RuntimeError(
-        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {what} would leave out the others. "
+        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {what} would leave "
+        "out the others. "
         "Do it before parallelize_pipe(pipe, mesh=mesh); unparallelize_pipe(pipe), on all ranks, gives all blocks back."
     )
 
@@ -164,7 +173,7 @@ def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
 def _change_lora(
     mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A change of LoRAs that are there. On the meta device it costs nothing, but there is no value to look at."""
+    """Change LoRAs that are loaded. On the meta device this costs nothing, but there is no value to read."""
     stages: Any = stages_of(module)
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
@@ -186,7 +195,9 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 def _add_lora(
     mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A LoRA is added to all blocks, and what belongs to those of other stages is freed: its bits are compared before each call."""
+    """Add a LoRA to all blocks, and free what belongs to the blocks of other stages: its bits are compared before
+    each call.
+    """
     stages: Any = stages_of(module)
     with _on_all(mesh):
         require_own_values(module, args, kwargs)
@@ -198,7 +209,9 @@ def _add_lora(
 
 @contextmanager
 def _stand_ins(stages: Stages) -> Iterator[None]:
-    """Inside, weights of other stages' blocks are zeros on this rank's device. Afterwards what was added or written is freed."""
+    """Inside, weights of other stages' blocks are zeros on this rank's device. Afterwards what was added or written is
+    freed.
+    """
     device = next(stages.blocks[stages.own.start].block.parameters()).device
     of_lora = {id(x) for x in lora_weights(stages.module)}
     elsewhere = [weight for block in others(stages) for weight in weights_of(block)]

@@ -1,4 +1,5 @@
-"""Triton kernels compiled for GPUs that are not here: registers, spills and shared memory of every launch of the small kernels.
+"""Triton kernels compiled for GPUs that are not here: registers, spills and shared memory of every launch of the small
+kernels.
 
     python -m benchmarks.attention.compiled
 
@@ -25,7 +26,8 @@ from para_core.kernels.exchange_reference import LARGEST
 
 # Compute capabilities that the kernels are for: Ampere (A100, then GeForce and A10), Ada, Hopper, Blackwell.
 ARCHS = (80, 86, 89, 90, 100)
-# The largest shared memory of a block, in bytes: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+# The largest shared memory of a block, in bytes: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability".
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Threads of a multiprocessor, likewise; each has 65,536 registers.
 THREAD_LIMIT = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
@@ -81,13 +83,14 @@ def compile_kernel(
     num_stages: int = 3,
     **options: Any,
 ) -> Compiled:
-    """Compile ``kernel``, a ``@triton.jit`` function, as a launch with these arguments would; no GPU is needed, nothing is cached.
+    """Compile ``kernel``, a ``@triton.jit`` function, as a launch with these arguments would; no GPU is needed, nothing
+    is cached.
 
     Args:
-        arguments: by name, all of them. A type as Triton writes it (``"*bf16"``, ``"i32"``, ``"fp32"``): a pointer aligned to
-            16 bytes, or a number of which nothing is known. A number: what Triton makes of it at a launch, a constant if it is 1,
-            and known to be divisible by 16 where it is, unless the kernel says ``do_not_specialize``. Of parameters that are
-            ``tl.constexpr``: the value.
+        arguments: by name, all of them. A type as Triton writes it (``"*bf16"``, ``"i32"``, ``"fp32"``): a pointer
+            aligned to 16 bytes, or a number of which nothing is known. A number: what Triton makes of it at a launch, a
+            constant if it is 1, and known to be divisible by 16 where it is, unless the kernel says
+            ``do_not_specialize``. Of parameters that are ``tl.constexpr``: the value.
         options: more of Triton's launch options (``maxnreg``, ``num_ctas``).
 
     Raises:
@@ -168,7 +171,9 @@ _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits. ``rounded``: to 8 bits on the way."""
+    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits. ``rounded``: to
+    8 bits on the way.
+    """
 
     kernel: Any
     name: str
@@ -292,7 +297,9 @@ def _of_norms() -> Iterator[Launch]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/kernels.md: the most registers of a kernel's common launches on each GPU, and the bytes that they spill."""
+    """Return the table of docs/kernels.md: the most registers of a kernel's common launches on each GPU, and the bytes
+    that they spill.
+    """
     kernels: dict[str, list[dict[str, Any]]] = {}
     for row in read_results("kernel_resources")["launches"]:
         if row["common"]:

@@ -1,8 +1,9 @@
 """Host cost and compile time of one rank in worlds of 8, 64 and 512 ranks:  python -m benchmarks.attention.large_worlds
 
-One process plays rank 0 with PyTorch's fake backend. Of each method: seconds of its CPU until forward and backward of a transformer are one
-graph each; and of one attention call in eager code, how many functions Python calls to plan it, once, and in every call after that. These
-are exact, on every machine; the milliseconds beside them are not. Writes benchmarks/results/far_worlds.json.
+One process plays rank 0 with PyTorch's fake backend. Of each method: seconds of its CPU until forward and backward of a
+transformer are one graph each; and of one attention call in eager code, how many functions Python calls to plan it,
+once, and in every call after that. These are exact, on every machine; the milliseconds beside them are not. Writes
+benchmarks/results/far_worlds.json.
 """
 
 from __future__ import annotations

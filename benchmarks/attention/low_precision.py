@@ -1,12 +1,13 @@
 """Errors of attention in low precision:  python -m benchmarks.attention.low_precision
 
-- int8_attention.json (docs/kernels.md): ``backend="triton-int8"`` by its reference in plain PyTorch on the CPU, and exact attention
-  in bfloat16, both against float64: 8 heads of 1,024 tokens, head dims 64 and 128.
-- eight_bits.json (docs/own_model.md): ``comm_dtype=torch.int8`` and ``torch.float8_e4m3fn``: one call of 1,024 tokens, 8 heads of 64, in
-  bfloat16 on two ranks: bytes that rank 0 sends, and the error against float32 on one device.
+- int8_attention.json (docs/kernels.md): ``backend="triton-int8"`` by its reference in plain PyTorch on the CPU, and
+  exact attention in bfloat16, both against float64: 8 heads of 1,024 tokens, head dims 64 and 128.
+- eight_bits.json (docs/own_model.md): ``comm_dtype=torch.int8`` and ``torch.float8_e4m3fn``: one call of 1,024 tokens,
+  8 heads of 64, in bfloat16 on two ranks: bytes that rank 0 sends, and the error against float32 on one device.
 
-Inputs are normal. "Outlier channel": one channel of the keys is 20 larger (times, for ``comm_dtype``) in all tokens; "outlier token": one key is
-20 times as large; "peaked": queries are four times as large, so that few keys have all the weight. Measures no speed.
+Inputs are normal. "Outlier channel": one channel of the keys is 20 larger (times, for ``comm_dtype``) in all tokens;
+"outlier token": one key is 20 times as large; "peaked": queries are four times as large, so that few keys have all the
+weight. Measures no speed.
 """
 
 from __future__ import annotations

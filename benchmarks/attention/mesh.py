@@ -1,13 +1,16 @@
-"""Host cost of attention over a mesh, compared with Ulysses and ring attention written by hand:  python -m benchmarks.attention.mesh
+"""Host cost of attention over a mesh, compared with Ulysses and ring attention written by hand.
 
-Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has work.
+    python -m benchmarks.attention.mesh
 
-- one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and without the
-  agreement between ranks, and compiled.
+Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has
+work.
+
+- one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and
+  without the agreement between ranks, and compiled.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
 
-All ways of a part in turns, in one process, and their ratios of the same round. Writes benchmarks/results/host_cost.json, under
-``--label``, beside what stands there under others.
+All ways of a part in turns, in one process, and their ratios of the same round. Writes
+benchmarks/results/host_cost.json, under ``--label``, beside what stands there under others.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from para_core.plans.region import inputs_verified
 
-# -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H, S_local, D],
-# of a model that holds them as [B, S_local, H, D] in memory
+# -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H,
+# S_local, D], of a model that holds them as [B, S_local, H, D] in memory
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -99,7 +102,9 @@ def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
 
 
 def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
-    """Keys and values pass from neighbour to neighbour while a block is computed; results are merged in float32. On a CPU."""
+    """Keys and values pass from neighbour to neighbour while a block is computed; results are merged in float32. On a
+    CPU.
+    """
     held = torch.stack([key, value])
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(group.size()):
@@ -137,7 +142,8 @@ def measure(
     base: Callable[[str], str],
     before: Way = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the microseconds per call of each way, and its ratio to the way that ``base`` names. On a loaded machine use the lowest.
+    """Return the microseconds per call of each way, and its ratio to the way that ``base`` names. On a loaded machine
+    use the lowest.
 
     Args:
         calls: in one go of a way.
@@ -348,7 +354,8 @@ def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
         low, high = row["quartiles"]
         print(
             f"  {name:<44}{row['median us']:>10.0f} us, lowest {row['lowest us']:>8.0f}   × {row['ratio']:.2f} "
-            f"({low:.2f} - {high:.2f}; of the lowest {row['ratio of the lowest']:.2f}), {row['python calls']} Python calls",
+            f"({low:.2f} - {high:.2f}; of the lowest {row['ratio of the lowest']:.2f}), {row['python calls']} Python "
+            "calls",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
 """The attention kernel beside PyTorch's backends on one GPU:  python -m benchmarks.attention.single_device
 
-TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are padding. Writes
-benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's interpreter. ``--hopper``: the Hopper
-tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
+TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are
+padding. Writes benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's
+interpreter. ``--hopper``: the Hopper tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
 
 
 def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
-    """Compute attention over four blocks of keys, each continuing from the ones before, as a rank of a ring of 4 does."""
+    """Compute attention over four blocks of keys, each continuing from the ones before, as a rank of a ring of 4
+    does.
+    """
     from para_core.kernels.attention import attention
 
     query, key, value = tensors
@@ -248,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = args.output or RESULTS / ("attention_hopper.json" if args.hopper else "attention.json")
     if args.device != "cpu" and not torch.cuda.is_available():
         print(
-            "benchmarks.attention.single_device needs a CUDA device, and there is none. --tiny --device cpu shows that it runs."
+            "benchmarks.attention.single_device needs a CUDA device, and there is none. --tiny --device cpu shows "
+            "that it runs."
         )
         return 2
     if args.device == "cpu" and not args.tiny:

@@ -1,8 +1,8 @@
 """Forecasts, rules and few steps, at equal computed steps:  python -m benchmarks.cache.forecasts
 
-The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then every
-forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against the image
-without a cache, from the same noise. Differences are of pairs: mean over captions ± standard error. Writes
+The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then
+every forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against
+the image without a cache, from the same noise. Differences are of pairs: mean over captions ± standard error. Writes
 benchmarks/results/cache_forecasts.json (docs/cache.md).
 """
 
@@ -124,7 +124,9 @@ COSTS = ("seconds", "share of 57 blocks")
 
 
 def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
-    """CPU seconds of a skipped step over those of a computed one, by rule, in this model of 8 blocks; medians, in turns."""
+    """CPU seconds of a skipped step over those of a computed one, by rule, in this model of 8 blocks; medians, in
+    turns.
+    """
     options: dict[str, dict[str, Any]] = {"all": {"compute_steps": range(28)}}
     options |= {name: {"compute_steps": [0], "rule": name} for name in RULES}
     seconds: dict[str, list[float]] = {name: [] for name in options}
@@ -139,7 +141,9 @@ def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
 
 
 def rules(generator: Generator) -> list[dict[str, Any]]:
-    """Return a curve over thresholds for each rule: PSNR, the seconds of its steps, and the share of 57 blocks that it computes."""
+    """Return a curve over thresholds for each rule: PSNR, the seconds of its steps, and the share of 57 blocks that it
+    computes.
+    """
     costs, found = hit_costs(generator), []
     for name, thresholds in RULES.items():
         for threshold in thresholds:

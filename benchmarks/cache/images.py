@@ -1,7 +1,7 @@
 """Images and figures of First Block Cache on the tiny FLUX:  python -m benchmarks.cache.images
 
-Generates one caption with several thresholds, and saves the images of docs/cache.md: the differences from step to step, the
-images beside the one without the cache, and the curve of a calibration over several captions.
+Generates one caption with several thresholds, and saves the images of docs/cache.md: the differences from step to step,
+the images beside the one without the cache, and the curve of a calibration over several captions.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class Computed:
 
 
 def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """``[count, 128, 128, 3]`` in 0 … 1, one call for each caption, and of each call the computed steps and CPU seconds."""
+    """``[count, 128, 128, 3]`` in 0 … 1, one call for each caption, and of each call the computed steps and CPU
+    seconds.
+    """
     pipe = load()
     counter = Computed(pipe)
     again = way.put(pipe, steps)
@@ -79,7 +81,9 @@ def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[st
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
-    """Return for each image: similarity to its reference, whether it shows the caption, and whether it shows the same as the reference."""
+    """Return for each image: similarity to its reference, whether it shows the caption, and whether it shows the same
+    as the reference.
+    """
     scenes = scenes_of(len(images))
     verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]

@@ -1,10 +1,10 @@
 """Caches compared: computed steps, likeness to the images without a cache, and speed.
 
-    python -m benchmarks.cache.quality                                     # may be stopped at any time, and continues there
+    python -m benchmarks.cache.quality  # may be stopped at any time, and continues there
     python -m benchmarks.cache.quality --parts eager compiled --rounds 25  # the seconds only, on a quiet machine
 
-Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole. Writes
-benchmarks/results/cache_quality.json (docs/measured/cache_quality.md). cache-dit is measured if it is installed:
+Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole.
+Writes benchmarks/results/cache_quality.json (docs/measured/cache_quality.md). cache-dit is measured if it is installed:
 ``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
 """
 
@@ -148,7 +148,8 @@ def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     return None
 
 
-# Settings that the page leaves out: para_core computes as many steps at none of its thresholds, or a nearer setting of the same cache is shown.
+# Settings that the page leaves out: para_core computes as many steps at none of its thresholds, or a nearer setting of
+# the same cache is shown.
 HIDDEN = {
     ("para_core first_block, hermite 1, sigma 0.5", "threshold 0.12"),
     ("para_core first_block, hermite 1, sigma 0.5", "threshold 0.2"),

@@ -1,4 +1,5 @@
-"""Seconds of whole generations, all ways in turns: each in a process of its own, with one thread, generating one caption.
+"""Seconds of whole generations, all ways in turns: each in a process of its own, with one thread, generating one
+caption.
 
 CPU time, because one thread that never waits is all there is, and what else runs on the machine hardly shows in it.
 """

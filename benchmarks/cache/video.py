@@ -1,8 +1,8 @@
 """First Block Cache on videos:  python -m benchmarks.cache.video
 
 The same held-out captions from the same noise without a cache and with one, at several thresholds, with and without a
-forecast: how many steps were computed, how far the videos are from those without (PSNR of the mean error, and of the worst
-video), and what the checker finds in them. Writes
+forecast: how many steps were computed, how far the videos are from those without (PSNR of the mean error, and of the
+worst video), and what the checker finds in them. Writes
 benchmarks/results/tiny_video_caches.json and prints the table of zoo/video/README.md.
 """
 

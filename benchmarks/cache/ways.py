@@ -1,4 +1,6 @@
-"""Ways to cache: para_core's, diffusers', cache-dit's, and a rule written from its paper. Each is put on a pipeline of its own."""
+"""Ways to cache: para_core's, diffusers', cache-dit's, and a rule written from its paper. Each is put on a pipeline of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ from zoo.flux import PIPELINE, grammar
 class EasyCache:
     """EasyCache (arXiv:2507.02860) in place of ``transformer.forward``, for one prompt at a time, without CFG branches.
 
-    What the model did to its input, v − x, is added to the next inputs while the output is expected to have changed little: the change of the
-    input, times the rate at which outputs changed with inputs when last computed, added up. No block runs on a skipped step.
+    What the model did to its input, v − x, is added to the next inputs while the output is expected to have changed
+    little: the change of the input, times the rate at which outputs changed with inputs when last computed, added up.
+    No block runs on a skipped step.
 
     Args:
         threshold: of the expected relative change of the output, added up since the last computed step.
@@ -80,9 +83,11 @@ class EasyCache:
 
 
 def hermite(order: int, sigma: float = 0.5) -> Forecast:
-    """HiCache (arXiv:2508.16984): Taylor's powers x^k are sigma^k H_k(sigma x), of the physicists' Hermite polynomials H_k.
+    """HiCache (arXiv:2508.16984): Taylor's powers x^k are sigma^k H_k(sigma x), of the physicists' Hermite polynomials
+    H_k.
 
-    x is counted in distances of the last two computed steps. The first order is Taylor's with its slope times 2 sigma^2.
+    x is counted in distances of the last two computed steps. The first order is Taylor's with its slope times 2
+    sigma^2.
     """
 
     def weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
@@ -145,7 +150,8 @@ class Way:
     Args:
         cache: whose, and which; what the rows of the page are grouped by.
         setting: the rest, as the page shows it.
-        put: on a pipeline that will generate with so many steps; returns what a new generation needs to be told, if anything.
+        put: on a pipeline that will generate with so many steps; returns what a new generation needs to be told, if
+            anything.
         package: what it needs besides diffusers.
     """
 
@@ -237,7 +243,9 @@ def taylor_seer(interval: int, order: int = 1) -> Way:
 
 
 def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
-    """With what FLUX's pipeline does not tell it: the latents as ``[C, T, H, W]``, and where in the schedule a call is."""
+    """With what FLUX's pipeline does not tell it: the latents as ``[C, T, H, W]``, and where in the schedule a call
+    is.
+    """
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         config = SeaCacheConfig(
@@ -273,7 +281,9 @@ def _tell_where(pipe: FluxPipeline) -> None:
 
 
 def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
-    """Its DBCache with one block that always runs, the same as First Block Cache; ``taylor``: order of its TaylorSeer."""
+    """Its DBCache with one block that always runs, the same as First Block Cache; ``taylor``: order of its
+    TaylorSeer.
+    """
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         # An optional peer.

@@ -1,8 +1,9 @@
 """The same image from one process and from several, and with fewer blocks:  python -m benchmarks.demo
 
-Generates one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2), each rank
-with one thread; prints how they differ and what travelled, and saves the four images side by side. Then once more on 1
-rank without and with First Block Cache: prints what each step did, and saves both images, their difference, and the plot.
+Generates one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2),
+each rank with one thread; prints how they differ and what travelled, and saves the four images side by side. Then once
+more on 1 rank without and with First Block Cache: prints what each step did, and saves both images, their difference,
+and the plot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The trained models' images and clips, on one rank, on several and cached, with differences amplified:  python -m benchmarks.demo.gallery
+"""The trained models' images and clips, on one rank, on several and cached, with differences amplified.
 
-Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks/results/gallery.json (docs/measured/cache_quality.md).
+    python -m benchmarks.demo.gallery
+
+Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks/results/gallery.json
+(docs/measured/cache_quality.md).
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ CAPTIONS = {
         "a large red circle left of a small blue cross on a white background",
         "a small cyan square in the top left and a large pink ring on the right on a striped background",
         "a large green triangle at the bottom on a black background",
-        "a small yellow ring on the right, a large purple cross on the left and a small orange circle at the top on a grey background",
+        (
+            "a small yellow ring on the right, a large purple cross on the left and a small orange circle at the top "
+            "on a grey background"
+        ),
     ),
     "wan": (
         "a red circle moving up left on a white background",
@@ -133,7 +139,9 @@ def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> I
 
 
 def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each model and way the largest difference from one rank, and the number of 8-bit values that differ."""
+    """Return for each model and way the largest difference from one rank, and the number of 8-bit values that
+    differ.
+    """
     rows = []
     for model, captions in CAPTIONS.items():
         alone = np.stack(found["1 rank"][model])

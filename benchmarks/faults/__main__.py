@@ -3,12 +3,13 @@
     --cells TEXT …   only those whose name contains one of these
     --again          those that are in the JSON already, too
 
-Ranks are plain processes without a launcher, which would end the others itself: what ends them is the library. They are forked from this
-process, which has imported everything. Hosts are network namespaces; without them (Linux, root) they are loopback addresses, and
-links are left out. Each cell is written to benchmarks/results/faults.json when it is done (docs/measured/faults.md).
+Ranks are plain processes without a launcher, which would end the others itself: what ends them is the library. They are
+forked from this process, which has imported everything. Hosts are network namespaces; without them (Linux, root) they
+are loopback addresses, and links are left out. Each cell is written to benchmarks/results/faults.json when it is done
+(docs/measured/faults.md).
 
-A cell is bad if a rank that lives does not end; if a call gives an image that is not that of one process; if no rank names the cause,
-and not all have their image; or if something is left behind.
+A cell is bad if a rank that lives does not end; if a call gives an image that is not that of one process; if no rank
+names the cause, and not all have their image; or if something is left behind.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
 from benchmarks.harness import RESULTS, environment, parser_of
 from para_core import version
 
-# Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the time-out.
+# Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the
+# time-out.
 _LONGEST, _LONGEST_ON_SLOW_LINK = 120.0, 900.0
 _RANKS = NUM_HOSTS * RANKS_PER_HOST
 _fork = multiprocessing.get_context("fork")
@@ -165,7 +167,9 @@ def _reported(folder: Path, ended: dict[int, float]) -> dict[str, Any]:
 
 
 def _sockets(hosts: Hosts, host: int) -> int:
-    """TCP sockets on ``host`` that a process holds, once all ranks have ended; the kernel ends the others in its time."""
+    """TCP sockets on ``host`` that a process holds, once all ranks have ended; the kernel ends the others in its
+    time.
+    """
     with contextlib.suppress(OSError):
         if not hosts.namespaces:
             return 0

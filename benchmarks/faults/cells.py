@@ -29,8 +29,8 @@ MOMENTS = (BEFORE, ATTENTION, STEPS, VAE, END)
 # What happens to a rank's process, or to the link of its host; at any moment.
 PROCESS_FAULTS = ("killed", "stopped", "raises", "sleeps", "out of memory")
 LINK_FAULTS = ("link cut", "link delayed by 2 s", "link drops 5 %")
-# What a rank is given otherwise than the others, and when it can be: with the call's arguments; by a callback; before the VAE;
-# before the next call, after one that went well.
+# What a rank is given otherwise than the others, and when it can be: with the call's arguments; by a callback; before
+# the VAE; before the next call, after one that went well.
 GIVEN_FAULTS = {
     "another prompt": (BEFORE, STEPS, END),
     "another seed": (BEFORE, STEPS, END),

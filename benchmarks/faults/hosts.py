@@ -7,8 +7,8 @@
         hosts.cut(1)                               # nothing passes any more, and nobody is told
         hosts.heal(1)
 
-Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so, and a
-link can be neither limited nor disturbed.
+Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says
+so, and a link can be neither limited nor disturbed.
 
 Delay and loss are those of a process between two bridges (:func:`carry`): ``tc``'s netem is not in every kernel.
 """
@@ -98,7 +98,9 @@ class Hosts:
     # -- links
 
     def limit(self, megabits: float | None) -> None:
-        """Let each host send and receive at most so many megabits (10^6) per second; None: as many as the kernel moves."""
+        """Let each host send and receive at most so many megabits (10^6) per second; None: as many as the kernel
+        moves.
+        """
         self._require_namespaces("limited")
         for host in range(self.num_hosts):
             for namespace, device in ((self.namespace(host), "eth0"), (self._switch, f"port{host}")):
@@ -110,7 +112,9 @@ class Hosts:
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
     def disturb(self, host: int, *, delay: float = 0.0, loss: float = 0.0) -> None:
-        """Each packet to and from ``host`` arrives ``delay`` seconds later, or, with probability ``loss``, not at all."""
+        """Each packet to and from ``host`` arrives ``delay`` seconds later, or, with probability ``loss``, not at
+        all.
+        """
         self._require_namespaces("disturbed")
         self.heal(host)
         aside, taps = f"aside{host}", (f"near{host}", f"far{host}")
@@ -345,8 +349,8 @@ def _wait(started: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
 
 # -- a slow wire, as a process of its own: ``hosts.py FIRST SECOND DELAY LOSS``
 #
-# Frames that enter one TAP device leave the other DELAY seconds later, in their order, but for a share LOSS of them. Prints "ready" once both
-# devices are there; they go when the process ends.
+# Frames that enter one TAP device leave the other DELAY seconds later, in their order, but for a share LOSS of them.
+# Prints "ready" once both devices are there; they go when the process ends.
 
 
 _TUNSETIFF = 0x400454CA

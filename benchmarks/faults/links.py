@@ -1,12 +1,16 @@
-"""Seconds of a generation over links of several speeds, beside what latency and bandwidth predict:  python -m benchmarks.faults.links
+"""Seconds of a generation over links of several speeds, beside what latency and bandwidth predict.
 
-Two hosts of two ranks (network namespaces: Linux, root), ring between the hosts and Ulysses inside. Of each shape of the link are measured
-alpha, the seconds of an exchange of one byte between the hosts, and beta, the seconds of each further byte that a rank sends. A call
-makes n exchanges over the link and sends m bytes per rank, both counted. Predicted is
+    python -m benchmarks.faults.links
+
+Two hosts of two ranks (network namespaces: Linux, root), ring between the hosts and Ulysses inside. Of each shape of
+the link are measured alpha, the seconds of an exchange of one byte between the hosts, and beta, the seconds of each
+further byte that a rank sends. A call makes n exchanges over the link and sends m bytes per rank, both counted.
+Predicted is
 
     seconds over the unshaped link + n × (alpha − alpha unshaped) + m × (beta − beta unshaped)
 
-which takes no exchange for hidden behind computing. The unshaped link is measured before each shape, for others may use the machine, too. Writes benchmarks/results/nodes.json (docs/several_nodes.md).
+which takes no exchange for hidden behind computing. The unshaped link is measured before each shape, for others may use
+the machine, too. Writes benchmarks/results/nodes.json (docs/several_nodes.md).
 """
 
 from __future__ import annotations
@@ -44,7 +48,9 @@ _ROUNDS = 5
 
 
 class LinkCounter(TorchDispatchMode):
-    """Inside, counts the collectives of this rank that cross the link of its host, and the bytes that it sends over it."""
+    """Inside, counts the collectives of this rank that cross the link of its host, and the bytes that it sends over
+    it.
+    """
 
     def __init__(self, hosts: Sequence[int]) -> None:
         super().__init__()
@@ -111,7 +117,9 @@ def exchange(num_bytes: int, group: dist.ProcessGroup) -> Callable[[], Any]:
 
 
 def measure(pipes: Mapping[str, Any], ring: dist.ProcessGroup) -> dict[str, Any]:
-    """As the link is now: ``alpha``, seconds of an exchange of nothing; ``beta``, seconds of a byte; of each pipeline, of a call."""
+    """As the link is now: ``alpha``, seconds of an exchange of nothing; ``beta``, seconds of a byte; of each pipeline,
+    of a call.
+    """
     alpha = seconds(exchange(1, ring), 20)
     # All ranks of a host send at once, as in a call.
     beta = (seconds(exchange(_LARGE, ring)) - alpha) / (_LARGE * (dist.get_world_size(ring) - 1))
@@ -139,7 +147,9 @@ def _ask(folder: Path, number: int) -> None:
 
 
 def measure_on_these_ranks(folder: Path) -> None:
-    """Measure each shape of the links. Questions and answers are files in ``folder``, and so is the result, found.json."""
+    """Measure each shape of the links. Questions and answers are files in ``folder``, and so is the result,
+    found.json.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     hosts: list[Any] = [None] * dist.get_world_size()

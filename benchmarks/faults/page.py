@@ -74,8 +74,10 @@ def _summary(found: dict[str, Any]) -> list[str]:
     images = sum(all("error" in rank for rank in _survivors(result)) for result in results)
     counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
     text = (
-        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} cells every living rank "
-        f"had the image of one process; in the others the ranks raised and named the cause. Except on the delayed link, a living rank ended "
+        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} "
+        "cells every living rank "
+        "had the image of one process; in the others the ranks raised and named the cause. Except on the delayed "
+        "link, a living rank ended "
         f"after at most {seconds:.1f} s ({slowest['fault']}, {slowest['moment']})."
     )
     return [text]
@@ -113,7 +115,9 @@ def _shown(result: dict[str, Any] | None) -> str:
 
 
 def _messages(results: dict[str, Any]) -> list[str]:
-    """Return for each fault what the first rank raises in one cell. Faults of given values have one form, shown once."""
+    """Return for each fault what the first rank raises in one cell. Faults of given values have one form, shown
+    once.
+    """
     rows = []
     for fault in (*PROCESS_FAULTS, *LINK_FAULTS, next(iter(GIVEN_FAULTS))):
         ranks = [one["ranks"][0] for one in results.values() if one["fault"] == fault and "message" in one["ranks"][0]]

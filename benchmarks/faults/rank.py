@@ -56,7 +56,9 @@ class _AtFirstAttention(TorchDispatchMode):
 
 @contextmanager
 def at(moment: str, pipe: Any, strike: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """Inside, ``strike`` is called once when a call of ``pipe`` gets to ``moment``; gives more arguments for that call."""
+    """Inside, ``strike`` is called once when a call of ``pipe`` gets to ``moment``; gives more arguments for that
+    call.
+    """
     with ExitStack() as stack:
         more: dict[str, Any] = {}
         if moment == BEFORE:

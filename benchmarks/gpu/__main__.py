@@ -1,8 +1,8 @@
 """Check on a CUDA device what the tests on CPUs cannot:  make gpu-check  or  python -m benchmarks.gpu
 
-Sections run one after the other; each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other. Exit code 0: all
-sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3: something failed or was killed, and no
-number is wrong. See docs/install.md.
+Sections run one after the other; each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other.
+Exit code 0: all sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3:
+something failed or was killed, and no number is wrong. See docs/install.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device != "cpu" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         print(
-            f"gpu-check needs a CUDA device, and PyTorch sees none here: torch {torch.__version__} of {sys.executable} {built}. "
+            f"gpu-check needs a CUDA device, and PyTorch sees none here: torch {torch.__version__} of "
+            f"{sys.executable} {built}. "
             "make gpu-check PYTHON=... takes another Python; python -m benchmarks.gpu --device cpu --tiny runs the "
             "pieces on the CPU."
         )

@@ -1,4 +1,6 @@
-"""The Triton kernel of attention: its errors beside PyTorch's for every kind of call, those in 8 bits, and speed beside flash and cuDNN."""
+"""The Triton kernel of attention: its errors beside PyTorch's for every kind of call, those in 8 bits, and speed beside
+flash and cuDNN.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
 
-# Each kind of call is compiled for each head dim and dtype, which takes seconds: all masks for the most common, and each other once.
+# Each kind of call is compiled for each head dim and dtype, which takes seconds: all masks for the most common, and
+# each other once.
 CASES = [
     *[(torch.bfloat16, 128, mask) for mask in MASKS],
     *[(torch.bfloat16, head_dim, mask) for head_dim in (64, 36, 96, 256) for mask in ("none", "causal")],
@@ -26,7 +29,8 @@ INT8_CASES = [(torch.bfloat16, 128, "none"), (torch.float16, 64, "causal"), (tor
 INT8_BOUND = 0.03
 TINY_CASES = [(torch.float16, 8, "none"), (torch.float16, 8, "bool full"), (torch.float32, 8, "causal")]
 SIZES = (Size(4096, 128, False), Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False))
-# Seconds of compiling in a pool of processes: 35 kernels of 5 to 20 s each on up to 12 cores; of errors; and of timings, 6 ways of each size.
+# Seconds of compiling in a pool of processes: 35 kernels of 5 to 20 s each on up to 12 cores; of errors; and of
+# timings, 6 ways of each size.
 WAY = 2.0
 NEEDS = {"compile": 90.0, "errors": 30.0, "sizes": len(SIZES) * 6 * WAY}
 

@@ -1,4 +1,5 @@
-"""The Hopper tier of attention, which no call takes by itself: errors and speed beside the portable kernel, flash and cuDNN.
+"""The Hopper tier of attention, which no call takes by itself: errors and speed beside the portable kernel, flash and
+cuDNN.
 
 A section of its own: what has never run on a device may hang, and is to take nothing with it.
 """

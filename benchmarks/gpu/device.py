@@ -1,4 +1,6 @@
-"""Facts about the machine, and the first use of PyTorch's CUDA libraries, so that no later section pays for loading them."""
+"""Facts about the machine, and the first use of PyTorch's CUDA libraries, so that no later section pays for loading
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FLUX.1-dev's transformer with random weights, at 1024 × 1024: time per step, and how much of it is the host's.
 
-The transformer of diffusers if that is installed, else the same in plain PyTorch (flux_model.py). Compiled variants come last: they take
-longest, and are left out first.
+The transformer of diffusers if that is installed, else the same in plain PyTorch (flux_model.py). Compiled variants
+come last: they take longest, and are left out first.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ TINY = {
     "pooled_projection_dim": 16,
     "axes_dims_rope": (4, 6, 6),
 }
-# Published for FLUX.1-dev on one H100: 67.4 s to compile the whole transformer, 9.6 s to compile its repeated blocks, and 6.7 s (eager) for 28
-# steps (docs.pytorch.org/devlogs/inductor/2026-05-11-torch-compile-and-diffusers). Each is allowed twice that, for slower hosts and
-# cards, and 11 steps (of a cached variant 21, half of them skipped) of at most a second.
+# Published for FLUX.1-dev on one H100: 67.4 s to compile the whole transformer, 9.6 s to compile its repeated blocks,
+# and 6.7 s (eager) for 28 steps (docs.pytorch.org/devlogs/inductor/2026-05-11-torch-compile-and-diffusers). Each is
+# allowed twice that, for slower hosts and cards, and 11 steps (of a cached variant 21, half of them skipped) of at most
+# a second.
 STEPS = 15.0  # seconds
 BLOCKS = 2 * 10.0 + STEPS
 ONE_GRAPH = 2 * 67.4 + STEPS
 # 12 billion parameters of 2 bytes are 23.8 GB; activations, workspaces and CUDA graphs need the rest.
 LEAST_FREE = 30e9  # bytes
-# Of bfloat16: compiled kernels round in other places, and 57 blocks add it up. A step that attends wrongly is off by more.
+# Of bfloat16: compiled kernels round in other places, and 57 blocks add it up. A step that attends wrongly is off by
+# more.
 BOUND = 0.1
 
 
@@ -126,7 +128,8 @@ def require_memory(free: int, total: int) -> None:
     """Raise :class:`SectionSkipped` if the model does not fit into ``free`` bytes."""
     if free < LEAST_FREE:
         raise SectionSkipped(
-            f"needs {LEAST_FREE / 1e9:.0f} GB of free GPU memory; this device has {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+            f"needs {LEAST_FREE / 1e9:.0f} GB of free GPU memory; this device has {free / 1e9:.1f} of "
+            f"{total / 1e9:.1f} GB free"
         )
 
 
@@ -195,8 +198,8 @@ def compiled(transformer: Any, kind: str, device: torch.device) -> Iterator[Call
 
 
 Way = Callable[[Any, torch.device], Any]
-# What users run most comes first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a graph, which the next
-# run of that graph overwrites.
+# What users run most comes first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a
+# graph, which the next run of that graph overwrites.
 VARIANTS: tuple[tuple[Way, str], ...] = (
     (plain, "eager"),
     (parallel, "eager"),
@@ -343,7 +346,9 @@ def small_flux(device: torch.device, *, blocks: tuple[int, int] = (3, 3)) -> Sma
 
 
 def small_call(device: torch.device, *, steps: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments of one generation: 20 image tokens and 5 text tokens, which no even number of ranks divides alike."""
+    """Return the arguments of one generation: 20 image tokens and 5 text tokens, which no even number of ranks divides
+    alike.
+    """
     conditions = {name: x.float() for name, x in flux_inputs(device, tiny=True).items()}
     shape = conditions.pop("hidden_states").shape
     del conditions["timestep"]

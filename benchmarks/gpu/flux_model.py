@@ -1,7 +1,8 @@
 """FLUX.1's transformer in plain PyTorch, for machines without diffusers.
 
-The modules, parameter names, argument names and results are those of ``diffusers.FluxTransformer2DModel`` 0.42, so para_core's adapter of
-FLUX.1 applies to it by the name of the class. It has no LoRA, no ControlNet inputs and no checkpoint loading.
+The modules, parameter names, argument names and results are those of ``diffusers.FluxTransformer2DModel`` 0.42, so
+para_core's adapter of FLUX.1 applies to it by the name of the class. It has no LoRA, no ControlNet inputs and no
+checkpoint loading.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class FluxTransformer2DModel(nn.Module):
         super().__init__()
         if sum(axes_dims_rope) != attention_head_dim:
             raise ValueError(
-                f"axes_dims_rope is {axes_dims_rope}; expected dims that add up to attention_head_dim, {attention_head_dim}."
+                f"axes_dims_rope is {axes_dims_rope}; expected dims that add up to attention_head_dim, "
+                f"{attention_head_dim}."
             )
         dim = num_attention_heads * attention_head_dim
         sizes = (dim, num_attention_heads, attention_head_dim)
@@ -189,7 +191,9 @@ class _Attention(nn.Module):
 
 
 class _AdaLayerNormZero(nn.Module):
-    """Layer norm, scaled and shifted by the embedding; returns the result and the remaining ``parts - 2`` modulations."""
+    """Layer norm, scaled and shifted by the embedding; returns the result and the remaining ``parts - 2``
+    modulations.
+    """
 
     def __init__(self, dim: int, parts: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The memory layout of ``out`` that the fused backward kernels assume: each gets the same ``out`` in two layouts.
 
-By PyTorch's sources the memory-efficient backward has no row stride for ``out`` in 16 bits, and reads ``[B, S, H, D]``. A
-finding, not a verdict: what our backward does with it is judged by the section ``local``.
+By PyTorch's sources the memory-efficient backward has no row stride for ``out`` in 16 bits, and reads ``[B, S, H, D]``.
+A finding, not a verdict: what our backward does with it is judged by the section ``local``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Attention on one device, by backend: forward, lse and backward against float64, beside SDPA's own on the same backend."""
+"""Attention on one device, by backend: forward, lse and backward against float64, beside SDPA's own on the same
+backend.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LAST_CASE = 1.0  # seconds
 
 
 def run(job: Job) -> None:
-    """``job.part`` is the backend. What a backend needs longest for, its first sight of a shape, comes in order of use."""
+    """``job.part`` is the backend. What a backend needs longest for, its first sight of a shape, comes in order of
+    use.
+    """
     shape, head_dims = ((1, 2, 9), (8, 12)) if job.tiny else ((2, 4, 333), (128, 64, 36, 96, 256))
 
     # The memory's layout changes neither what is computed nor what is exact.
@@ -52,7 +56,9 @@ def run(job: Job) -> None:
 
 
 def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str, Any]:
-    """A verdict, both errors, and what was refused. Where SDPA refuses, it is judged beside SDPA's math, if it computes at all."""
+    """A verdict, both errors, and what was refused. Where SDPA refuses, it is judged beside SDPA's math, if it computes
+    at all.
+    """
     with sdpa_kernel(backend):
         own, sdpa_refused = _errors(sdpa, inputs, expected)
         errors, refused = _errors(ours, inputs, expected)

@@ -1,4 +1,6 @@
-"""The steps of the section ``two_ranks`` on NCCL with ``device_id``: one process per visible GPU; with one GPU, a world of one."""
+"""The steps of the section ``two_ranks`` on NCCL with ``device_id``: one process per visible GPU; with one GPU, a world
+of one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.two_ranks import PARTS, TIMEOUT, add_rows, rows_of_part
 
 MOST = 4  # ranks: each stage needs a block, and the small model has six
-# Seconds of a part, starting Python on each rank included. Parts run one after the other: NCCL's kernels of two groups of processes on the same
-# devices would wait for each other's turn.
+# Seconds of a part, starting Python on each rank included. Parts run one after the other: NCCL's kernels of two groups
+# of processes on the same devices would wait for each other's turn.
 NEEDS = {part: 75.0 if part == "reduce-overhead" else 30.0 for part in PARTS if part != "exact"}
 
 

@@ -54,7 +54,8 @@ def run_ranks(
     """Run ``function(device, *args)`` on every rank.
 
     Args:
-        function: at the top level of a module; each row that it yields is written at once, so a rank that is killed keeps its rows.
+        function: at the top level of a module; each row that it yields is written at once, so a rank that is killed
+            keeps its rows.
         device: of all ranks.
         device_per_rank: rank ``i`` has CUDA device ``i`` instead.
         bind: pass the device as ``device_id`` to ``init_process_group``.
@@ -185,8 +186,8 @@ def run_in_pool(job: Job, tasks: Sequence[Task], seconds: float) -> dict[str, st
     """Run each task once and add a row with the time that they took.
 
     Returns:
-        The tasks that raised, with the error, and those that had not ended after ``seconds``, with a note. Nothing is raised: what fails here
-        fails again where it is measured.
+        The tasks that raised, with the error, and those that had not ended after ``seconds``, with a note. Nothing is
+        raised: what fails here fails again where it is measured.
     """
     began = time.monotonic()
     processes = min(MOST, len(os.sched_getaffinity(0)), len(tasks))

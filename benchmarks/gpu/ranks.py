@@ -18,7 +18,8 @@ from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
 from benchmarks.gpu.processes import run_ranks
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
-# e4m3 has 3 bits behind the point: rounding to it is off by 2.5 % of a number on average, on the way in and on the way out.
+# e4m3 has 3 bits behind the point: rounding to it is off by 2.5 % of a number on average, on the way in and on the way
+# out.
 EIGHT_BITS_BOUND = 0.1
 LAST_CASE = 6.0  # seconds
 # Seconds of all cases, by the number of ranks; starting Python on each rank included.
@@ -109,7 +110,8 @@ def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: 
             try:
                 found = _over_ranks(inputs, mode(mesh, comm_dtype=case.comm_dtype), gradients=case.comm_dtype is None)
             except (RuntimeError, ValueError, TypeError) as error:
-                # In eager code errors of input come on every rank; after any other, ranks are apart and the groups' timeout ends it.
+                # In eager code errors of input come on every rank; after any other, ranks are apart and the groups'
+                # timeout ends it.
                 if is_fatal(error):
                     raise
                 yield {**row, "verdict": FAILED, "raised": first_line(error)}

@@ -27,10 +27,11 @@ from benchmarks.gpu.job import FAILED, WRONG, Job, SectionSkipped, section_envir
 _LAST_WORDS = 4000
 # After its limit a process has so long to print its stacks.
 _PATIENCE = 2.0  # seconds
-# What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold disk) and creating a
-# CUDA context, and the seconds at the end in which nothing new begins.
+# What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold
+# disk) and creating a CUDA context, and the seconds at the end in which nothing new begins.
 START, END = 20.0, 3.0  # seconds
-# A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this, never.
+# A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this,
+# never.
 _LEAST = 10.0  # seconds
 # All sections together, and the longest one: a run may be cut into calls of 10 minutes with --minutes and --resume.
 ALL, LONGEST = 45 * 60.0, 570.0  # seconds
@@ -42,7 +43,8 @@ class Section:
 
     Args:
         seconds: limit of the section; at least ``START + sum(NEEDS.values()) + END``.
-        parts: run at the same time, one process each (tiny: the first and the last). Sections that measure time have one part.
+        parts: run at the same time, one process each (tiny: the first and the last). Sections that measure time have
+            one part.
         module: default ``benchmarks.gpu.<name>``.
     """
 
@@ -186,7 +188,9 @@ def run_all(
 
 
 def finished(section: Section, output: Path) -> dict[str, Any] | None:
-    """Return the results of ``section`` in ``output`` if it ended, on this device and these versions, without lack of time."""
+    """Return the results of ``section`` in ``output`` if it ended, on this device and these versions, without lack of
+    time.
+    """
     try:
         content = _read(output, section)
     except (OSError, ValueError):
@@ -216,7 +220,9 @@ def summary(content: dict[str, Any]) -> list[str]:
 
 
 def exit_code(results: dict[str, dict[str, Any]]) -> int:
-    """Return 1 if a number is wrong, else 3 if a section failed or was killed or a row failed, else 0; skipped sections count as well."""
+    """Return 1 if a number is wrong, else 3 if a section failed or was killed or a row failed, else 0; skipped sections
+    count as well.
+    """
     if any(content["verdicts"].get(WRONG) for content in results.values()):
         return 1
     ended = all(content["status"] in ("done", "skipped") for content in results.values())

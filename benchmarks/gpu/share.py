@@ -1,7 +1,7 @@
 """One rank's share of an attention call on 8: pack, attention, merge and unpack apart, the exchange itself left out.
 
-Rank 0 of PyTorch's fake backend: collectives move nothing and return at once, everything else runs as on the real group, on
-memory that nobody filled.
+Rank 0 of PyTorch's fake backend: collectives move nothing and return at once, everything else runs as on the real
+group, on memory that nobody filled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from para_core import UnifiedAttnMode
 
 RANKS = 8
 MESHES = {"Ulysses 8": (1, 8), "ring 8": (8, 1), "ring 2 × Ulysses 4": (2, 4)}
-# Seconds of each size on each mesh: 24 heads of 118,800 tokens are 87 TFLOP, an eighth of them 20 ms on an H100; and profiling.
+# Seconds of each size on each mesh: 24 heads of 118,800 tokens are 87 TFLOP, an eighth of them 20 ms on an H100; and
+# profiling.
 SECONDS = 8.0
 NEEDS = {"sizes": 3 * 4 * SECONDS}  # sizes × meshes
 MANY = 10_000  # tokens, from which on a call takes long enough to be timed three times only
@@ -68,7 +69,9 @@ def run(job: Job) -> None:
 
 
 def _measure(device: torch.device, size: Size, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads: the same share of the work."""
+    """Times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads: the same share of the
+    work.
+    """
     if size.tokens % RANKS or size.heads % RANKS:
         raise ValueError(
             f"{size.tokens} tokens, {size.heads} heads; expected multiples of {RANKS}: all shares are equal."

@@ -22,7 +22,8 @@ from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegio
 from para_core.triton_support import load_kernel
 
 RANKS = 8
-# Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 × 129.
+# Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 ×
+# 129.
 REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
 TINY = ((9, 8, 16), (9, 9, 16))
 # Seconds of a case, most of them Triton's compilation of a kernel at its first size, and of all cases.
@@ -194,7 +195,9 @@ def _rounded_exchange(
 
 
 def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
-    """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each head."""
+    """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each
+    head.
+    """
     found, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
     for rank in range(RANKS):

@@ -1,7 +1,7 @@
 """Attention calls that must not make the host wait for the device, under ``torch.cuda.set_sync_debug_mode("error")``.
 
-As rank 0 of 8 with PyTorch's fake backend, whose collectives move nothing: whatever waits there is our own. Then two ranks over
-gloo, which copies through the host and so may wait itself: reported without a verdict.
+As rank 0 of 8 with PyTorch's fake backend, whose collectives move nothing: whatever waits there is our own. Then two
+ranks over gloo, which copies through the host and so may wait itself: reported without a verdict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Milliseconds on the device, on the host, and by kind of kernel. On a CPU a clock stands in for the device's events."""
+"""Milliseconds on the device, on the host, and by kind of kernel. On a CPU a clock stands in for the device's
+events.
+"""
 
 from __future__ import annotations
 

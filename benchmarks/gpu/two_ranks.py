@@ -23,7 +23,8 @@ from para_core.spatial.mode import SpatialShardMode
 
 # Of float32 without TF32, over a few blocks and steps; PipeFusion is compared with itself in one process.
 BOUND = 1e-4
-# Seconds of a part; parts run at the same time. Two Inductor processes compile the small model in up to 80 s on two cores.
+# Seconds of a part; parts run at the same time. Two Inductor processes compile the small model in up to 80 s on two
+# cores.
 NEEDS = {"a part": 115.0}
 # Of a rank that waits for one that has failed; a hang is then an error on the rank that waits.
 TIMEOUT = 25.0  # seconds

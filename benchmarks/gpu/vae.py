@@ -1,6 +1,8 @@
-"""FLUX's and Wan's autoencoders with random weights on 2 and 4 ranks of one device, over gloo: against one rank, seconds, memory.
+"""FLUX's and Wan's autoencoders with random weights on 2 and 4 ranks of one device, over gloo: against one rank,
+seconds, memory.
 
-Needs diffusers. All ranks compute on the same device, so seconds say what the exchange and the host cost, not what several devices gain.
+Needs diffusers. All ranks compute on the same device, so seconds say what the exchange and the host cost, not what
+several devices gain.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from benchmarks.gpu.timing import synchronize
 
 # Seconds of all decoders, by the number of ranks; starting Python and importing diffusers on each rank included.
 NEEDS = {"2 ranks": 42.0, "4 ranks": 48.0}
-# Without a halo, or with statistics of one rank's rows, it is above 0.1. cuDNN takes other algorithms for other heights.
+# Without a halo, or with statistics of one rank's rows, it is above 0.1. cuDNN takes other algorithms for other
+# heights.
 FLOAT32_BOUND = 1e-4
 # Of the error that the model itself has in 16 bits.
 SHARE_OF_16_BITS = 1.3
@@ -120,7 +123,9 @@ def decode_on_ranks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]
 
 
 def _both(vae: Any, z: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
-    """Decode on rank 0 alone, while the others wait, and on all ranks; measure the second call of either, and its peak memory."""
+    """Decode on rank 0 alone, while the others wait, and on all ranks; measure the second call of either, and its peak
+    memory.
+    """
     from para_core.adapters import parallelize_vae
 
     row: dict[str, Any] = {}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers
 
-Every cell is a run of its own on CPU ranks with gloo, compared with SDPA on one device. Installs the peers once, into an
-environment outside of this repository. Writes benchmarks/results/peers.json (docs/measured/peers.md).
+Every cell is a run of its own on CPU ranks with gloo, compared with SDPA on one device. Installs the peers once, into
+an environment outside of this repository. Writes benchmarks/results/peers.json (docs/measured/peers.md).
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def _prepare_diffusers(*, stand_ins: bool) -> None:
 
 
 def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """As its plans shard a mask of keys, then all others; then once more with ``ulysses_anything`` or ``ring_anything``."""
+    """As its plans shard a mask of keys, then all others; then once more with ``ulysses_anything`` or
+    ``ring_anything``.
+    """
     # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
     forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
     backend = "_native_cudnn" if ring > 1 and stand_ins else "native"

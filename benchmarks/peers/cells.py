@@ -1,7 +1,7 @@
 """One peer's cells, in a Python that has the peer:  python -m benchmarks.peers.cells REQUEST RESULT
 
-Reads a request (JSON: peer, names of rows, stand_ins, timeout), writes the outcome of every cell. The peer is imported once;
-each attempt then forks one process per rank, so that whatever one of them breaks is gone with it.
+Reads a request (JSON: peer, names of rows, stand_ins, timeout), writes the outcome of every cell. The peer is imported
+once; each attempt then forks one process per rank, so that whatever one of them breaks is gone with it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ SUMMARY_ROWS = {
 
 
 def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> str:
-    """One word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its distance.
+    """One word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its
+    distance.
 
     >>> cell({"Ulysses": {"verdict": "exact"}, "ring": {"verdict": "refused"}, "2 × 2": {"verdict": "refused"}})
     'Ulysses: exact; ring, 2 × 2: *refused*'

@@ -1,7 +1,7 @@
 """The CUDA-only operators that peers compute one device's attention with, for the CPU, in plain PyTorch.
 
-The peers' own code, what they shard, send and merge, runs as it is. Contracts are the operators': what shapes they take,
-what the log-sum-exp looks like, which corner a causal mask starts from. Only the dtype is free: the originals of
+The peers' own code, what they shard, send and merge, runs as it is. Contracts are the operators': what shapes they
+take, what the log-sum-exp looks like, which corner a causal mask starts from. Only the dtype is free: the originals of
 FlashAttention and cuDNN take half precision alone, and float32 shows an error of the parallel part more clearly.
 """
 
@@ -20,7 +20,9 @@ _LIBRARIES: list[torch.library.Library] = []  # an implementation is gone as soo
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32; key heads may be shared."""
+    """``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32; key heads may be
+    shared.
+    """
     lse = _scores(q, k, bias, causal, scale).logsumexp(-1)
     out = _weights(q, k, bias, causal, scale, lse) @ _for_all_heads(v, q).float()
     return _lie_like(out.to(q.dtype), q), lse
@@ -37,7 +39,9 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from the ``out`` and ``lse`` of the whole row, as FlashAttention does."""
+    """Return the gradients of query, key and value from the ``out`` and ``lse`` of the whole row, as FlashAttention
+    does.
+    """
     weights = _weights(q, k, bias, causal, scale, lse)
     grad = grad.float()
     rowsum = (grad * out.float()).sum(-1, keepdim=True)

@@ -1,12 +1,14 @@
-"""para_core beside diffusers' own context parallelism, on each model that both take: is it exact, and how long is a step?
+"""para_core beside diffusers' own context parallelism, on each model that both take: is it exact, and how long is a
+step?
 
     python -m benchmarks.pipelines.beside_diffusers [--rounds 7] [--models wan flux]
 
-Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` with four heads, once with tokens and text of even numbers, which
-diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what, and with which error. Then, where both
-are exact, models of the same classes with 2 layers (of each kind) of 4 heads × 128 and a few thousand tokens, so that a step takes
-about a second: in each round one rank alone with the unmodified model, then every way in turns, the first one later in the next round.
-Quoted are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md).
+Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` with four heads, once with tokens and text
+of even numbers, which diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what,
+and with which error. Then, where both are exact, models of the same classes with 2 layers (of each kind) of 4 heads ×
+128 and a few thousand tokens, so that a step takes about a second: in each round one rank alone with the unmodified
+model, then every way in turns, the first one later in the next round. Quoted are medians of the rounds and of their
+ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md).
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ ROUNDS = 7
 
 
 def tiny(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
-    """A model with heads that two ranks share evenly, and inputs; nine text tokens, of which the even size has eight."""
+    """A model with heads that two ranks share evenly, and inputs; nine text tokens, of which the even size has
+    eight.
+    """
     model = MODELS[name]
     heads = {"num_attention_heads": 4}
     if name.startswith("ltx"):
@@ -166,7 +170,9 @@ def is_exact(found: dict[str, Any]) -> bool:
 
 
 def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Return the error of each way on the large model, and its seconds and CPU seconds in each round; also of one rank alone."""
+    """Return the error of each way on the large model, and its seconds and CPU seconds in each round; also of one rank
+    alone.
+    """
     model, inputs = large(name, size)
     alone = model.build()
     transformers, found = applied(model, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
@@ -235,7 +241,8 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
         ]
         medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
     return (
-        f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds {medians['CPU seconds']}: with "
+        f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds "
+        f"{medians['CPU seconds']}: with "
         "Ulysses on two CPU ranks both take the same time, within what rounds differ by."
     )
 
@@ -254,7 +261,9 @@ def speed_row(row: dict[str, Any]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/peers.md on diffusers' context parallelism. The JSON has the cell of each model."""
+    """Return the parts of docs/measured/peers.md on diffusers' context parallelism. The JSON has the cell of each
+    model.
+    """
     results = read_results("beside_diffusers")
     heads = ["model", "1 rank, s", "para_core, s", "diffusers, s", "para_core, ring, s"]
     rows = [speed_row(row) for row in results["large"]]
@@ -270,7 +279,8 @@ def caution(rounds: int) -> str:
     if rounds >= ROUNDS:
         return ""
     return (
-        f"\n\nThese are {rounds} rounds, on a machine that was not quiet: `python -m benchmarks.pipelines.beside_diffusers` alone on a machine measures "
+        f"\n\nThese are {rounds} rounds, on a machine that was not quiet: `python -m "
+        "benchmarks.pipelines.beside_diffusers` alone on a machine measures "
         f"{ROUNDS}, and until then ratios between 0.8 and 1.2 mean nothing."
     )
 

@@ -3,15 +3,18 @@
     python -m benchmarks.pipelines.exactness                      # every check, every row: hours on two cores
     python -m benchmarks.pipelines.exactness models --only flux   # some rows of one check; the others stay as they are
 
-All models are tiny, have random weights and compute in float32 unless a check says otherwise. Each number is the worst rank's.
+All models are tiny, have random weights and compute in float32 unless a check says otherwise. Each number is the worst
+rank's.
 
-- pipelines: relative error of the latents after three steps with an odd number of tokens, against the unmodified pipeline in the same process,
-  on every kind of mesh; and the bytes that each rank sends, which must equal the formula of `para_core.planner.traffic`.
-- bfloat16: the same pipelines in bfloat16, compared with the unmodified pipeline in float32. A parallel error should be no larger than that of
-  the unmodified pipeline in bfloat16.
+- pipelines: relative error of the latents after three steps with an odd number of tokens, against the unmodified
+  pipeline in the same process, on every kind of mesh; and the bytes that each rank sends, which must equal the formula
+  of `para_core.planner.traffic`.
+- bfloat16: the same pipelines in bfloat16, compared with the unmodified pipeline in float32. A parallel error should be
+  no larger than that of the unmodified pipeline in bfloat16.
 - models: every transformer on two ranks, and cached: a second call with other inputs that takes the stored residuals.
 - hooks: pipelines with each hook of diffusers: exact, or refused before the call.
-- weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor), and the bytes that a rank holds.
+- weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor), and the bytes
+  that a rank holds.
 - vaes: every autoencoder: error, bytes sent, bfloat16, and memory.
 - stages: pipeline stages, against the same mesh without stages, bit by bit.
 """

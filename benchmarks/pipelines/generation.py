@@ -1,6 +1,7 @@
 """Pipelines on several ranks: the latents of each, what each rank sends, and the same in bfloat16.
 
-Checks of `benchmarks.pipelines.exactness`: the tiny pipelines with random weights, and the FLUX.1 that was trained here.
+Checks of `benchmarks.pipelines.exactness`: the tiny pipelines with random weights, and the FLUX.1 that was trained
+here.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def noise_of_float32() -> Iterator[None]:
 
 @contextmanager
 def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
-    """Inside, calls of ``model`` are listed; its samples are computed in ``batch`` shares if its plan would share them."""
+    """Inside, calls of ``model`` are listed; its samples are computed in ``batch`` shares if its plan would share
+    them.
+    """
     plan = plan_for(model)
     if plan is None:
         raise TypeError(f"there is no plan for {type(model).__name__}.")
@@ -273,7 +276,8 @@ def largest_per_step(cell: dict[str, Any]) -> float:
 def problems(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """Return a line for each cell in which a rank sent other bytes than the formula gives."""
     return [
-        f"{name} on {label}: {cell['bytes of each rank']} bytes were counted; the formula gives {cell['by the formula']}."
+        f"{name} on {label}: {cell['bytes of each rank']} bytes were counted; the formula gives "
+        f"{cell['by the formula']}."
         for name, row in rows.items()
         for label, cell in row.items()
         if cell["bytes of each rank"] != cell["by the formula"]

@@ -1,7 +1,7 @@
 """diffusers' own hooks on a pipeline that runs on several ranks: exact, or refused before the call.
 
-A check of `benchmarks.pipelines.exactness`: a tiny Qwen-Image (or PixArt), three steps with guidance, against the same pipeline with the same
-hook on one device.
+A check of `benchmarks.pipelines.exactness`: a tiny Qwen-Image (or PixArt), three steps with guidance, against the same
+pipeline with the same hook on one device.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def pipeline_of(hook: str) -> str:
-    """The name of the pipeline that ``hook`` is tried on: of Qwen-Image diffusers skips layers with an error, alone too."""
+    """The name of the pipeline that ``hook`` is tried on: of Qwen-Image diffusers skips layers with an error, alone
+    too.
+    """
     return "pixart" if hook.startswith("layer skip") else "qwen-image"
 
 

@@ -1,9 +1,12 @@
-"""Images and videos by PipeFusion, compared with First Block Cache at equal work:  python -m benchmarks.pipelines.pipefusion
+"""Images and videos by PipeFusion, compared with First Block Cache at equal work.
+
+    python -m benchmarks.pipelines.pipefusion
 
 The FLUX and the Wan that were trained here, in one process, which computes what any number of stages does
-(`tests/weights/test_pipefusion.py`). Held-out captions, the same noise for each way: how far the result is from the exact one (PSNR), and whether
-a checker finds the same in both, and all that was asked for. On P stages PipeFusion takes 1 / P of the time of a step at best; a cache that computes
-half of the steps takes half of the time of one device. Writes benchmarks/results/pipefusion_quality.json (docs/stages.md).
+(`tests/weights/test_pipefusion.py`). Held-out captions, the same noise for each way: how far the result is from the
+exact one (PSNR), and whether a checker finds the same in both, and all that was asked for. On P stages PipeFusion takes
+1 / P of the time of a step at best; a cache that computes half of the steps takes half of the time of one device.
+Writes benchmarks/results/pipefusion_quality.json (docs/stages.md).
 """
 
 from __future__ import annotations
@@ -121,7 +124,9 @@ def measure(
     settings: dict[int, list[tuple[int, int, int]]],
     count: int,
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of steps and each way, over ``count`` captions. The first row of each number is the exact one."""
+    """Return a row for each number of steps and each way, over ``count`` captions. The first row of each number is the
+    exact one.
+    """
     rows: list[dict[str, Any]] = []
     for steps, of_steps in settings.items():
         exact = generated(pipe, steps, count)

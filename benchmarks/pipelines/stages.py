@@ -1,9 +1,10 @@
 """Pipeline stages and PipeFusion: exactness, bytes held and sent, and the share of time that a stage waits.
 
-    python -m benchmarks.pipelines.exactness stages   # one call of tiny transformers, against the same mesh without stages, bit by bit
+    python -m benchmarks.pipelines.exactness stages  # tiny transformers, bit by bit, without stages too
     python -m benchmarks.pipelines.stages             # times and bytes of the FLUX that was trained here, on 2 stages
 
-Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in `benchmarks.pipelines.pipefusion`.
+Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in
+`benchmarks.pipelines.pipefusion`.
 """
 
 from __future__ import annotations
@@ -196,7 +197,8 @@ def measure_fused() -> dict[str, Any]:
 
 
 def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list[float]]:
-    """Seconds of a step, and what share of them each stage waits, if every stage has a core of its own and links take no time.
+    """Seconds of a step, and what share of them each stage waits, if every stage has a core of its own and links take
+    no time.
 
     Args:
         patches: of each stage, seconds of each patch.
@@ -229,7 +231,9 @@ def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
-    """Return a row for each number of patches: seconds of CPU, the step that follows from them, what is waited, and bytes."""
+    """Return a row for each number of patches: seconds of CPU, the step that follows from them, what is waited, and
+    bytes.
+    """
     expected, rows = formulas(fused, ranks), []
     for name in ("exact", "2", "4", "8"):
         run, exact = fused[name], name == "exact"
@@ -261,7 +265,9 @@ def paper_table() -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.pipefusion`. The JSON has the cell of each model."""
+    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.pipefusion`. The JSON has the cell of
+    each model.
+    """
     results = read_results("stages")
     cells = [
         cell
@@ -272,7 +278,8 @@ def parts() -> dict[str, list[str]]:
     ]
     models = len({title for rows in results["by ranks"].values() for title in rows})
     summary = (
-        f"{models} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, and compiled blocks: {sum(cells)} of "
+        f"{models} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, and compiled blocks: "
+        f"{sum(cells)} of "
         f"{len(cells)} cells have the same bits as the same mesh without stages."
     )
     return {"exactness": [summary], "times": time_table(results["fused, 2 ranks"], 2), "sent": paper_table()}

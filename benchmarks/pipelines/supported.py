@@ -1,7 +1,7 @@
 """The transformers of the installed diffusers: which ones run in parallel, and how, or why not (docs/pipelines.md).
 
-From diffusers' classes, what `para_core.adapters` knows of them, and the errors that `python -m benchmarks.pipelines.exactness models` measured
-(benchmarks/results/model_errors.json). No model is run.
+From diffusers' classes, what `para_core.adapters` knows of them, and the errors that `python -m
+benchmarks.pipelines.exactness models` measured (benchmarks/results/model_errors.json). No model is run.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def transformer_classes() -> tuple[str, ...]:
 
 @cache
 def _constructors() -> dict[str, str]:
-    """Return the source of the ``__init__`` of each pipeline of diffusers. Classes cannot be imported if a library is missing."""
+    """Return the source of the ``__init__`` of each pipeline of diffusers. Classes cannot be imported if a library is
+    missing.
+    """
     found = {}
     for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
         text = path.read_text()
@@ -147,7 +149,9 @@ def pipelines_of(transformer: str) -> list[str]:
 
 
 def row(transformer: str) -> list[str]:
-    """Return class, pipelines, sharded segments, guidance, errors without and with a cache, and whether it is one graph; or why not."""
+    """Return class, pipelines, sharded segments, guidance, errors without and with a cache, and whether it is one
+    graph; or why not.
+    """
     names = pipelines_of(transformer)
     listed = ", ".join(names[:_MOST_PIPELINES]) + (
         f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
@@ -157,7 +161,8 @@ def row(transformer: str) -> list[str]:
         reason = REFUSED.get(transformer)
         if reason is None:
             raise ValueError(
-                f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write an adapter, "
+                f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write "
+                "an adapter, "
                 "or say in adapters/models/unsupported.py why there is none."
             )
         return [transformer, listed, f"no: {reason}", *[""] * 4]
@@ -213,7 +218,10 @@ def parts() -> dict[str, list[str]]:
     rows = [row(name) for name in transformer_classes()]
     run = [cells for cells in rows if not cells[2].startswith("no: ")]
     caches = sum(cells[5] != "no" for cells in run)
-    summary = f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {len(run)} run in parallel, and {caches} of them can be cached."
+    summary = (
+        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {len(run)} run in parallel, and {caches} of "
+        "them can be cached."
+    )
     return {"supported": [summary, "", *markdown_table(heads, run)], "unsupported": _unsupported(rows)}
 
 

@@ -3,8 +3,9 @@
     pip install --no-deps --target FOLDER distvae
     python -m benchmarks.pipelines.vae --distvae FOLDER
 
-The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are medians of rounds, the
-slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and docs/images/vae_seams.png.
+The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are
+medians of rounds, the slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and
+docs/images/vae_seams.png.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ SHOWN = 256  # pixels of the image that are shown, from its middle
 
 
 class AllTraffic(TrafficCounter):
-    """A traffic counter that also counts point-to-point sends, gathered lists, and all-reduces (by the ring's formula)."""
+    """A traffic counter that also counts point-to-point sends, gathered lists, and all-reduces (by the ring's
+    formula).
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

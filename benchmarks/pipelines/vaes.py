@@ -26,7 +26,8 @@ from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, Tiny
 
 # Where memory is measured an image is so high, in rows of pixels, and half as wide: rows of neighbours weigh little.
 HEIGHT = 256
-# Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh most.
+# Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh
+# most.
 _FOUR_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (8, 8, 16, 16)}
 _MORE_CHANNELS = {"block_out_channels": (16, 32, 64, 64), "decoder_block_out_channels": (64, 128, 256)}
 MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
@@ -164,7 +165,8 @@ def parts() -> dict[str, list[str]]:
         row["parallel"] / row["alone"] for _, of_ranks in _rows(by_ranks, "16 bits", "name", "way") for row in of_ranks
     ]
     bits = (
-        f"In bfloat16 the errors on 2, 3 and 4 ranks are {min(ratios):.2f} to {max(ratios):.2f} times those of one device in "
+        f"In bfloat16 the errors on 2, 3 and 4 ranks are {min(ratios):.2f} to {max(ratios):.2f} times those of one "
+        "device in "
         "bfloat16, both against float32."
     )
     heads = ["autoencoder", "class", *(f"`exact`, {way}" for way in WAYS), "`tiled`, bit-equal"]

@@ -1,8 +1,9 @@
 """Sharded weights against one device, and the bytes of weights that a rank holds, by model, mesh and method.
 
-A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared with the same mesh on replicated
-weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which are skipped. Compiled: `aot_eager`, each block
-(fsdp; tensor if the model alone has no whole graph) or the whole transformer (tensor) in one graph.
+A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared with the
+same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which
+are skipped. Compiled: `aot_eager`, each block (fsdp; tensor if the model alone has no whole graph) or the whole
+transformer (tensor) in one graph.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ CONFIGS = {
     "mochi": {"num_attention_heads": 12, "attention_head_dim": 8, "pooled_projection_dim": 24},
 }
 SIZE = (3, 6, 10)
-# (batch, ring, ulysses, tensor) by method and heading, for so many ranks. Of fsdp's "alone" each rank computes everything.
+# (batch, ring, ulysses, tensor) by method and heading, for so many ranks. Of fsdp's "alone" each rank computes
+# everything.
 CELLS = {
     2: {
         ("fsdp", "alone"): (1, 1, 2, 1),

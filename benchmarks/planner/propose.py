@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.propose [--models flux wan ...]
 
-Each tiny model of `zoo.tiny.transformers.registry` is shown two calls, and nothing that `adapters/models/` knows of it. What is proposed is
-then checked once more, at sizes and on meshes that the search has not seen.
+Each tiny model of `zoo.tiny.transformers.registry` is shown two calls, and nothing that `adapters/models/` knows of it.
+What is proposed is then checked once more, at sizes and on meshes that the search has not seen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def inputs_of(name: str, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
-    """The largest error at sizes and on meshes that the search has not seen; where text is sharded, with text on every rank, too."""
+    """The largest error at sizes and on meshes that the search has not seen; where text is sharded, with text on every
+    rank, too.
+    """
     errors = []
     assert proposal.plan is not None
     plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.cuts("text") else [])
@@ -93,7 +95,8 @@ def main() -> None:
     for name in arguments.models:
         rows.append(score(name))
         print(
-            f"{rows[-1]['verdict']:8} {name:45} {rows[-1].get('error', '')} {rows[-1].get('blocks', '')} {rows[-1]['why'][:150]}",
+            f"{rows[-1]['verdict']:8} {name:45} {rows[-1].get('error', '')} {rows[-1].get('blocks', '')} "
+            f"{rows[-1]['why'][:150]}",
             flush=True,
         )
     counts = {verdict: classes_of(rows, verdict) for verdict in ("found", "asked", "wrong")}

@@ -1,8 +1,9 @@
 """Seconds that the planner predicts, compared with those that others published:  python -m benchmarks.planner.published
 
-Each table is fitted on its row of one device alone: one factor, of what its software takes over what the planner's table of devices says. All
-other rows are predicted with it. What their code does around attention (how many all-to-alls, whether a ring is overlapped) is written down from
-their sources, not fitted. Writes benchmarks/results/planner_check.json (docs/planner.md).
+Each table is fitted on its row of one device alone: one factor, of what its software takes over what the planner's
+table of devices says. All other rows are predicted with it. What their code does around attention (how many
+all-to-alls, whether a ring is overlapped) is written down from their sources, not fitted. Writes
+benchmarks/results/planner_check.json (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from para_core.planner.rows import Workload, predict
 
 # diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
-# yunchang, which xDiT calls: the same, but its ring sends while it attends; a merge is a cast and three operators in float32.
+# yunchang, which xDiT calls: the same, but its ring sends while it attends; a merge is a cast and three operators in
+# float32.
 XDIT = Runtime(messages=3, copies=2, merge_passes=10, ulysses_launches=20, ring_launches=15)
 # TensorRT-LLM's ring sends while it attends; in two dims it gathers, then attends.
 TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10, gathered_grid=True)
@@ -40,8 +42,8 @@ class Published:
         one: seconds of one device, on which it is fitted; ``fitted_on``: where they stand, if not in this table.
         rows: seconds by mesh.
         sizes: what differs from the published generation of the model.
-        denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device takes to decode, which
-            at most 8 ranks share, and all else.
+        denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device
+            takes to decode, which at most 8 ranks share, and all else.
     """
 
     name: str
@@ -285,7 +287,10 @@ def errors_of(found: Sequence[Checked]) -> dict[str, float]:
 def summary(found: Sequence[Checked]) -> list[str]:
     errors, hit = errors_of(found), sum(abs(row.error) <= 0.2 for row in found)
     return [
-        f"{errors['rows']:.0f} rows: median error {errors['median']:.0%}, {hit} within 20 %, worst {errors['worst']:.0%}."
+        (
+            f"{errors['rows']:.0f} rows: median error {errors['median']:.0%}, {hit} within 20 %, worst "
+            f"{errors['worst']:.0%}."
+        )
     ]
 
 

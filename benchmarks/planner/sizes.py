@@ -1,8 +1,9 @@
 """Seconds and memory of published models by device and number of ranks, predicted:  python -m benchmarks.planner.sizes
 
-- machines.json (docs/which_option.md): the planner's best mesh for each model and machine, and the bytes that a rank holds.
-- weights_memory.json (docs/weights.md): gigabytes of weights that a rank holds and receives per step, by method. Parameters are counted on the
-  models of diffusers and transformers at the published sizes, on the meta device.
+- machines.json (docs/which_option.md): the planner's best mesh for each model and machine, and the bytes that a rank
+  holds.
+- weights_memory.json (docs/weights.md): gigabytes of weights that a rank holds and receives per step, by method.
+  Parameters are counted on the models of diffusers and transformers at the published sizes, on the meta device.
 
 Nothing runs on a GPU, and nothing is downloaded.
 """
@@ -56,7 +57,9 @@ def options(shape: MeshShape) -> str:
 
 
 def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
-    """Return the fastest row that runs. If its weights are gathered or in stages, a faster one with offload may take its place."""
+    """Return the fastest row that runs. If its weights are gathered or in stages, a faster one with offload may take
+    its place.
+    """
     plan = make_plan(work, machine, ranks)
     one, room = predict(MeshShape(), work, machine), machine.device.memory - RESERVED
     row, offload = plan.best, False
@@ -209,8 +212,8 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root, which are gathered
-    while they run, and those that tensor ranks share."""
+    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root,
+    which are gathered while they run, and those that tensor ranks share."""
 
     total: int
     sharded: int

@@ -2,9 +2,10 @@
 
     python -m benchmarks.planner.traffic
 
-The models of diffusers themselves, with the sizes that were published, run once without data (`benchmarks.pipelines.generation`). Needs
-benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines): where the formula gave other bytes than were counted there, it ends
-in an error. Writes benchmarks/results/real_sizes.json (docs/measured/exactness.md).
+The models of diffusers themselves, with the sizes that were published, run once without data
+(`benchmarks.pipelines.generation`). Needs benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
+pipelines): where the formula gave other bytes than were counted there, it ends in an error. Writes
+benchmarks/results/real_sizes.json (docs/measured/exactness.md).
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/exactness.md on traffic: models of real size, and how many cells were counted."""
+    """Return the parts of docs/measured/exactness.md on traffic: models of real size, and how many cells were
+    counted.
+    """
     table, counted = read_results("real_sizes")["gigabytes per step"], read_results("pipelines")["pipelines"]
     headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
     real = [

@@ -1,11 +1,12 @@
-"""The server under load, on loopback: throughput and latency at 1, 2 and 4 times what it can do, beside one plain pipeline.
+"""The server under load, on loopback: throughput and latency at 1, 2 and 4 times what it can do, beside one plain
+pipeline.
 
 python -m benchmarks.serving.load --replicas 2 --ranks 1
 
-The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in this
-process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of this process,
-at a steady rate; what is refused with 429 is counted, not sent again. Overhead is what a request takes beside its pipeline's
-call. What needs Ray is imported where it is used: the page is written without it.
+The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in
+this process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of
+this process, at a steady rate; what is refused with 429 is counted, not sent again. Overhead is what a request takes
+beside its pipeline's call. What needs Ray is imported where it is used: the page is written without it.
 """
 
 from __future__ import annotations
@@ -167,7 +168,9 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def times_of(results: dict[str, Any]) -> float:
-    """Return the capacity of the replicas relative to the plain pipeline: the median over rounds, each of which measures both."""
+    """Return the capacity of the replicas relative to the plain pipeline: the median over rounds, each of which
+    measures both.
+    """
     pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
     return statistics.median(many / one for many, one in pairs)
 
@@ -187,8 +190,10 @@ def table(results: dict[str, Any]) -> list[str]:
     overheads = [f"{results[name]['overhead_seconds'] * 1000:.0f}" for name in names]
     failed = sum(row["failed"] for name in names for row in results[name]["rows"])
     said = (
-        f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas did {times_of(results):.2f} "
-        f"times as many requests per second as the plain pipeline (median of {options['rounds']} rounds). The server adds {overheads[0]} ms to a "
+        f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas "
+        f"did {times_of(results):.2f} "
+        f"times as many requests per second as the plain pipeline (median of {options['rounds']} rounds). The server "
+        f"adds {overheads[0]} ms to a "
         f"single request on the plain pipeline, and {overheads[1]} ms on a replica."
     )
     return [*lines, "", said]

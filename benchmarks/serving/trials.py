@@ -1,13 +1,13 @@
-"""The first steps of a new user, and failures of replicas: a first image from a fresh clone, a rank killed during 50 prompts, clients
-that leave the server, a rank of the server killed.
+"""The first steps of a new user, and failures of replicas: a first image from a fresh clone, a rank killed during 50
+prompts, clients that leave the server, a rank of the server killed.
 
 python -m benchmarks.serving.trials first
 python -m benchmarks.serving.trials prompts
 python -m benchmarks.serving.trials server
 
-Small images of the tiny FLUX, so that what is measured is the fleet: starting, spreading, cancelling, restarting. Images of
-some requests are compared with those of one unmodified pipeline of diffusers. What needs Ray is imported where it is used:
-the page is written without it.
+Small images of the tiny FLUX, so that what is measured is the fleet: starting, spreading, cancelling, restarting.
+Images of some requests are compared with those of one unmodified pipeline of diffusers. What needs Ray is imported
+where it is used: the page is written without it.
 """
 
 from __future__ import annotations
@@ -287,16 +287,21 @@ def table(results: dict[str, Any]) -> list[str]:
         "| --- | --- |",
         f"| install a fresh clone, with Ray and test packages | {taken['clone'] + taken['install']:.0f} s |",
         (
-            f"| its first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; {taken['image_on_ranks']:.0f} s; pixels "
+            f"| its first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; "
+            f"{taken['image_on_ranks']:.0f} s; pixels "
             f"differ by at most {first['largest_difference']} of 255 from the unmodified pipeline |"
         ),
         (
-            f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank killed after "
-            f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} s "
-            f"(first image after {prompts['seconds_to_first']:.0f} s, rank killed at {prompts['seconds_to_kill']:.0f} s) |"
+            f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank "
+            "killed after "
+            f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} "
+            "s "
+            f"(first image after {prompts['seconds_to_first']:.0f} s, rank killed at {prompts['seconds_to_kill']:.0f} "
+            "s) |"
         ),
         (
-            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | {clients['served']} served, "
+            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | "
+            f"{clients['served']} served, "
             f"{clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
         ),
         (
@@ -305,7 +310,8 @@ def table(results: dict[str, Any]) -> list[str]:
         ),
         f"| the next single request | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
         (
-            f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} answered, "
+            f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} "
+            "answered, "
             f"{death['lost']} lost |"
         ),
         (

@@ -1,4 +1,6 @@
-"""What MkDocs is told beside mkdocs.yml: pages that stand elsewhere in the repository, the API reference, and links between them."""
+"""What MkDocs is told beside mkdocs.yml: pages that stand elsewhere in the repository, the API reference, and links
+between them.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def moved(markdown: str, folder: Path) -> str:
 
 
 def reference(package: str, folder: str) -> str:
-    """A page with everything that the package's ``__all__`` lists."""
+    """Return a page with everything that the package's ``__all__`` lists."""
     tree = ast.parse((ROOT / folder / "__init__.py").read_text())
     names = next(
         ast.literal_eval(node.value)

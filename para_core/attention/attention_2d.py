@@ -1,29 +1,32 @@
-"""Attention2D: the ranks of a ring as rows × columns (arXiv:2503.15758). Queries are sent along rows, keys and values along columns.
+"""Attention2D: the ranks of a ring as rows × columns (arXiv:2503.15758). Queries are sent along rows, keys and values
+along columns.
 
-Each rank computes attention of the queries of its row to the keys of its column. Partial results return along the row to the ranks that
-own the queries, and merge by lse. Let the grid be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries
-(including replicated ones) and T_i sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over the ring's
-group,
+Each rank computes attention of the queries of its row to the keys of its column. Partial results return along the row
+to the ranks that own the queries, and merge by lse. Let the grid be r × c
+(:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries (including replicated ones) and T_i
+sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over the ring's group,
 
     queries:          B · e · H · D · S_i · (c - 1)                             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)                  bytes
     results:          B · H · (D_v · e + 4) · Σ S_j over the others of its row  bytes (lse: 4, of float64 8)
 
-With r = c = √R that is 2 · (√R - 1) blocks of each kind; a ring sends R - 1 blocks of keys and of values. A rank holds the blocks of its row
-and of its column in memory. With one column (R is prime, or there are few key heads) queries stay, and only the second collective runs. In
-each all-to-all the parts for ranks outside the row or column are empty, so no further process groups are needed.
+With r = c = √R that is 2 · (√R - 1) blocks of each kind; a ring sends R - 1 blocks of keys and of values. A rank holds
+the blocks of its row and of its column in memory. With one column (R is prime, or there are few key heads) queries
+stay, and only the second collective runs. In each all-to-all the parts for ranks outside the row or column are empty,
+so no further process groups are needed.
 
-Communication overlaps with computation: own queries with own and replicated keys while queries are sent; the row's queries with own keys while
-keys are sent; own queries with the column's keys while results are sent.
+Communication overlaps with computation: own queries with own and replicated keys while queries are sent; the row's
+queries with own keys while keys are sent; own queries with the column's keys while results are sent.
 
-In the backward, queries are sent together with out, its gradient and lse; keys as before. Gradients return in float32 (4 bytes; float64 inputs:
-float64):
+In the backward, queries are sent together with out, its gradient and lse; keys as before. Gradients return in float32
+(4 bytes; float64 inputs: float64):
 
     queries:  B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1),  back 4 · B · H · D · Σ S_j over the others of its row
-    keys:     B · e · H_kv · (D + D_v) · T_i · (r - 1),  back 4 · B · H_kv · (D + D_v) · Σ T_j over the others of its column
+    keys:     B · e · H_kv · (D + D_v) · T_i · (r - 1)
+    back:     4 · B · H_kv · (D + D_v) · Σ T_j over the others of its column
 
-Launches for any number of ranks: 7 with one column; otherwise 17, and one merge for each column after the second (float32 needs no casts: 6 and
-14).
+Launches for any number of ranks: 7 with one column; otherwise 17, and one merge for each column after the second
+(float32 needs no casts: 6 and 14).
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def _by_token(*tensors: Tensor) -> Tensor:
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`. The results are views if their rows begin at multiples of their width, as kernels require."""
+    """Undo :func:`_by_token`. The results are views if their rows begin at multiples of their width, as kernels
+    require.
+    """
     parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
         parts = [part.contiguous() for part in parts]
@@ -74,7 +79,9 @@ class _Arriving(NamedTuple):
 def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
-    """Start to send all of ``rows``, ``[S, B, H, D]``, to each of ``peers``, and to receive ``sizes[i]`` rows from peer ``i``."""
+    """Start to send all of ``rows``, ``[S, B, H, D]``, to each of ``peers``, and to receive ``sizes[i]`` rows from peer
+    ``i``.
+    """
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
@@ -87,7 +94,9 @@ def _give_back(
     dim: MeshDim,
     earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
-    """Start to send ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to peer ``i``, and to receive ``num_own`` rows from each peer."""
+    """Start to send ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to peer ``i``, and to receive ``num_own`` rows from
+    each peer.
+    """
     return _start(rows, peers, sizes, [num_own] * len(peers), dim, earlier)
 
 
@@ -129,7 +138,8 @@ def attention_2d(
     """Compute attention of this ring block's queries to the keys of all ring blocks.
 
     Args:
-        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows are this rank's queries, then those of the other ranks of its row.
+        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows are this rank's queries, then those of the other
+            ranks of its row.
 
     The other arguments and the result are those of :func:`~para_core.attention.ring.ring_attention`.
     """
@@ -180,7 +190,9 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each of ``num_ranks`` the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]``, in ``dtype``, that it packed by :func:`_pack`."""
+    """Yield for each of ``num_ranks`` the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]``, in ``dtype``, that it
+    packed by :func:`_pack`.
+    """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)
     for out, lse in zip(rows[..., :width].unbind(0), lses.unbind(0), strict=True):
@@ -203,7 +215,9 @@ def attention_2d_backward(
     heads: Tensor | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. Arguments as in :func:`attention_2d`."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. Arguments as in
+    :func:`attention_2d`.
+    """
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
     spec = grid.spec
     gradients = partial(
@@ -248,7 +262,8 @@ def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo :func:`_as_dtype`."""
-    # clone(), not contiguous(): a single row counts as contiguous at any offset, and view(dtype) demands an aligned one.
+    # clone(), not contiguous(): a single row counts as contiguous at any offset, and view(dtype) demands an aligned
+    # one.
     return (
         bits[..., 0] if bits.dtype == dtype else bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
     )

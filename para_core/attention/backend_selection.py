@@ -1,4 +1,6 @@
-"""Choose the backend of local attention: the one that the caller names, or the fastest one measured, or PyTorch's own choice."""
+"""Choose the backend of local attention: the one that the caller names, or the fastest one measured, or PyTorch's own
+choice.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ from para_core.torch_internals import cudnn_sdp_enabled, efficient_sdp_enabled, 
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Approximate, so only where it is named, and without gradients; with them, what it stands for computes. (Of all others the result is
-# exact, in the dtype of its input.)
+# Approximate, so only where it is named, and without gradients; with them, what it stands for computes. (Of all others
+# the result is exact, in the dtype of its input.)
 EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
-# The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose another one.
-# Rows come from benchmarks/attention/single_device.py on that device, and from nowhere else. It has not run on one yet, so there is none: PyTorch's
-# own order holds everywhere, and the Triton kernel computes only where it is named.
+# The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose
+# another one. Rows come from benchmarks/attention/single_device.py on that device, and from nowhere else. It has not
+# run on one yet, so there is none: PyTorch's own order holds everywhere, and the Triton kernel computes only where it
+# is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 
 OF_PYTORCH: Mapping[Backend, int] = {
@@ -32,8 +35,8 @@ OF_PYTORCH: Mapping[Backend, int] = {
     "math": SDPBackend.MATH.value,
 }
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
-# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as constants, but not the public
-# functions that call them.
+# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as
+# constants, but not the public functions that call them.
 SWITCHES: Mapping[Backend, Callable[[], bool]] = {
     "flash": flash_sdp_enabled,
     "efficient": efficient_sdp_enabled,
@@ -48,13 +51,13 @@ def resolve_backend(
     """Return the backend for a call, or None if PyTorch chooses it.
 
     Args:
-        backend: The backend that the caller named. Without it, the table of measured backends is used, unless the user has switched off a
-            backend of PyTorch, and so chosen among the others.
+        backend: The backend that the caller named. Without it, the table of measured backends is used, unless the user
+            has switched off a backend of PyTorch, and so chosen among the others.
         masked: Whether the call has a mask.
 
     Raises:
-        RuntimeError: The named backend is switched off or does not support the call. This depends on dtype, head dims, device and ``masked``,
-            and on the lengths if the call is computed in one piece.
+        RuntimeError: The named backend is switched off or does not support the call. This depends on dtype, head dims,
+            device and ``masked``, and on the lengths if the call is computed in one piece.
     """
     if backend is None:
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
@@ -62,7 +65,8 @@ def resolve_backend(
         _require_triton(backend, query, value)
     elif not SWITCHES[backend]():
         raise RuntimeError(
-            f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch it on, or "
+            f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). "
+            "Switch it on, or "
             "name another one."
         )
     elif query.is_cpu and backend in _OF_CUDA:
@@ -86,8 +90,8 @@ def _require_flash_of_cuda(query: Tensor, value: Tensor, *, masked: bool, is_cau
         )
     if is_causal and query.shape[-2] != value.shape[-2]:
         raise RuntimeError(
-            f'backend="flash" takes is_causal on a GPU for as many keys as queries; these are {query.shape[-2]} queries and '
-            f"{value.shape[-2]} keys. Name another backend, or none."
+            f'backend="flash" takes is_causal on a GPU for as many keys as queries; these are {query.shape[-2]} '
+            f"queries and {value.shape[-2]} keys. Name another backend, or none."
         )
 
 
@@ -128,13 +132,13 @@ def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
         dtypes["float32"] = torch.float32
     if query.dtype not in dtypes.values() or head_dim > 256:
         raise RuntimeError(
-            f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to 256; this is {query.dtype} with {head_dim}. Name '
-            "another backend, or none."
+            f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to 256; this is {query.dtype} with '
+            f"{head_dim}. Name another backend, or none."
         )
     if query.device.type == "cpu" and not _is_interpreting():
         raise RuntimeError(
-            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; Triton\'s own '
-            "interpreter runs it there (TRITON_INTERPRET=1)."
+            f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; '
+            "Triton's own interpreter runs it there (TRITON_INTERPRET=1)."
         )
 
 

@@ -1,7 +1,8 @@
 """Forward and backward of attention on one device, by each of PyTorch's backends.
 
 The requirements of the fused kernels were read in the sources of PyTorch 2.13. Paths in comments are relative to
-``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its headers.
+``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its
+headers.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# Operators are called by overload, because a mode takes a call without overload for attention of the model, which it must refuse.
+# Operators are called by overload, because a mode takes a call without overload for attention of the model, which it
+# must refuse.
 _aten = torch.ops.aten
 
-# Backends that accept grouped heads: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
-# transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on a CPU).
+# Backends that accept grouped heads: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over
+# the group), transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention
+# on a CPU).
 _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
@@ -211,8 +214,8 @@ def _memory_efficient_backward(
 def _with_packed_rows(out: Tensor) -> Tensor:
     """Return ``out`` with the memory layout ``[B, S, H, D]`` in 16 bits, which the kernel assumes without checking.
 
-    In 16 bits the kernel sums grad_out ∘ out itself, and steps from row to row of ``out`` by H · D_v: it takes no stride for rows
-    (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
+    In 16 bits the kernel sums grad_out ∘ out itself, and steps from row to row of ``out`` by H · D_v: it takes no
+    stride for rows (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
     """
     _, heads, num_queries, head_dim = out.shape
     packed = out.stride(3) == 1 and (out.stride(2) == heads * head_dim or num_queries == 1)
@@ -234,15 +237,17 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 def _lying_like(query: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the dtype and strides of the forward's result.
 
-    cuDNN builds its graph with the strides of ``out`` and ``grad_out``, but caches it by those of query, key and value alone
-    (cudnn/MHA.cpp, run_cudnn_SDP_bprop). Another layout would be read with the strides of the first one.
+    cuDNN builds its graph with the strides of ``out`` and ``grad_out``, but caches it by those of query, key and value
+    alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). Another layout would be read with the strides of the first one.
     """
     like = torch.empty_like(query)
     return x if x.dtype == like.dtype and x.stride() == like.stride() else like.copy_(x)
 
 
 def _dense(lse: Tensor) -> Tensor:
-    """Return ``lse`` contiguous and aligned: kernels do not take all of its strides, and some load 16 bytes at a time."""
+    """Return ``lse`` contiguous and aligned: kernels do not take all of its strides, and some load 16 bytes at a
+    time.
+    """
     if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
         return lse
     return lse.clone(memory_format=torch.contiguous_format)
@@ -254,7 +259,8 @@ def _unread(query: Tensor) -> Tensor:
 
 
 def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
-    """Return the backend for the backward of a call that ``backend`` computed: the same one, if its backward supports the head dims on all GPUs.
+    """Return the backend for the backward of a call that ``backend`` computed: the same one, if its backward supports
+    the head dims on all GPUs.
 
     Otherwise the memory-efficient backend, whose backward accepts the ``out`` and ``lse`` of any backend, or math.
     """

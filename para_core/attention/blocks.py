@@ -1,4 +1,6 @@
-"""Attention of one block of queries to a sequence of key blocks, on one device. Rings and Attention2D are built on it."""
+"""Attention of one block of queries to a sequence of key blocks, on one device. Rings and Attention2D are built on
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: ``heads[i]`` for query head ``i``. Without ``heads``, ``x``."""
+    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: ``heads[i]`` for query head ``i``. Without
+    ``heads``, ``x``.
+    """
     return x if heads is None else x.index_select(1, heads)
 
 
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     """Return ``x``, with each of ``received`` as an input whose gradient is 0 if it requires one.
 
-    A rank that does not use what it received would otherwise not run the backward of that collective, and the others would hang.
+    A rank that does not use what it received would otherwise not run the backward of that collective, and the others
+    would hang.
     """
     if not torch.is_grad_enabled():
         return x
@@ -49,7 +54,8 @@ class BlockAttention:
 
     Args:
         query: ``[B, H, S_q, D]``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole sequence.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole
+            sequence.
         tiling: Which queries see which keys of each block.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
         attn_func: Computes local attention instead of ``backend``.
@@ -186,7 +192,9 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """Return the gradients of the keys and values of a block, in the dtype of lse. Accumulates those of query and mask."""
+        """Return the gradients of the keys and values of a block, in the dtype of lse. Accumulates those of query and
+        mask.
+        """
         order = self._tiling.keys[step]
         key, value = (order.arrange(x) for x in block)
         grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in (key, value)]

@@ -1,4 +1,6 @@
-"""The exchange at the start of an eager attention call: what must be equal on all ranks, and what each rank states about its part."""
+"""The exchange at the start of an eager attention call: what must be equal on all ranks, and what each rank states
+about its part.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Return an error message that says how the calls of the ranks differ. Collective: it also exchanges the shapes of the masks."""
+    """Return an error message that says how the calls of the ranks differ. Collective: it also exchanges the shapes of
+    the masks.
+    """
     masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
@@ -79,8 +83,10 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
-            f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) pass "
-            "is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens, of which "
+            f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) "
+            "pass "
+            "is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask over all "
+            "tokens, of which "
             "each rank takes its rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
     return first_difference(records)
@@ -89,9 +95,12 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
 def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     held = ", ".join([f"rank {rank} {'none' if shape is None else shape}" for rank, shape in enumerate(masks)])
     return (
-        f"the ranks disagree about attn_mask: {held}. A model that builds its own mask may leave it out where this rank's tokens need "
-        "none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over all tokens, of which each rank takes "
-        "its rows (cp.shard(mask, dim=-2)); for position_ids that are not consecutive, an attention_mask of ones for this rank's tokens."
+        f"the ranks disagree about attn_mask: {held}. A model that builds its own mask may leave it out where this "
+        "rank's tokens need "
+        "none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over all tokens, of "
+        "which each rank takes "
+        "its rows (cp.shard(mask, dim=-2)); for position_ids that are not consecutive, an attention_mask of ones for "
+        "this rank's tokens."
     )
 
 
@@ -99,7 +108,9 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 class OwnPart(NamedTuple):
-    """The statement of one rank about its part: five integers of 64 bits, as :func:`~para_core.distributed.consistency.check_consistent` exchanges them."""
+    """The statement of one rank about its part: five integers of 64 bits, as
+    :func:`~para_core.distributed.consistency.check_consistent` exchanges them.
+    """
 
     rows: int  # Of the mask; -1 without one.
     columns: int
@@ -111,14 +122,16 @@ class OwnPart(NamedTuple):
 # A call without a mask and without digests.
 NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 
-# Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its rows (48 bits up), and
-# whether the calling module is causal.
+# Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its
+# rows (48 bits up), and whether the calling module is causal.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
-    """Return a number for the dtype, the gradient and the leading dims of ``mask``, broadcast to ``num_leading`` leading dims."""
+    """Return a number for the dtype, the gradient and the leading dims of ``mask``, broadcast to ``num_leading``
+    leading dims.
+    """
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
     wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
@@ -187,7 +200,8 @@ def own_part(
     """Return what this rank states about its part of a call.
 
     Args:
-        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. Waits for the device.
+        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. Waits
+            for the device.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
@@ -237,7 +251,8 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the mask of each rank is a key mask: equal rows for its queries, columns for its own keys, and some key hidden.
+    """Whether the mask of each rank is a key mask: equal rows for its queries, columns for its own keys, and some key
+    hidden.
 
     A mask that hides nothing may instead be a block of a larger mask, cut along both dims.
     """
@@ -250,7 +265,8 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes of all ranks. A rank without a mask gets one row for its own keys, if the masks of the others are like this.
+    """Return the mask sizes of all ranks. A rank without a mask gets one row for its own keys, if the masks of the
+    others are like this.
 
     Raises:
         ValueError: The masks of the other ranks have another form, so a mask for this rank is unknown.
@@ -293,7 +309,8 @@ def _with_broadcast_rows(
 def _read_single_tokens(
     mask: Tensor | None, extents: MaskExtents, parts: Sequence[OwnPart], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Take a mask dim of size 1 to be of this rank's token if no rank holds more than one; if it is of all tokens, that is the same.
+    """Take a mask dim of size 1 to be of this rank's token if no rank holds more than one; if it is of all tokens, that
+    is the same.
 
     Raises:
         ValueError: both dims have size 1, and masks differ.
@@ -308,8 +325,10 @@ def _read_single_tokens(
     digests = {part.mask_digest for part in parts if part.rows > 0}
     if queries and keys and extents == MaskExtents("broadcast", "broadcast") and (len(digests) > 1 or 0 in digests):
         raise ValueError(
-            f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} tokens, and it differs: that "
-            "may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) gathers it along the keys, "
+            f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} "
+            "tokens, and it differs: that "
+            "may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) gathers it along the "
+            "keys, "
             "cp.gather(mask, dim=-2) along the queries."
         )
     return mask, extents
@@ -330,10 +349,11 @@ _FRAMES = 24
 
 
 def _is_causal_caller() -> bool:
-    """Whether the module that calls attention is causal: by its attribute ``is_causal``, or because it was called with ``is_causal=True``.
+    """Whether the module that calls attention is causal: by its attribute ``is_causal``, or because it was called with
+    ``is_causal=True``.
 
-    This matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` even in a causal model, because on
-    one device a single token has nothing to hide.
+    This matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` even in a
+    causal model, because on one device a single token has nothing to hide.
     """
     frame, of_module = sys._getframe(1), None
     for _ in range(_FRAMES):
@@ -357,8 +377,10 @@ def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> N
     if max(layout.sizes()) == 1 and any(part.flags & _CAUSAL_CALLER and part.columns <= 1 for part in parts):
         raise ValueError(
             f"each rank holds at most one of {layout.total} tokens, and a module that is causal calls attention with "
-            "is_causal=False: models of Hugging Face transformers do so for a single token, which on one device has no later key. Here it "
-            "has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens (cp.shard(mask, dim=-2)), or use propose_plan."
+            "is_causal=False: models of Hugging Face transformers do so for a single token, which on one device has "
+            "no later key. Here it "
+            "has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens (cp.shard(mask, "
+            "dim=-2)), or use propose_plan."
         )
 
 
@@ -370,7 +392,9 @@ _READ = 16
 
 
 def _digest(query: Tensor, key: Tensor) -> int:
-    """Return a digest of some tokens of this rank; 0 if it would prove nothing, because there is one token or all tokens are equal."""
+    """Return a digest of some tokens of this rank; 0 if it would prove nothing, because there is one token or all
+    tokens are equal.
+    """
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
     if innermost_transform() is not None:
@@ -394,19 +418,25 @@ def _digest(query: Tensor, key: Tensor) -> int:
 
 
 def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:
-    """Raise ``ValueError`` if every rank holds the same tokens in a causal call. Log a warning in another call, which is correct but wasteful."""
+    """Raise ``ValueError`` if every rank holds the same tokens in a causal call. Log a warning in another call, which
+    is correct but wasteful.
+    """
     if len(parts) == 1 or parts[0].digest == 0 or any(part.digest != parts[0].digest for part in parts):
         return
     if spec.is_causal:
         raise ValueError(
-            f"every rank holds the same {spec.query_layout.sizes()[0]} tokens, and nothing was sharded: causal attention would take "
-            f"them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = cp.shard(x, dim=1), and "
-            "position_ids with them) and gather the output; run what is not to be parallel under UnifiedAttnMode.disable(). "
+            f"every rank holds the same {spec.query_layout.sizes()[0]} tokens, and nothing was sharded: causal "
+            "attention would take "
+            f"them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = "
+            "cp.shard(x, dim=1), and "
+            "position_ids with them) and gather the output; run what is not to be parallel under "
+            "UnifiedAttnMode.disable(). "
             "generate() does not shard: use propose_plan, or decode with cp.using(...)."
         )
     # The result is correct, because attention to n copies of all keys equals attention to one.
     logger.warning(
-        "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard the inputs "
+        "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard "
+        "the inputs "
         "(x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
         spec.query_layout.sizes()[0],
         len(parts),

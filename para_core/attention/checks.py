@@ -13,7 +13,9 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``TypeError`` unless ``tensors`` are plain tensors ``[..., S, D]`` of this rank: not nested, not DTensors, and so on."""
+    """Raise ``TypeError`` unless ``tensors`` are plain tensors ``[..., S, D]`` of this rank: not nested, not DTensors,
+    and so on.
+    """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
@@ -24,7 +26,8 @@ def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
         if isinstance(x, DTensor):
             raise TypeError(
-                f"{name} is a DTensor; attention over several ranks takes this rank's part as a plain tensor: x.to_local()."
+                f"{name} is a DTensor; attention over several ranks takes this rank's part as a plain tensor: "
+                "x.to_local()."
             )
 
 
@@ -67,7 +70,9 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _alike(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether two shapes are equal. A comparison that is unknown while tracing counts as equal, because lengths may depend on data."""
+    """Whether two shapes are equal. A comparison that is unknown while tracing counts as equal, because lengths may
+    depend on data.
+    """
     if len(shape) != len(other):
         return False
     return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
@@ -79,8 +84,8 @@ class LengthCheck:
 
     Args:
         name: Name of the calling function, for error messages.
-        lower_right: Whether the causal mask is aligned with the last query and the last key, as in FlashAttention. SDPA's ``is_causal`` is
-            aligned with the first ones, so both lengths must be equal.
+        lower_right: Whether the causal mask is aligned with the last query and the last key, as in FlashAttention.
+            SDPA's ``is_causal`` is aligned with the first ones, so both lengths must be equal.
         num_queries, num_keys: Total lengths that the caller was given, or None.
     """
 
@@ -94,13 +99,16 @@ class LengthCheck:
         for kind, told, total in (("query", self.num_queries, num_queries), ("key", self.num_keys, num_keys)):
             if told is not None and told != total:
                 raise ValueError(
-                    f"{self.name} was told that the {kind} has {told} tokens; expected those that this rank holds, or all "
+                    f"{self.name} was told that the {kind} has {told} tokens; expected those that this rank holds, or "
+                    "all "
                     f"{total} of the sequence. Pass the offsets of the tokens that are in the tensor."
                 )
         if self.lower_right and num_queries != num_keys:
             raise ValueError(
-                f"{self.name} got causal=True with {num_queries} queries and {num_keys} keys. It aligns the mask with the last "
-                "query and key, which is not computed over several ranks. Pass causal=False for a single query; otherwise use "
+                f"{self.name} got causal=True with {num_queries} queries and {num_keys} keys. It aligns the mask with "
+                "the last "
+                "query and key, which is not computed over several ranks. Pass causal=False for a single query; "
+                "otherwise use "
                 "F.scaled_dot_product_attention with a mask for all tokens."
             )
 
@@ -134,7 +142,8 @@ def refuse_dropout(dropout_p: float) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_transforms() -> bool:
-    """Raise ``RuntimeError`` inside a transform of ``torch.func`` that collectives do not support, and in forward-mode AD.
+    """Raise ``RuntimeError`` inside a transform of ``torch.func`` that collectives do not support, and in forward-mode
+    AD.
 
     While a graph is traced this runs once, inside the transforms that are traced.
     """
@@ -142,12 +151,14 @@ def refuse_transforms() -> bool:
     kind = None if interpreter is None else interpreter.key()
     if kind == TransformType.Vmap:
         raise RuntimeError(
-            "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped dim "
+            "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped "
+            "dim "
             "into the batch dim of query, key and value instead."
         )
     if kind == TransformType.Jvp or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
         raise RuntimeError(
-            "attention over several ranks in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad): tangents would be lost. "
+            "attention over several ranks in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad): tangents "
+            "would be lost. "
             "Use reverse mode (torch.func.vjp, .backward()), or attend on one rank under UnifiedAttnMode.disable()."
         )
     return True

@@ -1,8 +1,8 @@
 """Rows of a float mask that hide every key with a finite number: ``finfo.min``, -1e9, -10000.
 
-SDPA returns a mean of the values for such a row, because softmax ignores a number that is added to all scores. But the lse of the row is
-about that number, and float32 has no digits left for the logarithm of the number of keys. Merging by such an lse would give all ring blocks
-the same weight, whatever their lengths.
+SDPA returns a mean of the values for such a row, because softmax ignores a number that is added to all scores. But the
+lse of the row is about that number, and float32 has no digits left for the logarithm of the number of keys. Merging by
+such an lse would give all ring blocks the same weight, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class FiniteMaskedRows:
     """A float mask, with what is needed to correct the lse of its low rows.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows whose scores still count are shifted so that their maximum is 0.
+        mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows whose scores still count are shifted so that their maximum
+            is 0.
         highest: ``[B or 1, H or 1, S_q or 1, 1]``, the maximum of each row of ``mask``.
         absorbed: Same shape, True for rows in which the scores do not count.
     """
@@ -52,7 +53,8 @@ class FiniteMaskedRows:
         ]
 
     def lse_of_tile(self, lse: Tensor, mask: Tensor, *, diagonal: bool) -> Tensor:
-        """Return the lse ``[B, H, S_q]`` of a tile of keys; for absorbed rows, the logarithm of the number of keys with the row's maximum.
+        """Return the lse ``[B, H, S_q]`` of a tile of keys; for absorbed rows, the logarithm of the number of keys with
+        the row's maximum.
 
         Args:
             mask: ``[B or 1, H or 1, S_q or 1, S_k]``, the mask of the tile's keys.
@@ -66,8 +68,8 @@ class FiniteMaskedRows:
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``grad_out`` and lse for which exp(scores - lse) · grad_out is also correct in absorbed rows.
 
-        In these rows the scores equal the mask, so exp(scores - mask) is 1 although the weight is 1 / N for N keys. The factor goes into
-        ``grad_out``.
+        In these rows the scores equal the mask, so exp(scores - mask) is 1 although the weight is 1 / N for N keys. The
+        factor goes into ``grad_out``.
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)

@@ -1,10 +1,13 @@
-"""Token exchange around one call of flex attention: each rank gets some heads of its Ulysses group's queries and of all keys.
+"""Token exchange around one call of flex attention: each rank gets some heads of its Ulysses group's queries and of all
+keys.
 
-:func:`enter` gives a rank the heads that Ulysses assigns to it. Its queries are those of its Ulysses group; its keys and values are those of
-the whole sequence, gathered over the ring. Both are in the order of the sequence, so ``score_mod`` and ``mask_mod`` get the indices that they
-were written for, up to an offset. :func:`leave` returns outputs to the ranks that hold the tokens.
+:func:`enter` gives a rank the heads that Ulysses assigns to it. Its queries are those of its Ulysses group; its keys
+and values are those of the whole sequence, gathered over the ring. Both are in the order of the sequence, so
+``score_mod`` and ``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` returns
+outputs to the ranks that hold the tokens.
 
-Both are operators with a gradient, in eager code and in graphs. They take a call as JSON, like :mod:`para_core.attention.operator`.
+Both are operators with a gradient, in eager code and in graphs. They take a call as JSON, like
+:mod:`para_core.attention.operator`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values, each in the order of the sequence.
+    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values, each in the order of
+    the sequence.
 
     Args:
         query, key, value: ``[B, H, S_local, D]``, in the layouts of ``plan``.
@@ -35,7 +39,9 @@ def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tup
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return all heads of this rank's tokens. ``out`` is ``[B, H_local, S, D]``, in the order of the queries from :func:`enter`."""
+    """Return all heads of this rank's tokens. ``out`` is ``[B, H_local, S, D]``, in the order of the queries from
+    :func:`enter`.
+    """
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]
 
@@ -74,7 +80,9 @@ def _order(runs: Sequence[Run]) -> list[int] | None:
 
 
 def _sorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return ``x``, ``[B, H, S, D]``, with its tokens in the order of the sequence; ``runs`` are their positions now."""
+    """Return ``x``, ``[B, H, S, D]``, with its tokens in the order of the sequence; ``runs`` are their positions
+    now.
+    """
     order = _order(runs)
     if order is None:
         return x
@@ -93,7 +101,9 @@ def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def _key_runs(plan: AttentionPlan) -> list[Run]:
-    """Return the positions of the keys as gathered over the ring: the block of each ring rank, then the replicated tokens."""
+    """Return the positions of the keys as gathered over the ring: the block of each ring rank, then the replicated
+    tokens.
+    """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if not plan.ring.rotates:
         return own_runs(layout, mesh)
@@ -102,7 +112,9 @@ def _key_runs(plan: AttentionPlan) -> list[Run]:
 
 
 def _travelling_first(x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Return the sharded and the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the order of its layout."""
+    """Return the sharded and the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the
+    order of its layout.
+    """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
         common = num_replicated(layout)

@@ -13,11 +13,12 @@ from para_core.distributed.lazy import lazy
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Return the ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes if there are as many keys as queries.
+    """Return the ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes if there are as many keys as
+    queries.
 
-    Queries and their results are sent along a row, keys and values along a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per
-    token. Between equals it is the grid with fewer columns, because results are sent with their lse. A prime number of ranks is one column:
-    every rank gets all keys and values, and no query is sent.
+    Queries and their results are sent along a row, keys and values along a column: 2 · H · (columns - 1) + 2 · H_kv ·
+    (rows - 1) vectors per token. Between equals it is the grid with fewer columns, because results are sent with their
+    lse. A prime number of ranks is one column: every rank gets all keys and values, and no query is sent.
 
     >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
     ((2, 2), (3, 2), (5, 1))
@@ -32,7 +33,8 @@ def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int
 class GridPlan:
     """This rank's position in a grid of ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
 
-    The rank computes attention of the queries of its row to the sharded keys of its column, and of its own queries to replicated keys.
+    The rank computes attention of the queries of its row to the sharded keys of its column, and of its own queries to
+    replicated keys.
     """
 
     ring: RingPlan
@@ -82,7 +84,9 @@ class GridPlan:
 
     @lazy
     def row_tiling(self) -> Tiling:
-        """The tiling of the other queries of the row: this rank's sharded keys are step 0, those of the other ranks of its column step 1."""
+        """The tiling of the other queries of the row: this rank's sharded keys are step 0, those of the other ranks of
+        its column step 1.
+        """
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 

@@ -1,7 +1,8 @@
-"""Interfaces by which approximate or sparse attention plugs into the exact path: which keys are seen, and how tensors are sent.
+"""Interfaces by which approximate or sparse attention plugs into the exact path: which keys are seen, and how tensors
+are sent.
 
-Options hold values with these methods. :mod:`para_core.attention.approximate` defines them, and is imported when an option first needs it:
-exact attention imports nothing of it.
+Options hold values with these methods. :mod:`para_core.attention.approximate` defines them, and is imported when an
+option first needs it: exact attention imports nothing of it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class WireFormat(Protocol):
         """Return the number of buffer elements per token and head."""
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-        """Return a buffer of ``numel`` elements with the encoded ``regions`` of the tensors (see :class:`CopyRegion`)."""
+        """Return a buffer of ``numel`` elements with the encoded ``regions`` of the tensors (see
+        :class:`CopyRegion`).
+        """
 
     def unpack(self, buffer: Tensor, regions: list[int], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         """Return tensors of ``dtype`` and ``sizes`` (B, H, S, D of each) with the decoded ``regions`` of a buffer."""

@@ -1,4 +1,6 @@
-"""Attention kernels of other libraries, as values for ``attn_func=``. The libraries are not installed with para_core."""
+"""Attention kernels of other libraries, as values for ``attn_func=``. The libraries are not installed with
+para_core.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
         )
         if isinstance(result, Tensor):
             raise RuntimeError(
-                "flash_attn_func returned out alone. Its lse is needed: pass function=a version that returns (out, lse)."
+                "flash_attn_func returned out alone. Its lse is needed: pass function=a version that returns (out, "
+                "lse)."
             )
         return result[0].transpose(1, 2), result[1]
 
@@ -61,7 +64,8 @@ def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """Return SageAttention (arXiv:2410.02367) as a value for ``attn_func=``. **Not exact**: q·k is rounded to 8 bits, p·v to 16 or 8.
+    """Return SageAttention (arXiv:2410.02367) as a value for ``attn_func=``. **Not exact**: q·k is rounded to 8 bits,
+    p·v to 16 or 8.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``sageattention.sageattn``.
@@ -104,7 +108,8 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
 def _refuse_mask(library: str, mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError(
-            f"{library} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for models with masks."
+            f"{library} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for "
+            "models with masks."
         )
 
 

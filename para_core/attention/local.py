@@ -29,9 +29,9 @@ def local_attention(
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` of 4-D tensors, without interception by a mode.
 
-    It differs from SDPA in this: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` can be combined on every
-    backend; any dim may be 0; and key heads that divide the number of query heads are grouped without ``enable_gqa``. ``backend`` is that of
-    :func:`local_attention_with_lse`.
+    It differs from SDPA in this: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` can
+    be combined on every backend; any dim may be 0; and key heads that divide the number of query heads are grouped
+    without ``enable_gqa``. ``backend`` is that of :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
@@ -74,8 +74,8 @@ def local_attention_with_lse(
 
     Args:
         query: ``[B, H, S_q, D]``. Any dim may be 0.
-        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``. S_k may be 0. H_kv divides H: query head i uses key head
-            ``i // (H // H_kv)``.
+        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``. S_k may be 0. H_kv divides H: query head i uses
+            key head ``i // (H // H_kv)``.
         mask: 4-D, broadcastable to ``[B, H, S_q, S_k]``. Bool (True shows a key) or float (added to the scores).
         is_causal: Whether query i sees only keys 0 … i, in addition to ``mask``.
         scale: Factor of the scores. Defaults to ``1 / sqrt(D)``.
@@ -83,12 +83,14 @@ def local_attention_with_lse(
             (``para_core.attention.backend_selection``).
 
     Returns:
-        ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32 (float64 for float64 input).
-        A row without a key gives 0 and -inf. ``out`` has the memory layout of SDPA's result, so ``out.transpose(1, 2).view(...)`` works if it
-        works on SDPA's: that of ``query`` from FlashAttention and cuDNN, otherwise ``[B, S_q, H, D_v]``.
+        ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
+        (float64 for float64 input). A row without a key gives 0 and -inf. ``out`` has the memory layout of SDPA's
+        result, so ``out.transpose(1, 2).view(...)`` works if it works on SDPA's: that of ``query`` from FlashAttention
+        and cuDNN, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: The user's switches leave no backend, or not the named one. :func:`require_backend` tells beforehand.
+        RuntimeError: The user's switches leave no backend, or not the named one. :func:`require_backend` tells
+            beforehand.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
@@ -104,7 +106,8 @@ def local_attention_with_lse(
         problem = problem.as_taken_by(choice)
     out, lse = FORWARD[choice](problem)
     if mask is not None:
-        # Backends return NaN or an lse of 0 for a row without a key. In place, because masked_fill() changes the memory format.
+        # Backends return NaN or an lse of 0 for a row without a key. In place, because masked_fill() changes the memory
+        # format.
         empty_row = fully_masked_rows(mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
@@ -125,8 +128,8 @@ def continued_attention(
 ) -> None:
     """Compute attention to these keys and merge it into ``so_far``, in place. Has no gradient.
 
-    The Triton kernel continues from ``so_far``: one launch, which reads and writes the float32 partial result once. With any other backend
-    merging is one more launch.
+    The Triton kernel continues from ``so_far``: one launch, which reads and writes the float32 partial result once.
+    With any other backend merging is one more launch.
 
     Args:
         so_far: The result over other keys.
@@ -178,8 +181,8 @@ def local_attention_backward(
     Args:
         query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
         out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, over all keys; lse is -inf for a row without a key.
-        backend: The backend of the forward, an exact one. The Triton kernel has no backward, so the backend that SDPA would choose computes it
-            from the kernel's ``out`` and ``lse``.
+        backend: The backend of the forward, an exact one. The Triton kernel has no backward, so the backend that SDPA
+            would choose computes it from the kernel's ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
@@ -241,7 +244,8 @@ def _triton(
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return for each sample the range from 0 to its last visible key, ``[B or 1, 1, 2]``; None if the mask has a row per query.
+    """Return for each sample the range from 0 to its last visible key, ``[B or 1, 1, 2]``; None if the mask has a row
+    per query.
 
     Padding at the end is then not computed. The range stays on the device, so the host does not wait.
     """
@@ -259,8 +263,9 @@ def require_backend(
 ) -> None:
     """Raise ``RuntimeError`` unless the user's switches leave a backend for tensors like these, or the named one.
 
-    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens and heads, so it is
-    equal on a rank that has nothing to compute. It costs nothing while the math backend is switched on.
+    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens
+    and heads, so it is equal on a rank that has nothing to compute. It costs nothing while the math backend is switched
+    on.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -275,7 +280,9 @@ def require_backend(
 def _has_backend(
     dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
 ) -> bool:
-    """Whether the user's switches leave a backend. The result is a constant of a graph, because Dynamo cannot trace the question."""
+    """Whether the user's switches leave a backend. The result is a constant of a graph, because Dynamo cannot trace the
+    question.
+    """
     try:
         _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype))
     except RuntimeError:
@@ -286,8 +293,8 @@ def _has_backend(
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
     """Whether the math backend computes the gradient of a 16-bit call like this, on every rank.
 
-    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math backend computes such a
-    call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
+    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math
+    backend computes such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -391,7 +398,9 @@ def fully_masked_rows(mask: Tensor) -> Tensor:
 
 
 def as_sdpa(out: Tensor) -> Tensor:
-    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, because models call ``out.transpose(1, 2).view(...)``."""
+    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, because models call
+    ``out.transpose(1, 2).view(...)``.
+    """
     by_token = out.transpose(1, 2)
     return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 

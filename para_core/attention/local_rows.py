@@ -1,9 +1,10 @@
 """Detect masks whose rows a model counted from this rank's first token, as if it were the first token of the sequence.
 
-A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which are wrong on all ranks
-but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so the values have to decide: in a correct causal
-mask each query sees its own key, and in one that was counted from 0 no row i shows a key after i. A mask that is
-not causal (a window to both sides) and was counted from 0 has the same rows on every rank, which a correct one has only if all rows are equal.
+A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which
+are wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so
+the values have to decide: in a correct causal mask each query sees its own key, and in one that was counted from 0 no
+row i shows a key after i. A mask that is not causal (a window to both sides) and was counted from 0 has the same rows
+on every rank, which a correct one has only if all rows are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHOWS = 4  # some row shows some key
 EQUAL = 8  # all rows are equal
 HIDES = 16  # some row hides some key
 
-# Additive masks hide a key with -inf, finfo(dtype).min or about -10000, which bfloat16 rounds to -9984. A bias as large as that hides, too.
+# Additive masks hide a key with -inf, finfo(dtype).min or about -10000, which bfloat16 rounds to -9984. A bias as large
+# as that hides, too.
 _HIDDEN = -9900.0
 _MOST_REVIEWS = 16
 # Rows of a mask that ranks compare, at most.
@@ -39,7 +41,8 @@ class Review(NamedTuple):
 
     Args:
         bits: ``LOWER``, ``DIFFER``, …; 0 for a mask that is trusted.
-        digest: of rows that every rank has, counted from 0; 0 if all rows are equal to each other, or the mask is trusted.
+        digest: of rows that every rank has, counted from 0; 0 if all rows are equal to each other, or the mask is
+            trusted.
     """
 
     bits: int = 0
@@ -47,7 +50,9 @@ class Review(NamedTuple):
 
 
 class MaskReviews:
-    """Cached reviews of masks. A review is valid until the mask is changed, so its values are read once and not once per layer."""
+    """Cached reviews of masks. A review is valid until the mask is changed, so its values are read once and not once
+    per layer.
+    """
 
     def __init__(self) -> None:
         self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
@@ -72,7 +77,9 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """Return the owner of ``mask`` and a key that stay equal while a model passes the same mask, or equal views of it, to its layers."""
+    """Return the owner of ``mask`` and a key that stay equal while a model passes the same mask, or equal views of it,
+    to its layers.
+    """
     owner = owner_of(mask)
     written = None if owner.is_inference() else version_of(owner)
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
@@ -127,20 +134,24 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
 
 def num_common_rows(layout: SequenceLayout) -> int:
-    """Return the number of rows that the masks of all ranks with tokens of ``layout`` have, if a mask has a row per token of its rank."""
+    """Return the number of rows that the masks of all ranks with tokens of ``layout`` have, if a mask has a row per
+    token of its rank.
+    """
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
 def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
-    """Raise ``ValueError`` if the masks of all ranks look as if their rows were counted from 0. All ranks decide equally.
+    """Raise ``ValueError`` if the masks of all ranks look as if their rows were counted from 0. All ranks decide
+    equally.
 
     Args:
         reviews: What each rank found in its mask, which has its own rows and all columns.
-        is_causal: Whether the model states that it is causal. Decides if a rank has a single row, or if no rank shows a key.
+        is_causal: Whether the model states that it is causal. Decides if a rank has a single row, or if no rank shows a
+            key.
 
     Raises:
-        ValueError: On no rank a row i shows a key after i, although the rows differ; a causal model shows no key on any rank; or all ranks have the
-            same rows, which differ from each other.
+        ValueError: On no rank a row i shows a key after i, although the rows differ; a causal model shows no key on any
+            rank; or all ranks have the same rows, which differ from each other.
     """
     of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2:
@@ -160,9 +171,12 @@ def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_ca
         return
     sizes = ", ".join([str(size) for size in layout.sizes()])
     raise ValueError(
-        f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, and it {finding}. "
-        "So its rows were counted from this rank's first token, as a model does that builds its mask from the length of its "
-        "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the wrong rows. Pass the "
+        f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, "
+        f"and it {finding}. "
+        "So its rows were counted from this rank's first token, as a model does that builds its mask from the length "
+        "of its "
+        "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the "
+        "wrong rows. Pass the "
         f"model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); {advice}"
         "or use propose_plan, which runs the part that builds the mask on all tokens."
     )

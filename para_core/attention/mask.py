@@ -1,8 +1,9 @@
 """``attn_mask`` over a mesh: the extents of its dims, and the part of it that a rank's block needs.
 
-A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key dim is local, the mask is gathered along it
-with all its rows; a mask with a row per query then temporarily needs as much memory as on one device. If the query dim is local, rows are sent
-together with the queries: to the Ulysses group, and with Attention2D to the other ranks of the row.
+A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key dim is local, the mask
+is gathered along it with all its rows; a mask with a row per query then temporarily needs as much memory as on one
+device. If the query dim is local, rows are sent together with the queries: to the Ulysses group, and with Attention2D
+to the other ranks of the row.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class MaskExtents:
 def mask_extents(
     sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
 ) -> MaskExtents:
-    """Return the extents of a mask from the last two sizes of the masks of ``ranks``: all ranks in eager code, this rank otherwise.
+    """Return the extents of a mask from the last two sizes of the masks of ``ranks``: all ranks in eager code, this
+    rank otherwise.
 
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
@@ -46,11 +48,15 @@ def mask_extents(
     keys = _extent("key", [size for _, size in sizes], key_layout, ranks)
     if queries == keys == "local":
         raise ValueError(
-            f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a block of "
+            f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a "
+            "block of "
             "the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
-            f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask from this rank's tokens "
-            "(Hugging Face transformers: for padding, for position_ids that are not consecutive, and always while it is compiled) takes a "
-            "4-D mask over all tokens, of which each rank passes its rows: cp.shard(mask, dim=-2). propose_plan needs none."
+            f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask "
+            "from this rank's tokens "
+            "(Hugging Face transformers: for padding, for position_ids that are not consecutive, and always while it "
+            "is compiled) takes a "
+            "4-D mask over all tokens, of which each rank passes its rows: cp.shard(mask, dim=-2). propose_plan needs "
+            "none."
         )
     return MaskExtents(queries, keys)
 
@@ -62,7 +68,8 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     holds_all = [size == layout.total for size in layout.sizes()]
     if alone and True in holds_all and False in holds_all:
         raise ValueError(
-            f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a rank's part "
+            f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a "
+            "rank's part "
             "cannot be told from one for all tokens. Call this attention outside of the compiled function."
         )
     if all(size == layout.total for size in sizes):
@@ -70,16 +77,20 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     if all(size == layout.size(rank) for size, rank in zip(sizes, ranks, strict=True)):
         if alone and 1 in layout.sizes():
             raise ValueError(
-                f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, which "
-                "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for all "
-                "tokens: cp.local_mask(mask, sequence=...) gathers it along the keys, cp.gather(mask, dim=-2, sequence=...) "
+                f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, "
+                "which "
+                "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for "
+                "all "
+                "tokens: cp.local_mask(mask, sequence=...) gathers it along the keys, cp.gather(mask, dim=-2, "
+                "sequence=...) "
                 "along the queries."
             )
         return "local"
     held = ", ".join([str(layout.size(rank)) for rank in ranks])
     sizes_text = ", ".join([str(size) for size in sizes])
     raise ValueError(
-        f"attn_mask has {kind} dim {sizes_text}; expected 1, or {layout.total} (the whole sequence), or {held} (a rank's part)."
+        f"attn_mask has {kind} dim {sizes_text}; expected 1, or {layout.total} (the whole sequence), or {held} (a "
+        "rank's part)."
     )
 
 
@@ -90,8 +101,8 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
         mask: ``[B or 1, H or 1, S_q, S_k]``, with dims of these ``extents``.
 
     Returns:
-        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of the block's queries, followed by those of the other ring
-        ranks of the row if there is a grid; columns are positions in the whole sequence.
+        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of the block's queries, followed by
+        those of the other ring ranks of the row if there is a grid; columns are positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # gloo does not send bool tensors.
         return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
@@ -116,7 +127,9 @@ def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tenso
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """Return ``mask`` followed by the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of the row. Differentiable."""
+    """Return ``mask`` followed by the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of
+    the row. Differentiable.
+    """
     if not grid.row:
         return mask
     rows = mask.movedim(2, 0)
@@ -128,7 +141,9 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
 
 
 def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """Exchange this rank's rows for all heads for the rows of its Ulysses group for this rank's heads. Differentiable."""
+    """Exchange this rank's rows for all heads for the rows of its Ulysses group for this rank's heads.
+    Differentiable.
+    """
     layout, mesh = ulysses.query_layout, ulysses.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)
     (block,) = ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()

@@ -16,8 +16,11 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.merge_reference.merge` with few operators and without a gradient. ``out`` has the dtype of lse."""
-    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). For two rows without a key (-inf - -inf) any weight is correct.
+    """Compute :func:`para_core.kernels.merge_reference.merge` with few operators and without a gradient. ``out`` has
+    the dtype of lse.
+    """
+    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). For two rows without a key (-inf - -inf) any weight is
+    # correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
     if out_a.dtype != lse_a.dtype:  # A call of to() costs as much as a small addition, even if it does nothing.
         out_a = out_a.to(lse_a.dtype)
@@ -66,7 +69,8 @@ class Merged:
 
     Attributes:
         count: Number of partial results.
-        out, lse: The merged result. With two or more partial results ``out`` has the dtype of lse, so that the caller rounds it once.
+        out, lse: The merged result. With two or more partial results ``out`` has the dtype of lse, so that the caller
+            rounds it once.
     """
 
     out: Tensor

@@ -62,7 +62,8 @@ class _Prepared:
     Args:
         signature: What must be equal on all ranks; None if the ranks do not compare calls.
         extents: The extents of the mask; None without a mask, and if each call exchanges the sizes of the ranks' masks.
-        has_single_tokens: Whether a rank holds a single token in a call without ``is_causal``. The calling module may still be causal.
+        has_single_tokens: Whether a rank holds a single token in a call without ``is_causal``. The calling module may
+            still be causal.
     """
 
     plan: AttentionPlan
@@ -77,8 +78,10 @@ class MeshAttention:
     In eager code a call is validated and planned once per shapes and flags.
 
     Args:
-        layouts: Returns the layouts of queries and keys from this rank's lengths. Its answers are cached per state (:meth:`under`).
-        assume_equal: Whether to skip the exchange at the start of each call. Bad input on one rank may then hang or abort the others.
+        layouts: Returns the layouts of queries and keys from this rank's lengths. Its answers are cached per state
+            (:meth:`under`).
+        assume_equal: Whether to skip the exchange at the start of each call. Bad input on one rank may then hang or
+            abort the others.
         attn_func: Computes local attention instead of SDPA.
     """
 
@@ -99,7 +102,8 @@ class MeshAttention:
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
         # Reviews of the masks of compared calls.
         self.reviews = MaskReviews()
-        # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded through it.
+        # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded
+        # through it.
         self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
@@ -112,17 +116,19 @@ class MeshAttention:
         """Compute ``call``, whose tensors are this rank's part.
 
         Args:
-            call: Tensors ``[B, H, S_local, D]``, with any leading dims that SDPA accepts. At most one of the last two dims of the mask may be
-                local.
+            call: Tensors ``[B, H, S_local, D]``, with any leading dims that SDPA accepts. At most one of the last two
+                dims of the mask may be local.
 
         Returns:
             ``[B, H, S_local, D_v]``, with the memory layout of SDPA's result.
 
         Raises:
-            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code it is raised on every rank.
+            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code it is raised on every
+                rank.
         """
         compiling = torch.compiler.is_compiling()
-        # Tested before the call of refuse_transforms(), because it is hardly ever true and a function call costs the host time.
+        # Tested before the call of refuse_transforms(), because it is hardly ever true and a function call costs the
+        # host time.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             refuse_transforms()
         call = _normalized(call)
@@ -183,7 +189,9 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call. The result depends on its shapes and flags only, and is cached under ``lookup_key``."""
+        """Validate and plan a call. The result depends on its shapes and flags only, and is cached under
+        ``lookup_key``.
+        """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
@@ -269,7 +277,9 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _normalized(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` with tensors cast by autocast, flags and scale as plain numbers, and expanded rows of the mask reduced to one row."""
+    """Return ``call`` with tensors cast by autocast, flags and scale as plain numbers, and expanded rows of the mask
+    reduced to one row.
+    """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
         # Autocast casts the arguments of SDPA, but not those of the operators that are used here.
@@ -290,7 +300,8 @@ def _normalized(call: SdpaCall) -> SdpaCall:
 def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
-    # Nested tensors have no shape. With the math backend switched off, the user's other switches decide whether the call is valid.
+    # Nested tensors have no shape. With the math backend switched off, the user's other switches decide whether the
+    # call is valid.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
@@ -324,7 +335,9 @@ def _one_row(mask: Tensor) -> Tensor:
 
 
 def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
-    """Return ``mask`` as ``[B or 1, H or 1, S_q, S_k]``, for a query with the dims ``leading`` instead of one batch dim."""
+    """Return ``mask`` as ``[B or 1, H or 1, S_q, S_k]``, for a query with the dims ``leading`` instead of one batch
+    dim.
+    """
     if mask.ndim <= 3:
         return mask
     if all(size == 1 for size in mask.shape[:-3]):
@@ -370,7 +383,9 @@ def _check_attn_func(
     *,
     is_causal: bool,
 ) -> None:
-    """Raise if ``attn_func`` cannot compute this call. Calls it with one token to see whether it returns lse, before anything is sent."""
+    """Raise if ``attn_func`` cannot compute this call. Calls it with one token to see whether it returns lse, before
+    anything is sent.
+    """
     if torch.compiler.is_compiling() and (is_causal or options.by_position):
         raise RuntimeError(
             "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "

@@ -1,7 +1,7 @@
 """``F.multi_head_attention_forward`` with any SDPA implementation.
 
-Modes are off while torch computes a call that a mode let through. The SDPA call inside torch's own implementation, which
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would therefore not be intercepted.
+Modes are off while torch computes a call that a mode let through. The SDPA call inside torch's own implementation,
+which ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would therefore not be intercepted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
-    """Compute ``F.multi_head_attention_forward`` with its SDPA call computed by ``handler``. The other arguments are torch's.
+    """Compute ``F.multi_head_attention_forward`` with its SDPA call computed by ``handler``. The other arguments are
+    torch's.
 
     Args:
         query, key, value: ``[S_local, B, E]``, or ``[S_local, E]`` without a batch.
@@ -88,7 +89,8 @@ def multi_head_attention(
 def _merged_mask(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return both masks as one additive or boolean mask of SDPA. In the arguments True hides a key; in the result True shows it.
+    """Return both masks as one additive or boolean mask of SDPA. In the arguments True hides a key; in the result True
+    shows it.
 
     Args:
         key_padding_mask: ``[B, S_k]`` or ``[S_k]``.
@@ -103,7 +105,8 @@ def _merged_mask(
         return ~only if only is not None and only.dtype == torch.bool else only
     if attn_mask.shape[-1] != key_padding_mask.shape[-1]:
         raise ValueError(
-            f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass both for "
+            f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass both "
+            "for "
             "this rank's keys, or both for all."
         )
     if attn_mask.dtype == key_padding_mask.dtype == torch.bool:

@@ -1,8 +1,9 @@
 """Attention over the mesh as one differentiable operation: an autograd function in eager code, an operator in a graph.
 
-In a graph each call is one opaque operator, and one for its gradient. The compiler can then neither drop nor reorder the collectives
-inside, a ring of any size is one node, lengths are plain integers at run time, and a rank without tokens or heads takes part. The arguments
-are the tensors, the spec of the call as constant JSON (``AttentionSpec.text``), and the lengths.
+In a graph each call is one opaque operator, and one for its gradient. The compiler can then neither drop nor reorder
+the collectives inside, a ring of any size is one node, lengths are plain integers at run time, and a rank without
+tokens or heads takes part. The arguments are the tensors, the spec of the call as constant JSON
+(``AttentionSpec.text``), and the lengths.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         return usp_forward(plan, query, key, value, mask)[0]
 
 
-# -- saved for the backward: lse, and query, key, value and out of the block; without an exchange these are the inputs and the output
+# -- saved for the backward: lse, and query, key, value and out of the block; without an exchange these are the inputs
+# and the output
 
 
 def _outputs(saved: Saved, plan: AttentionPlan) -> tuple[Tensor, ...]:
@@ -49,8 +51,8 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
     out, lse, *block = output[:6]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # The marker makes activation checkpointing raise if it recomputes outside the mode, by SDPA: torch then compares saved tensors of
-    # different shapes.
+    # The marker makes activation checkpointing raise if it recomputes outside the mode, by SDPA: torch then compares
+    # saved tensors of different shapes.
     marker = lse.new_empty(plan.spec.mesh.ranks, 0)
     ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if plan.ulysses is None else block), lse)
 
@@ -62,14 +64,17 @@ def _followed_outside(tensors: Sequence[Any]) -> bool:
 
 
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
-    """Raise ``RuntimeError`` if this gradient would be differentiated: autograd does not record the operators that compute it."""
+    """Raise ``RuntimeError`` if this gradient would be differentiated: autograd does not record the operators that
+    compute it.
+    """
     if not torch.is_grad_enabled():
         return
     # torch.func.grad always keeps a graph, but a gradient is lost only if something outside of it needs that graph.
     innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
-            "attention over several ranks has no second derivative, and its gradient was asked for with create_graph=True (or by "
+            "attention over several ranks has no second derivative, and its gradient was asked for with "
+            "create_graph=True (or by "
             "nested torch.func transforms). Leave create_graph out, or compute this attention on one rank under "
             "UnifiedAttnMode.disable()."
         )

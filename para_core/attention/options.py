@@ -11,8 +11,8 @@ import torch
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 from para_core.attention.hooks import BlockVisibility, KeySelection, read_block_visibility, read_key_selection
 
-# How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all come at once; or
-# queries travel along rows of ranks, and keys along columns.
+# How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all
+# come at once; or queries travel along rows of ranks, and keys along columns.
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 # By the name of each in the JSON of a graph.
@@ -35,16 +35,17 @@ class AttnOptions:
     """The options of a mode, a plan or a functional form.
 
     Args:
-        ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is computed. Has no
-            effect on calls that keep a gradient.
-        rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour (``"alltoall"``), gathered
-            at once (``"allgather"``), or in a grid (``"2d"``). The backward passes them on unless it is ``"2d"``. ``block_mask`` and
-            ``kept_keys`` send only what is seen, as with ``"alltoall"``.
-        comm_dtype: Not exact. The dtype to which tensors are rounded for sending, in calls that keep no gradient; None to send them unchanged.
+        ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is
+            computed. Has no effect on calls that keep a gradient.
+        rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour
+            (``"alltoall"``), gathered at once (``"allgather"``), or in a grid (``"2d"``). The backward passes them on
+            unless it is ``"2d"``. ``block_mask`` and ``kept_keys`` send only what is seen, as with ``"alltoall"``.
+        comm_dtype: Not exact. The dtype to which tensors are rounded for sending, in calls that keep no gradient; None
+            to send them unchanged.
         block_mask: Which blocks of queries see which blocks of keys; None for all.
         kept_keys: Not exact. The criterion by which keys are kept; None to keep all.
-        backend: Computes local attention: a backend of PyTorch, ``"triton"``, or None for the best one that the user's switches allow.
-            ``"triton-int8"`` is not exact: in calls that keep no gradient it computes q·k in 8 bits.
+        backend: Computes local attention: a backend of PyTorch, ``"triton"``, or None for the best one that the user's
+            switches allow. ``"triton-int8"`` is not exact: in calls that keep no gradient it computes q·k in 8 bits.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
@@ -68,7 +69,8 @@ class AttnOptions:
             raise ValueError(f"rotate_method is {self.rotate_method!r}; expected 'alltoall', 'allgather' or '2d'.")
         if self.rotate_method == "2d" and self.comm_dtype is not None:
             raise ValueError(
-                f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype out, or take "
+                f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype "
+                "out, or take "
                 "rotate_method='alltoall'."
             )
         if self.backend not in (None, *BACKENDS):
@@ -81,7 +83,9 @@ class AttnOptions:
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """The options for calls that keep a gradient, which round nothing. The same object if these options round nothing."""
+        """The options for calls that keep a gradient, which round nothing. The same object if these options round
+        nothing.
+        """
         exact = None if self.backend is None else EXACT_FORM.get(self.backend)
         if exact is None and self.comm_dtype is None:
             return self
@@ -96,7 +100,8 @@ class AttnOptions:
         """Return this value as JSON. Equal values give equal text on all ranks.
 
         >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
-        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
+        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None,
+        backend=None)
         """
         comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
         blocks = None if self.block_mask is None else self.block_mask.fields

@@ -31,7 +31,9 @@ def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
 
 
 def pack(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-    """Run :func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions must cover."""
+    """Run :func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions
+    must cover.
+    """
     return exchange_reference.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
 
 
@@ -45,10 +47,12 @@ def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor
 
 
 def unpack(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
-    """Run :func:`para_core.kernels.exchange_reference.unpack` into new tensors. Elements that no region covers stay uninitialised.
+    """Run :func:`para_core.kernels.exchange_reference.unpack` into new tensors. Elements that no region covers stay
+    uninitialised.
 
     Args:
-        shapes: B, H, S, D of each tensor, one after the other. Tensors have the memory layout of SDPA's result, ``[B, S, H, D]``.
+        shapes: B, H, S, D of each tensor, one after the other. Tensors have the memory layout of SDPA's result,
+            ``[B, S, H, D]``.
     """
     return list(exchange_reference.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
 

@@ -1,4 +1,6 @@
-"""Slices of tensors ``[B, H, S, D]`` that the peers of an all-to-all send or receive, and which of them one strided view covers."""
+"""Slices of tensors ``[B, H, S, D]`` that the peers of an all-to-all send or receive, and which of them one strided
+view covers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from para_core.distributed.lazy import lazy
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """For each peer, the tokens and heads of a tensor ``[B, H, S, D]`` that it receives from, or sends for, this rank's tensor."""
+    """For each peer, the tokens and heads of a tensor ``[B, H, S, D]`` that it receives from, or sends for, this rank's
+    tensor.
+    """
 
     tokens: tuple[Run, ...]
     heads: tuple[Run, ...]
@@ -26,7 +30,9 @@ class PeerSlices:
 
     @lazy
     def cover_output(self) -> bool:
-        """Whether every head of every token is in exactly one slice. Otherwise slices overlap, and are summed, or leave gaps."""
+        """Whether every head of every token is in exactly one slice. Otherwise slices overlap, and are summed, or leave
+        gaps.
+        """
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size)
 
@@ -56,7 +62,8 @@ class UniformPeers:
 
 
 def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ...]:
-    """Split the peers into uniform groups. ``runs[k][i]`` is the run of peer ``i`` for kind ``k`` (tokens or heads of a tensor).
+    """Split the peers into uniform groups. ``runs[k][i]`` is the run of peer ``i`` for kind ``k`` (tokens or heads of a
+    tensor).
 
     >>> group_uniform_peers([[(0, 2), (2, 2), (4, 1)]])
     (UniformPeers(number=2, runs=((0, 2, 2),)), UniformPeers(number=1, runs=((4, 1, 1),)))

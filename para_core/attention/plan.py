@@ -54,7 +54,9 @@ class AttentionPlan:
 
     @lazy
     def is_local(self) -> bool:
-        """Whether SDPA itself can compute a block: all keys are on this rank, in the order of the queries if that matters."""
+        """Whether SDPA itself can compute a block: all keys are on this rank, in the order of the queries if that
+        matters.
+        """
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False
         if not self.spec.is_causal:

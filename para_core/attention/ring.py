@@ -1,20 +1,21 @@
 """Ring attention: key and value blocks are passed around the ring, and partial results merge by lse (arXiv:2310.01889).
 
-R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv · S_block · (D + D_v) elements, where
-S_block is the length of the block that it passes on. The next block is in flight while a block is computed, so two blocks are in memory in
-addition to the rank's own. A replicated segment is not sent: each rank attends to it once, together with its own block.
+R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv · S_block · (D +
+D_v) elements, where S_block is the length of the block that it passes on. The next block is in flight while a block is
+computed, so two blocks are in memory in addition to the rank's own. A replicated segment is not sent: each rank attends
+to it once, together with its own block.
 
-With ``rotate_method="allgather"`` one collective gathers all blocks while the rank's own is computed. It sends as many bytes if the blocks have
-equal lengths (otherwise shorter ones are padded), and holds R blocks in memory.
+With ``rotate_method="allgather"`` one collective gathers all blocks while the rank's own is computed. It sends as many
+bytes if the blocks have equal lengths (otherwise shorter ones are padded), and holds R blocks in memory.
 
-With a block mask each rank sends its block only to the ranks that see any of it, without passing it around. If no rank sees the block of the
-rank s before it, there is no collective for s.
+With a block mask each rank sends its block only to the ranks that see any of it, without passing it around. If no rank
+sees the block of the rank s before it, there is no collective for s.
 
-Launches: one to pack, and per block one attention, one hop and one merge. With ``backend="triton"`` attention continues from the earlier
-blocks' result, without a merge.
+Launches: one to pack, and per block one attention, one hop and one merge. With ``backend="triton"`` attention continues
+from the earlier blocks' result, without a merge.
 
-In the backward the blocks are passed around again, each followed by the gradient that the ranks so far have accumulated for it (in float32 also
-for 16-bit input): R - 1 hops each. Only query, key, value, mask, out and lse are saved.
+In the backward the blocks are passed around again, each followed by the gradient that the ranks so far have accumulated
+for it (in float32 also for 16-bit input): R - 1 hops each. Only query, key, value, mask, out and lse are saved.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class Packing:
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
 
 
-# How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first. The next
-# one is in flight while the caller computes. They let go of a block before they wait for the next: so must who takes them. What
-# autograd follows is added to ``received``.
+# How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first.
+# The next one is in flight while the caller computes. They let go of a block before they wait for the next: so must who
+# takes them. What autograd follows is added to ``received``.
 
 
 def ring_pass(
@@ -96,8 +97,8 @@ def ring_pass(
 ) -> Iterator[tuple[Hop, Block | None]]:
     """Yield the blocks that this rank sees, its own first, passed on from neighbour to neighbour.
 
-    With a block mask, ranks send their blocks directly to the ranks that see any of it. The block is None in steps in which other ranks
-    receive one and this rank does not.
+    With a block mask, ranks send their blocks directly to the ranks that see any of it. The block is None in steps in
+    which other ranks receive one and this rank does not.
     """
     hops, dim = plan.hops, plan.dim
     passes_on = plan.spec.options.block_mask is None
@@ -169,7 +170,8 @@ def ring_attention(
     Args:
         query: ``[B, H, S_q, D]``, at the positions ``plan.query_runs``.
         key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, at the positions ``plan.key_runs(0)``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole sequence.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole
+            sequence.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
         attn_func: Computes local attention instead of ``plan.spec.options.backend``.
 
@@ -216,7 +218,9 @@ def ring_attention_backward(
     heads: Tensor | None = None,
     mask_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. Arguments as in :func:`ring_attention`."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. Arguments as in
+    :func:`ring_attention`.
+    """
     gradients = BlockGradients(
         grad_out,
         query,
@@ -237,8 +241,8 @@ def ring_attention_backward(
 def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
     """Return the gradients of this rank's keys and values.
 
-    The gradient of a block follows it around the ring, and returns to its owner in the last hop; with a block mask, every rank sends its part
-    directly to the owner.
+    The gradient of a block follows it around the ring, and returns to its owner in the last hop; with a block mask,
+    every rank sends its part directly to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []

@@ -1,4 +1,6 @@
-"""The plan of ring attention: which block of keys and values is on which ring rank at each step, and where it is sent next."""
+"""The plan of ring attention: which block of keys and values is on which ring rank at each step, and where it is sent
+next.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from para_core.distributed.mesh import MeshDim
 class Hop(NamedTuple):
     """The step in which this rank gets the block of ``source``, the ring rank ``step`` positions before it.
 
-    With a block mask, blocks are sent only to ranks that see any of them: ``sends`` says whether this rank sends its own block to the rank
-    ``step`` positions after it, and ``receives`` whether it receives that of ``source``.
+    With a block mask, blocks are sent only to ranks that see any of them: ``sends`` says whether this rank sends its
+    own block to the rank ``step`` positions after it, and ``receives`` whether it receives that of ``source``.
     """
 
     step: int

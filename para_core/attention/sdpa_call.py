@@ -15,14 +15,15 @@ from para_core.attention.checks import LengthCheck
 class SdpaCall(NamedTuple):
     """The arguments of one call of ``scaled_dot_product_attention``.
 
-    ``SdpaCall(*args, **kwargs)`` binds the arguments as SDPA does, once, at interception. It is a named tuple because Dynamo traces its
-    construction, and because it takes eager code a microsecond.
+    ``SdpaCall(*args, **kwargs)`` binds the arguments as SDPA does, once, at interception. It is a named tuple because
+    Dynamo traces its construction, and because it takes eager code a microsecond.
 
     Args:
         query: ``[..., H, S_q, D]``.
         key, value: ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``.
         attn_mask: Bool or float, broadcastable to ``[..., H, S_q, S_k]``.
-        lengths: Conditions on the lengths of the whole sequences, which FlashAttention's operators state. Not an argument of SDPA.
+        lengths: Conditions on the lengths of the whole sequences, which FlashAttention's operators state. Not an
+            argument of SDPA.
     """
 
     query: Tensor

@@ -1,4 +1,6 @@
-"""The specification of one attention call over a mesh, without its tensors: a frozen value that writes itself as JSON for a graph."""
+"""The specification of one attention call over a mesh, without its tensors: a frozen value that writes itself as JSON
+for a graph.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """The specification of a call: what it computes, and over which ranks. :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
+    """The specification of a call: what it computes, and over which ranks.
+    :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
 
     Args:
         key_layout: The same object as ``query_layout`` if keys are sharded like queries. They are then packed together.
@@ -68,7 +71,9 @@ class AttentionSpec:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of heads, and the lengths of the segments of the queries and, if the layouts differ, of the keys."""
+        """The numbers of heads, and the lengths of the segments of the queries and, if the layouts differ, of the
+        keys.
+        """
         layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
         return [
             self.num_heads,
@@ -78,7 +83,9 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec with this :attr:`text` and these :attr:`numbers`. Its mesh finds process groups by their names."""
+        """Return the spec with this :attr:`text` and these :attr:`numbers`. Its mesh finds process groups by their
+        names.
+        """
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
         num_heads, num_kv_heads, *totals = numbers

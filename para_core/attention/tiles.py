@@ -1,8 +1,9 @@
 """Split one call into pieces of queries and tiles of keys that need no position mask.
 
-Tokens are identified by their position in the whole sequence: query i sees keys 0 … i. No layout then needs a mask tensor: tiles above the
-diagonal are skipped, tiles below it are computed without a mask, and tiles on it with SDPA's ``is_causal``. A block mask becomes runs of keys
-in the same way. Except for :func:`take` and :func:`put`, everything here is integer arithmetic.
+Tokens are identified by their position in the whole sequence: query i sees keys 0 … i. No layout then needs a mask
+tensor: tiles above the diagonal are skipped, tiles below it are computed without a mask, and tiles on it with SDPA's
+``is_causal``. A block mask becomes runs of keys in the same way. Except for :func:`take` and :func:`put`, everything
+here is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class VisibleBlocks(Protocol):
 def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
     """Return the positions of the tokens in the block of a ring rank, by default this one.
 
-    They are the sharded tokens of its Ulysses group, then the replicated ones. A single rank keeps its tokens in the order of its layout.
+    They are the sharded tokens of its Ulysses group, then the replicated ones. A single rank keeps its tokens in the
+    order of its layout.
     """
     ring_index = mesh.ring.index if ring_index is None else ring_index
     if mesh.ulysses.size == 1:
@@ -59,7 +61,8 @@ class Tile:
     Args:
         runs: The keys as offsets in the block, ascending, without empty runs.
         positions: The same keys as positions in the whole sequence.
-        diagonal: Whether the tile is one run at the positions of the queries, so that query i of the run sees keys 0 … i of the tile.
+        diagonal: Whether the tile is one run at the positions of the queries, so that query i of the run sees keys 0 …
+            i of the tile.
     """
 
     runs: tuple[Run, ...]
@@ -77,7 +80,8 @@ def coalesce(runs: Sequence[Run]) -> list[Run]:
 
 
 def join_neighbours(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` in their order, without empty ones. A run that begins at the end of the one before it is joined with it.
+    """Return ``runs`` in their order, without empty ones. A run that begins at the end of the one before it is joined
+    with it.
 
     >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
     [(4, 3), (0, 3)]
@@ -112,12 +116,14 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: 
     """Return the tiles of a key block that a run of queries sees.
 
     Args:
-        queries: Not empty. With ``is_causal``, each run of ``keys`` and of ``shown`` contains all of its positions or none.
+        queries: Not empty. With ``is_causal``, each run of ``keys`` and of ``shown`` contains all of its positions or
+            none.
         keys: Positions of the block's keys, ascending, in the order of the block.
         shown: Positions of the keys that a block mask shows these queries, ascending; None for all.
 
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, shown=None)
-    [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),), diagonal=True)]
+    [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),),
+    diagonal=True)]
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, shown=[(0, 1), (5, 3)])
     [Tile(runs=((0, 1), (3, 3)), positions=((0, 1), (5, 3)), diagonal=False)]
     """
@@ -217,7 +223,8 @@ class Tiling:
 
     Args:
         query_runs: Positions of the block's queries, in the order of the block.
-        key_runs: For each step, the positions of the keys of the ring block that is processed; the rank's own block is first.
+        key_runs: For each step, the positions of the keys of the ring block that is processed; the rank's own block is
+            first.
         is_causal: Whether query i sees only keys 0 … i.
         visible: The block mask; None if all keys are seen.
     """
@@ -273,7 +280,9 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` into pieces along dim 2, the queries of the block. A dim 2 of size 1 is repeated for each piece."""
+        """Split ``x`` into pieces along dim 2, the queries of the block. A dim 2 of size 1 is repeated for each
+        piece.
+        """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)

@@ -1,11 +1,11 @@
 """One all-to-all of tensors ``[B, H, S, D]``, in which each peer gets a run of the tokens and a run of the heads.
 
-:class:`EvenAllToAll` is for slices of equal sizes, :class:`UnevenAllToAll` for all others. The way of packing and unpacking is chosen once per
-shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views, peer by peer, by one Triton kernel, or rounded by a
-:class:`~para_core.attention.hooks.WireFormat`.
+:class:`EvenAllToAll` is for slices of equal sizes, :class:`UnevenAllToAll` for all others. The way of packing and
+unpacking is chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views,
+peer by peer, by one Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
 
-Launches for any number of ranks: one strided copy serves all peers whose slices have equal sizes. On a GPU with Triton, one kernel serves all
-peers and tensors (:mod:`para_core.attention.pack_ops`).
+Launches for any number of ranks: one strided copy serves all peers whose slices have equal sizes. On a GPU with Triton,
+one kernel serves all peers and tensors (:mod:`para_core.attention.pack_ops`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class _PeerView:
     """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of uniform peers.
 
     Args:
-        shape, order: Arguments of ``view`` and ``permute``. Without a shape the view is of one peer, and has no dim for peers.
+        shape, order: Arguments of ``view`` and ``permute``. Without a shape the view is of one peer, and has no dim for
+            peers.
     """
 
     narrows: tuple[tuple[int, int, int], ...]
@@ -82,7 +83,9 @@ class _PeerView:
 
 
 class _Steps(NamedTuple):
-    """The steps of an all-to-all for tensors of certain shapes: pack, send parts of these sizes (elements per peer), unpack."""
+    """The steps of an all-to-all for tensors of certain shapes: pack, send parts of these sizes (elements per peer),
+    unpack.
+    """
 
     pack: Pack
     send: list[int]
@@ -191,7 +194,9 @@ def _finish(started: Travelling, unpack: Unpack) -> Sequence[Tensor]:
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, without a gradient or a graph. Meta tensors count as CUDA tensors."""
+    """Whether a Triton kernel packs ``x``: on CUDA, without a gradient or a graph. Meta tensors count as CUDA
+    tensors.
+    """
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return load_kernel("exchange", x.device) is not None
@@ -205,10 +210,12 @@ def _choose_packing(
     numel: int,
     by_kernel: bool,
 ) -> tuple[Pack, Unpack]:
-    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack the received buffer.
+    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack the
+    received buffer.
 
-    Views are preferred, because a kernel could not do better than one strided copy or none. Non-uniform peers, tensors of different widths and
-    overlapping slices are copied region by region: by one kernel if there is one, otherwise group by group.
+    Views are preferred, because a kernel could not do better than one strided copy or none. Non-uniform peers, tensors
+    of different widths and overlapping slices are copied region by region: by one kernel if there is one, otherwise
+    group by group.
     """
     out_groups, in_groups = of.groups
     if of.wire is not None:

@@ -6,15 +6,15 @@ H_r heads on rank r, and e bytes per element, rank r sends
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
 
-Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that its query heads need, so several ranks get the same key head if
-there are fewer key heads than ranks. A replicated segment is not sent on the way in, because each rank takes its own heads of it; its output is
-gathered over heads.
+Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that its query heads need, so several ranks
+get the same key head if there are fewer key heads than ranks. A replicated segment is not sent on the way in, because
+each rank takes its own heads of it; its output is gathered over heads.
 
-Launches for any number of ranks: one strided copy serves all peers whose parts have equal sizes. If heads and tokens divide evenly, that is one
-concatenation in, one copy out and, with more than one sample, one copy before it.
+Launches for any number of ranks: one strided copy serves all peers whose parts have equal sizes. If heads and tokens
+divide evenly, that is one concatenation in, one copy out and, with more than one sample, one copy before it.
 
-The backward runs the transposed all-to-alls: one for the gradient of the output (for replicated tokens, that of each rank), one for the
-gradients of query, key and value together.
+The backward runs the transposed all-to-alls: one for the gradient of the output (for replicated tokens, that of each
+rank), one for the gradients of query, key and value together.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Heads:
         return start % group == 0 and count == num_keys * group
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
-        """Return the key head of each query head of ``rank``, both counted from 0 on that rank; None if they are grouped evenly."""
+        """Return the key head of each query head of ``rank``, both counted from 0 on that rank; None if they are
+        grouped evenly.
+        """
         if self.is_grouped(rank):
             return None
         (start, count), (first_key, _) = self.of_query[rank], self.of_key[rank]
@@ -107,8 +109,8 @@ class Heads:
 class UlyssesPlan:
     """The all-to-alls of one call, forward and backward.
 
-    A block contains all tokens of a Ulysses group: the sharded tokens of its ranks, then the replicated ones. With ``comm_dtype`` the exchanges
-    of the forward are rounded.
+    A block contains all tokens of a Ulysses group: the sharded tokens of its ranks, then the replicated ones. With
+    ``comm_dtype`` the exchanges of the forward are rounded.
 
     Args:
         heads: The heads of each rank, or a part of them.
@@ -147,12 +149,13 @@ class UlyssesPlan:
         to_heads: bool,
         comm_dtype: torch.dtype | None = None,
     ) -> UnevenAllToAll:
-        """Return the exchange of sharded tokens from ``[B, H, S_local, D]`` to ``[B, H_local, sharded tokens of the block, D]``, or back.
+        """Return the exchange of sharded tokens from ``[B, H, S_local, D]`` to
+        ``[B, H_local, sharded tokens of the block, D]``, or back.
 
         Args:
             to_heads: The direction: from tokens to heads, or back.
-            num_common: If given, one more tensor of this many replicated tokens is exchanged. Towards tokens every rank gets its heads from all
-                ranks; towards heads the contributions of all ranks are summed.
+            num_common: If given, one more tensor of this many replicated tokens is exchanged. Towards tokens every rank
+                gets its heads from all ranks; towards heads the contributions of all ranks are summed.
         """
         index, ranks = self.mesh.ulysses.index, self.mesh.ulysses.size
         local, block = [], []
@@ -184,13 +187,17 @@ class UlyssesPlan:
         return _EnterWithReplicated(self) if self._replicates else self._entering
 
     def start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start :attr:`enter` for layouts with replicated tokens, which are not sent: each rank takes its own heads of them."""
+        """Start :attr:`enter` for layouts with replicated tokens, which are not sent: each rank takes its own heads of
+        them.
+        """
         kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
 
     def _with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the blocks of query, key and value, with this rank's heads of the replicated tokens after the sharded ones."""
+        """Return the blocks of query, key and value, with this rank's heads of the replicated tokens after the sharded
+        ones.
+        """
         index = self.mesh.ulysses.index
         return [
             block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
@@ -267,7 +274,9 @@ def num_replicated(layout: SequenceLayout) -> int:
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``; None instead of the latter if there are none."""
+    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``; None instead of the latter if
+    there are none.
+    """
     if not layout.replicated:
         return x, None
     parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)

@@ -1,4 +1,6 @@
-"""Unified sequence parallelism: SDPA over a ``ring × ulysses`` mesh, Ulysses inside a ring, and its gradient (arXiv:2405.07719)."""
+"""Unified sequence parallelism: SDPA over a ``ring × ulysses`` mesh, Ulysses inside a ring, and its gradient
+(arXiv:2405.07719).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def usp_forward(
         save: Whether to return the tensors that :func:`usp_backward` needs.
 
     Returns:
-        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the saved tensors or None.
+        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the
+        saved tensors or None.
     """
     if autocasts(query):
         # Autocast would round scores and lse, which must be float32.
@@ -142,7 +145,9 @@ def _in_chunks(
 def usp_backward(
     plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. They are those of the sum of all ranks' losses."""
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. They are those of the sum of all
+    ranks' losses.
+    """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
             return usp_backward(plan, grad_out, saved, mask, mask_gradient=mask_gradient)

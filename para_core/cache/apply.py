@@ -30,17 +30,21 @@ _KEY = "cache of the model"
 def apply_cache(
     model: Model, blocks: CachedBlocks, *, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any
 ) -> Model:
-    """Skip transformer blocks of ``model`` while its first-block residual hardly changes, in your own denoising loop. Not exact.
+    """Skip transformer blocks of ``model`` while its first-block residual hardly changes, in your own denoising loop.
+    Not exact.
 
-    Call :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the model has it (models of
-    diffusers do), otherwise by ``blocks.conditions``. Calling this function again replaces the settings; :func:`remove_cache` undoes it.
+    Call :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the
+    model has it (models of diffusers do), otherwise by ``blocks.conditions``. Calling this function again replaces the
+    settings; :func:`remove_cache` undoes it.
 
     Args:
         model (`nn.Module`): The model. It may be compiled before or after.
         blocks (`CachedBlocks`): Its block stack.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks that hold parts of one sequence and decide together. Defaults to those of the
-            plan that is applied, or of the mode around the call. Needed if you compile the model inside a mode of your own.
-        **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a schedule are refused.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks that hold parts of one sequence and decide together.
+            Defaults to those of the plan that is applied, or of the mode around the call. Needed if you compile the
+            model inside a mode of your own.
+        **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a
+            schedule are refused.
 
     Returns:
         ``model`` itself.
@@ -53,7 +57,8 @@ def apply_cache(
     if settings.needs_schedule:
         name = settings.needs_schedule[0]
         raise ValueError(
-            f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave it out, "
+            f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave "
+            "it out, "
             "or use apply_cache_on_pipe(pipe, ...)."
         )
     remove_cache(model)

@@ -16,8 +16,9 @@ from para_core.cache.blocks import Role
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# By model, the removed hooks with which a graph was compiled, because a graph is valid only for the classes that it was compiled with. Not an
-# attribute of the model, on which a removed cache must leave nothing. The host refers to its model weakly, so the entry ends with the model.
+# By model, the removed hooks with which a graph was compiled, because a graph is valid only for the classes that it was
+# compiled with. Not an attribute of the model, on which a removed cache must leave nothing. The host refers to its
+# model weakly, so the entry ends with the model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
 
@@ -45,8 +46,8 @@ class BlockRunner(Protocol):
 class BlockHookHost:
     """The hooks of one model, and the cache that uses them now.
 
-    A graph is valid only for the classes that it was compiled with. After a graph was compiled, the hooks are kept when the last cache is
-    removed, and the next cache gets the same ones.
+    A graph is valid only for the classes that it was compiled with. After a graph was compiled, the hooks are kept when
+    the last cache is removed, and the next cache gets the same ones.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,9 @@ class BlockHooks:
 
 
 def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
-    """Install hooks with these ``roles`` for ``cache``, and return their host. Hooks that are installed and fit are kept."""
+    """Install hooks with these ``roles`` for ``cache``, and return their host. Hooks that are installed and fit are
+    kept.
+    """
     installed = _hooks_of(roles[0][0])
     host = _host_of(module, installed)
     if installed is None or not installed.fits(roles):

@@ -1,12 +1,12 @@
 """First Block Cache on one model, in eager code and in a compiled graph.
 
-The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`): at the first block the residual is
-measured and the step is decided, the other blocks run or are skipped, and at the last block of a group the stored residual is added. What the
-model computes between its blocks (residuals of a ControlNet) also runs at skipped steps, and has no effect then, because the stored residual
-contains it.
+The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`): at the first
+block the residual is measured and the step is decided, the other blocks run or are skipped, and at the last block of a
+group the stored residual is added. What the model computes between its blocks (residuals of a ControlNet) also runs at
+skipped steps, and has no effect then, because the stored residual contains it.
 
-In a graph the skipped blocks are a branch of ``torch.cond``: one for all blocks of a group if the model does nothing between them, otherwise one
-per block, with the same predicate.
+In a graph the skipped blocks are a branch of ``torch.cond``: one for all blocks of a group if the model does nothing
+between them, otherwise one per block, with the same predicate.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class BlockCache:
         module: The model.
         blocks: Its block stack.
         options: The user's options.
-        mesh: The ranks that hold the tokens of one sequence and decide together. Defaults to those of the plan that is applied to the model.
+        mesh: The ranks that hold the tokens of one sequence and decide together. Defaults to those of the plan that is
+            applied to the model.
 
     Raises:
         ValueError: The model has no such blocks, no block would be skipped, or the model has a cache of diffusers.
@@ -82,7 +83,8 @@ class BlockCache:
         # Whether the model runs without the cache now.
         self.idle = False
         self._warnings = WarningLog()
-        # Number of CFG branches in the whole batch, and its size (0 if unknown). A plan may give this rank a part of the batch.
+        # Number of CFG branches in the whole batch, and its size (0 if unknown). A plan may give this rank a part of
+        # the batch.
         self.branches, self.batch = 1, 0
         # The argument because of which the last call ran without the cache.
         self.uncached_by: str | None = None
@@ -141,7 +143,8 @@ class BlockCache:
         host = self.attach()
         if host.running is not None:
             raise RuntimeError(
-                f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both would use the "
+                f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both "
+                "would use the "
                 "same cache. Use one thread, or a copy of the model for each."
             )
         self.uncached_by = next((name for name in self.blocks.uncached if arguments.get(name) is not None), None)
@@ -199,7 +202,9 @@ class BlockCache:
             return call()
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Note that the model is called next with ``arguments``, maybe on another rank, so that all ranks number the branches equally."""
+        """Note that the model is called next with ``arguments``, maybe on another rank, so that all ranks number the
+        branches equally.
+        """
         if self.attach().branch is None:
             self._branches.announce(arguments)
 
@@ -220,7 +225,9 @@ class BlockCache:
 
     @contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
-        """Use the state of the branch ``name`` while the block runs. For graphs of the whole model, which cannot look it up."""
+        """Use the state of the branch ``name`` while the block runs. For graphs of the whole model, which cannot look
+        it up.
+        """
         before, self.state = self.state, self.state_of(name)
         try:
             yield
@@ -372,7 +379,8 @@ class BlockCache:
             # A list, because Dynamo 2.13 runs a generator further than all() does.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
-                    f"{type(self.module).__name__} does something between the blocks of {self.blocks.groups[role.group].lists}. "
+                    f"{type(self.module).__name__} does something between the blocks of "
+                    f"{self.blocks.groups[role.group].lists}. "
                     "Name the arguments that make it do so in BlockGroup(between=...), or leave chained= out."
                 )
             if role.exits:

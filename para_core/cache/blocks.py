@@ -18,14 +18,17 @@ class BlockGroup:
 
     Args:
         lists (`tuple[str, ...]`): Names of the module lists with the blocks, in the order in which they run.
-        streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new values it returns, in the
+        streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
+        values it returns, in the
             order in which it returns them. A block with one stream returns the tensor itself.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
-        chained (`bool`, defaults to `False`): Whether the model does nothing between the blocks but pass the streams on, with equal other
-            arguments. A compiled graph then skips all blocks of the group at once.
-        between (`tuple[str, ...]`, defaults to `()`): Arguments of the model with which a chained model does more between its blocks, such as
+        chained (`bool`, defaults to `False`): Whether the model does nothing between the blocks but pass the streams
+            on, with equal other arguments. A compiled graph then skips all blocks of the group at once.
+        between (`tuple[str, ...]`, defaults to `()`): Arguments of the model with which a chained model does more
+        between its blocks, such as
             residuals of a ControlNet.
-        samples (`int`, defaults to `0`): The dim of ``measured`` that holds the samples of the batch; 1 for ``[S, B, C]``.
+        samples (`int`, defaults to `0`): The dim of ``measured`` that holds the samples of the batch; 1 for
+            ``[S, B, C]``.
 
     Raises:
         TypeError, ValueError: A value is not a tuple of names, is empty, or ``measured`` is not a stream.
@@ -51,15 +54,19 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class CachedBlocks:
-    """The block stack of a model, in groups. A new group begins when the streams change, for example when text joins the image.
+    """The block stack of a model, in groups. A new group begins when the streams change, for example when text joins
+    the image.
 
     Args:
         groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
-        conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay equal from step to step.
-            They identify the branch if the pipeline does not name it. Defaults to ``encoder_hidden_states``, if the model has it.
-        uncached (`tuple[str, ...]`, defaults to `()`): Arguments with which a call runs without the cache, such as layers to skip.
-        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the modulated input ``[B, S, C]`` of the first block, which it
-            computes at low cost from tokens and time. Needed by rules that decide before the first block.
+        conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay
+            equal from step to step. They identify the branch if the pipeline does not name it. Defaults to
+            ``encoder_hidden_states``, if the model has it.
+        uncached (`tuple[str, ...]`, defaults to `()`): Arguments with which a call runs without the cache, such as
+        layers to skip.
+        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the modulated input ``[B, S, C]`` of
+            the first block, which it computes at low cost from tokens and time. Needed by rules that decide before the
+            first block.
 
     Raises:
         TypeError, ValueError: A value is not a tuple of the expected kind, or there is no group.
@@ -73,7 +80,8 @@ class CachedBlocks:
     def __post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(group, BlockGroup) for group in self.groups):
             raise TypeError(
-                f"CachedBlocks(groups={self.groups!r}): expected a tuple of BlockGroups: CachedBlocks((BlockGroup(...),))."
+                f"CachedBlocks(groups={self.groups!r}): expected a tuple of BlockGroups: "
+                "CachedBlocks((BlockGroup(...),))."
             )
         if not self.groups:
             raise ValueError("CachedBlocks(groups=()): name at least one BlockGroup.")
@@ -201,12 +209,15 @@ def require_streams(role: Role, block: nn.Module, inputs: tuple[Any, ...], outpu
     reordered = sorted(map(str, before)) == sorted(map(str, after))
     if not reordered and len(before) == len(after) and any(map(_only_shorter, before, after)):
         raise ValueError(
-            f"{cls} {shapes}: tokens were sharded or gathered inside this block, by a hook on it or by its own code. The cache runs outside "
-            "the block and its hooks, and needs the same tokens before and after it. Shard before the block stack: the model's inputs, or "
+            f"{cls} {shapes}: tokens were sharded or gathered inside this block, by a hook on it or by its own code. "
+            "The cache runs outside "
+            "the block and its hooks, and needs the same tokens before and after it. Shard before the block stack: "
+            "the model's inputs, or "
             "with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
         )
     raise ValueError(
-        f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose new values it returns, in the order in which it returns them."
+        f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose new values it returns, in the order in "
+        "which it returns them."
     )
 
 

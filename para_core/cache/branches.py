@@ -37,8 +37,10 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     unknown = [name for name in blocks.conditions if name not in parameters]
     if unknown:
         raise ValueError(
-            f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument {unknown[0]!r}; its "
-            f"arguments are {', '.join(list(parameters)[1:])}. Name those that differ between branches of guidance and stay the same "
+            f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument "
+            f"{unknown[0]!r}; its "
+            f"arguments are {', '.join(list(parameters)[1:])}. Name those that differ between branches of guidance "
+            "and stay the same "
             "from step to step."
         )
     return blocks.conditions
@@ -73,8 +75,8 @@ class _Branch:
 class _FirstCalls:
     """The arguments of the first calls of a model.
 
-    Tensors in different memory are compared by value, for which the host waits for the device: a pipeline may create its text and its
-    latents anew for each call.
+    Tensors in different memory are compared by value, for which the host waits for the device: a pipeline may create
+    its text and its latents anew for each call.
     """
 
     def __init__(self) -> None:
@@ -83,10 +85,11 @@ class _FirstCalls:
         self._over = False
 
     def alternating(self, branch: str, arguments: Mapping[str, Any]) -> list[str]:
-        """Add a call. Return the arguments that differ between the last two calls, if these look like two branches of one step.
+        """Add a call. Return the arguments that differ between the last two calls, if these look like two branches of
+        one step.
 
-        With two CFG branches called in turn, two calls have the same latents, the next call has new ones, and the text of the first call comes
-        back.
+        With two CFG branches called in turn, two calls have the same latents, the next call has new ones, and the text
+        of the first call comes back.
         """
         if self._over:
             return []
@@ -166,7 +169,8 @@ class Branches:
         self._announced = (self._name_of(arguments),)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch: ``branch 0`` for the first one, and so on; None if branches cannot be identified.
+        """Return the name of the branch: ``branch 0`` for the first one, and so on; None if branches cannot be
+        identified.
 
         The host waits for the device only if the conditions are new tensors, and then once.
         """
@@ -182,7 +186,8 @@ class Branches:
         if unnamed:
             named = (*self.conditions, *unnamed)
             warn_user(
-                f"{' and '.join(unnamed)} differ(s) between the calls of one step, and CachedBlocks(conditions={self.conditions!r}) "
+                f"{' and '.join(unnamed)} differ(s) between the calls of one step, and "
+                f"CachedBlocks(conditions={self.conditions!r}) "
                 "does not name it: the cache treats these calls as one CFG branch, and mixes their residuals. Write "
                 f"CachedBlocks(conditions={named!r}), or call the model inside `with model.cache_context(name)`.",
                 CacheWarning,
@@ -191,8 +196,10 @@ class Branches:
     def why_unknown(self, model: str) -> str:
         """Return the warning for the case that :meth:`name_of` returned None."""
         return (
-            f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be identified, "
-            "and all steps are computed. Call it inside `with model.cache_context(name)`, or name in CachedBlocks(conditions=...) "
+            f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be "
+            "identified, "
+            "and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
+            "CachedBlocks(conditions=...) "
             "arguments that stay equal from step to step."
         )
 

@@ -40,9 +40,9 @@ def cond(
 def _flat_copy(x: Tensor | None) -> Tensor:
     """Return a contiguous copy of ``x`` with one dim.
 
-    ``torch.cond`` requires outputs that alias nothing, with equal strides in both branches. If a size is symbolic, it derives the strides of the
-    result from the sizes, and fails if a dim has size 1 or if the branches have different expressions for the same size. A tensor with one dim
-    always has stride 1.
+    ``torch.cond`` requires outputs that alias nothing, with equal strides in both branches. If a size is symbolic, it
+    derives the strides of the result from the sizes, and fails if a dim has size 1 or if the branches have different
+    expressions for the same size. A tensor with one dim always has stride 1.
     """
     if x is None:
         raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")

@@ -69,7 +69,9 @@ def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
 
 
 class DecisionParams(NamedTuple):
-    """Numbers on which the decision of a call depends. In a graph they are 0-dim float64 tensors, so that one graph serves all values."""
+    """Numbers on which the decision of a call depends. In a graph they are 0-dim float64 tensors, so that one graph
+    serves all values.
+    """
 
     forced: Number  # A Verdict, or 0 if the difference decides.
     time: Number
@@ -157,7 +159,9 @@ class Observed(NamedTuple):
 
 
 class Stopwatch:
-    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the device."""
+    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the
+    device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[Any, Any] | None = None
@@ -205,12 +209,14 @@ class DecisionInput:
     """Inputs of the decision of one call.
 
     Args:
-        sample: ``[B, ...]``, the compared values of this rank's tokens, usually some channels of the first-block residual. Each sample of the
-            batch is compared with its own earlier value, and one large difference computes the whole batch: a graph cannot skip half of it.
+        sample: ``[B, ...]``, the compared values of this rank's tokens, usually some channels of the first-block
+            residual. Each sample of the batch is compared with its own earlier value, and one large difference computes
+            the whole batch: a graph cannot skip half of it.
         options: The rule and the policy.
         params: The numbers of the call; in a graph a tensor of them.
         mesh: Ranks that hold parts of one sequence. They decide together.
-        sharing: Ranks that hold an equal number of the samples of the call. They decide together as well, by all samples, as one device does.
+        sharing: Ranks that hold an equal number of the samples of the call. They decide together as well, by all
+            samples, as one device does.
     """
 
     sample: Tensor
@@ -225,7 +231,9 @@ class DecisionInput:
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return the difference of each sample of the call to ``first``: ``[samples]``, equal on all ranks that decide together."""
+        """Return the difference of each sample of the call to ``first``: ``[samples]``, equal on all ranks that decide
+        together.
+        """
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
         # All ranks add the same numbers in the same order, so that rounding cannot make their decisions differ.
@@ -259,14 +267,18 @@ class Decider(Protocol):
         """Return whether to skip the step, and the outcome for the report. Updates the counters."""
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
-        """Return the weights of the stored residuals, newest first, in the forecast for this call. Called after :meth:`decide`."""
+        """Return the weights of the stored residuals, newest first, in the forecast for this call. Called after
+        :meth:`decide`.
+        """
 
     def leave_graph(self) -> None:
         """Copy the held tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
 
 
 class NumberDecider:
-    """The decider in eager code. The host waits for the device at most once per call, and only if the difference decides."""
+    """The decider in eager code. The host waits for the device at most once per call, and only if the difference
+    decides.
+    """
 
     def __init__(self, inputs: DecisionInput) -> None:
         params: Any = inputs.params
@@ -354,12 +366,14 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
     name = rule_of(options.rule).name
     if blocks.modulated is None:
         raise ValueError(
-            f"rule {name} compares the modulated input of the first block, which is not known for {model}. Describe it in "
+            f"rule {name} compares the modulated input of the first block, which is not known for {model}. Describe "
+            "it in "
             "CachedBlocks(modulated=...), or use rule='first_block'."
         )
     if options.first_blocks != 1:
         raise ValueError(
-            f"rule {name} decides before the first block, so first_blocks={options.first_blocks} has no effect. Leave it out."
+            f"rule {name} decides before the first block, so first_blocks={options.first_blocks} has no effect. Leave "
+            "it out."
         )
     return 0
 
@@ -367,6 +381,7 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
 def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
     """Return the error for a policy that Dynamo could not trace because it depends on values of tensors."""
     return RuntimeError(
-        f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim tensors: "
+        f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
+        "tensors: "
         "write & and | in place of `and` and `or`, and torch.where in place of `if`."
     )

@@ -37,6 +37,7 @@ def require_no_foreign_cache(module: nn.Module) -> None:
     cache = foreign_cache(module)
     if cache is not None:
         raise ValueError(
-            f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same blocks. Call "
+            f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same "
+            "blocks. Call "
             "disable_cache() of the transformer first; apply_cache_on_pipe(pipe, ...) then is its only cache."
         )

@@ -16,9 +16,10 @@ class Forecast:
     Args:
         name (`str`): Name in reports and messages.
         num_residuals (`int`): Number of residuals that are stored, at least 1.
-        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times`` ``[num_residuals]`` are the timesteps
-            of the stored residuals, newest first, ``now`` is that of the step to forecast, and ``known`` the number of residuals so far. All are
-            float64 tensors, in a compiled graph on the device, so the function must not branch on their values.
+        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times``
+            ``[num_residuals]`` are the timesteps of the stored residuals, newest first, ``now`` is that of the step to
+            forecast, and ``known`` the number of residuals so far. All are float64 tensors, in a compiled graph on the
+            device, so the function must not branch on their values.
         source (`str`): Who published it.
 
     Raises:
@@ -40,7 +41,9 @@ class Forecast:
 
 
 def taylor(order: int) -> Forecast:
-    """Return the forecast that extrapolates the last ``order + 1`` residuals in the schedule's time. Order 0 repeats the last one."""
+    """Return the forecast that extrapolates the last ``order + 1`` residuals in the schedule's time. Order 0 repeats
+    the last one.
+    """
     source = "First Block Cache" if order == 0 else "TaylorSeer (arXiv:2503.06923), eq. 9"
     return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
 
@@ -48,14 +51,14 @@ def taylor(order: int) -> Forecast:
 def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     """Return the weights ``[n]`` of the last n residuals: those of the Lagrange polynomial through them at ``now``.
 
-    Exact for a residual that is a polynomial of degree n - 1 in time, with any distances between the times. With equal distances it is the
-    Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
+    Exact for a residual that is a polynomial of degree n - 1 in time, with any distances between the times. With equal
+    distances it is the Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
 
     Args:
         times: ``[n]``, the times of the residuals, newest first, in any unit.
         now: The time to forecast for.
-        known: Number of residuals. With fewer than n, or with two at the same time (schedulers that call the model twice per step), the
-            polynomial goes through the newest ones only.
+        known: Number of residuals. With fewer than n, or with two at the same time (schedulers that call the model
+            twice per step), the polynomial goes through the newest ones only.
 
     Returns:
         Float64 weights whose sum is 1.
@@ -79,9 +82,10 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
 def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
-    Heun's method averages the slopes at the last computed step and at the predicted one; by eq. 6 the latter is the slope of the prediction.
-    With the slope between two residuals for both, the result would be Taylor's first order. Therefore the slope at the last computed step is
-    that of the parabola through three residuals. Arguments and result as in :func:`forecast_weights`.
+    Heun's method averages the slopes at the last computed step and at the predicted one; by eq. 6 the latter is the
+    slope of the prediction. With the slope between two residuals for both, the result would be Taylor's first order.
+    Therefore the slope at the last computed step is that of the parabola through three residuals. Arguments and result
+    as in :func:`forecast_weights`.
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)

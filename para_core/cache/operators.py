@@ -1,4 +1,6 @@
-"""Comparison and forecast of residuals as operators: Triton kernels with few launches on a GPU, plain PyTorch elsewhere."""
+"""Comparison and forecast of residuals as operators: Triton kernels with few launches on a GPU, plain PyTorch
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float
 
 
 def _needs_plain(*tensors: Tensor) -> bool:
-    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and if a gradient is needed."""
+    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and if a gradient is
+    needed.
+    """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

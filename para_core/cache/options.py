@@ -20,16 +20,18 @@ Number = float | Tensor
 class Rule:
     """A measure of how much a step differs from the last computed one.
 
-    It compares this rank's tokens of two tensors ``[B, S, C]``, ``now`` and ``before``: sums over them are added up over the ranks, and the
-    difference is computed from the totals.
+    It compares this rank's tokens of two tensors ``[B, S, C]``, ``now`` and ``before``: sums over them are added up
+    over the ranks, and the difference is computed from the totals.
 
     Args:
         name (`str`): Name in reports and messages.
         sums (`Callable`): ``sums(now, before)`` of tensors ``[B, n]`` returns ``[B, k]`` sums in float32.
-        difference (`Callable`): ``difference(totals)`` of the sums over all ranks, ``[B, k]``, returns ``[B]`` differences.
+        difference (`Callable`): ``difference(totals)`` of the sums over all ranks, ``[B, k]``, returns ``[B]``
+            differences.
         source (`str`): Who published the rule.
-        compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is compared, or the modulated input of
-            ``CachedBlocks.modulated``. The latter is known before any block, so a skipped step runs no block at all.
+        compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is compared, or
+            the modulated input of ``CachedBlocks.modulated``. The latter is known before any block, so a skipped step
+            runs no block at all.
     """
 
     name: str
@@ -56,7 +58,8 @@ MODULATED_INPUT = Rule(
     "modulated_input",
     change,
     _ratio,
-    source="what TeaCache (arXiv:2411.19108) compares; here with the last computed step, not added up from step to step",
+    source="what TeaCache (arXiv:2411.19108) compares; here with the last computed step, not added up from step to "
+    "step",
     compares="input",
 )
 
@@ -110,27 +113,34 @@ _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_las
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Options of First Block Cache. They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and :func:`apply_cache`.
+    """Options of First Block Cache. They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and
+    :func:`apply_cache`.
 
     Args:
-        residual_diff_threshold (`float`): Skip a step if mean|change| / mean|last| of the first-block residual is below this. Larger values are
-            faster and less like the original; 0 computes every step.
-        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each branch that are computed. The first step always is.
+        residual_diff_threshold (`float`): Skip a step if mean|change| / mean|last| of the first-block residual is below
+            this. Larger values are faster and less like the original; 0 computes every step.
+        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each branch that are computed. The first
+            step always is.
         max_consecutive_hits (`int`, *optional*): Number of skipped steps in a row after which one is computed.
         max_hits (`int`, *optional*): Maximum number of skipped steps of each branch in a generation.
-        compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the schedule (-1 is the last one)
-            or as a bool for each step. All others are skipped, except the first of a branch. Replaces threshold and rule.
+        compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the
+            schedule (-1 is the last one) or as a bool for each step. All others are skipped, except the first of a
+            branch. Replaces threshold and rule.
         always_compute_last (`bool`, defaults to `False`): Whether to compute the last step of the schedule.
         start, end (`float`, default to `0.0` and `1.0`): Skip steps only between these fractions of the schedule.
-        first_blocks (`int`, defaults to `1`): Number of blocks at the start that always run. The residual is that of all of them together.
+        first_blocks (`int`, defaults to `1`): Number of blocks at the start that always run. The residual is that of
+            all of them together.
         last_blocks (`int`, defaults to `0`): Number of blocks at the end that always run.
-        forecast_order (`0`, `1` or `2`, *optional*): 0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2
-            extrapolate the last two or three residuals in the schedule's time. Defaults to 1 for a pipeline with a schedule, otherwise to 0.
-        forecast (`"foca"` or `Forecast`, *optional*): Used instead of ``forecast_order``. ``"foca"`` extrapolates the last three residuals.
+        forecast_order (`0`, `1` or `2`, *optional*): 0 adds the residual of the last computed step, as plain First
+            Block Cache does. 1 and 2 extrapolate the last two or three residuals in the schedule's time. Defaults to 1
+            for a pipeline with a schedule, otherwise to 0.
+        forecast (`"foca"` or `Forecast`, *optional*): Used instead of ``forecast_order``. ``"foca"`` extrapolates the
+            last three residuals.
         downsample (`int`, defaults to `1`): Compare every n-th channel only.
-        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared. With ``"modulated_input"`` a
-            skipped step runs no block.
-        policy (`Callable`, *optional*): Decides instead of the threshold: called with an :class:`Observation`, returns whether to skip the step.
+        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared. With
+            ``"modulated_input"`` a skipped step runs no block.
+        policy (`Callable`, *optional*): Decides instead of the threshold: called with an :class:`Observation`, returns
+            whether to skip the step.
 
     Raises:
         TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
@@ -182,7 +192,8 @@ class CacheOptions:
         object.__setattr__(self, "forecast", forecast_of(self.forecast))
         if self.forecast_order is not None:
             raise ValueError(
-                f"forecast_order={self.forecast_order} and forecast={self.forecasts.name} were given; leave one of them out."
+                f"forecast_order={self.forecast_order} and forecast={self.forecasts.name} were given; leave one of "
+                "them out."
             )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
@@ -191,7 +202,8 @@ class CacheOptions:
         steps = tuple(values) if isinstance(values, Collection) and not isinstance(values, (str, bytes)) else ()
         if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
             raise TypeError(
-                f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of the schedule."
+                f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of "
+                "the schedule."
             )
         void = self._changed(_VOID)
         if void:
@@ -226,7 +238,8 @@ class CacheOptions:
         # A bool of NumPy has a dtype.
         if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
-                f"the policy returned {skip!r}; expected a bool, or a tensor of one element: True if the step may be skipped."
+                f"the policy returned {skip!r}; expected a bool, or a tensor of one element: True if the step may be "
+                "skipped."
             )
         return skip
 

@@ -1,7 +1,8 @@
 """Linear layers with quantized weights inside ``torch.cond``.
 
-The branches of ``torch.cond`` support plain tensors only (torch 2.13 and 2.15). A weight that is a wrapper subclass, as torchao's are, fails with
-"There was no rule registered for HOP cond". Therefore a branch gets the tensors inside such a weight, and the linear layer rebuilds the weight.
+The branches of ``torch.cond`` support plain tensors only (torch 2.13 and 2.15). A weight that is a wrapper subclass, as
+torchao's are, fails with "There was no rule registered for HOP cond". Therefore a branch gets the tensors inside such a
+weight, and the linear layer rebuilds the weight.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class WrappedLinear(NamedTuple):
 
 
 def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
-    """Return the layers of ``block`` with wrapped weights. Those of ``before`` that are still valid are reused, because graphs guard on them."""
+    """Return the layers of ``block`` with wrapped weights. Those of ``before`` that are still valid are reused, because
+    graphs guard on them.
+    """
     earlier = {id(layer.module): layer for layer in before}
     layers = []
     for module in block.modules():
@@ -57,7 +60,9 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
 
 
 class GroupBlocks:
-    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without the cache's hooks."""
+    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without the cache's
+    hooks.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._blocks = [(block, original_class(block).__call__) for block in blocks]

@@ -23,12 +23,15 @@ class CachedStep:
     """One step of one branch.
 
     Args:
-        difference: The difference that was compared with the threshold: the largest of all samples; None if it did not decide.
+        difference: The difference that was compared with the threshold: the largest of all samples; None if it did not
+            decide.
         seconds: Duration of the model call, which may have contained several branches.
         call: Index of the model call. Equal for the branches of one call.
         samples: The difference of each sample of this branch.
-        held_back_by: The branches and samples that caused the call to be computed although others could have been skipped.
-        forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for a computed step.
+        held_back_by: The branches and samples that caused the call to be computed although others could have been
+            skipped.
+        forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for a computed
+            step.
     """
 
     step: int
@@ -48,13 +51,15 @@ class CachedStep:
         return self.verdict.skips
 
 
-# Number of model calls that are kept for the report. A pipeline clears them at every generation, but a loop that never calls reset_cache would
-# collect them, and their tensors on a GPU, without end.
+# Number of model calls that are kept for the report. A pipeline clears them at every generation, but a loop that never
+# calls reset_cache would collect them, and their tensors on a GPU, without end.
 MOST_READINGS = 4096
 
 
 class Readings:
-    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and the number of earlier calls, which were dropped."""
+    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and the number of earlier calls, which were
+    dropped.
+    """
 
     def __init__(self) -> None:
         self._last: deque[StepRecord] = deque(maxlen=MOST_READINGS)
@@ -129,7 +134,8 @@ class CacheReport:
     Args:
         rows: The steps.
         rule, forecast: Names of the rule and of the forecast.
-        dropped: Number of earlier calls without a row, because only the last ``MOST_READINGS`` calls of a model are kept.
+        dropped: Number of earlier calls without a row, because only the last ``MOST_READINGS`` calls of a model are
+            kept.
     """
 
     rows: Sequence[CachedStep]
@@ -162,7 +168,8 @@ class CacheReport:
             difference = "" if row.difference is None else f"{row.difference:.4f}"
             verdict = row.verdict.name.lower().replace("_", " ")
             lines.append(
-                f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} {row.seconds:>8.4f}"
+                f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} "
+                f"{row.seconds:>8.4f}"
                 + (f"  held back by {', '.join(row.held_back_by)}" if row.held_back_by else "")
                 + (f"  forecast from {row.forecast_from} computed steps" if row.forecast_from > 1 else "")
             )

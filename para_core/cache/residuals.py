@@ -21,7 +21,8 @@ class Residuals:
         room: Maximum number of residuals per stream.
 
     Attributes:
-        histories: For each stream, its residuals, newest first; None if the blocks return None. Empty until a step was computed.
+        histories: For each stream, its residuals, newest first; None if the blocks return None. Empty until a step was
+            computed.
     """
 
     def __init__(self, room: int) -> None:
@@ -29,7 +30,9 @@ class Residuals:
         self.histories: list[list[Tensor] | None] = []
 
     def begin(self, entries: Streams, outputs: Streams, room: int = 1) -> None:
-        """Store the first residuals. ``room`` - 1 zero tensors are added, which a graph needs from the start; their weight is 0."""
+        """Store the first residuals. ``room`` - 1 zero tensors are added, which a graph needs from the start; their
+        weight is 0.
+        """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         self.histories.extend(
             [None if x is None else [x, *[torch.zeros_like(x) for _ in range(room - 1)]] for x in new]

@@ -28,7 +28,9 @@ class Expected:
 
 
 class DeferredOp:
-    """A call of an operator on deferred tensors. It runs as soon as their round ends, before they can be changed in place."""
+    """A call of an operator on deferred tensors. It runs as soon as their round ends, before they can be changed in
+    place.
+    """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
@@ -46,8 +48,8 @@ class DeferredOp:
 class LiveDeferred:
     """The deferred tensors of one pipeline call that are still referenced.
 
-    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these objects becomes an
-    ordinary tensor, so no deferred tensor outlives the call.
+    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these
+    objects becomes an ordinary tensor, so no deferred tensor outlives the call.
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,9 @@ class LiveDeferred:
             self._prune_at = max(256, 2 * len(self._refs))
 
     def become_tensors(self) -> None:
-        """Turn each remaining deferred tensor into an ordinary one, in place. If its round never ended, it is filled with NaN (or 0)."""
+        """Turn each remaining deferred tensor into an ordinary one, in place. If its round never ended, it is filled
+        with NaN (or 0).
+        """
         alive = [x for ref in self._refs if (x := ref()) is not None]
         self._refs.clear()  # swap_tensors refuses tensors with weak references.
         for x in alive:
@@ -99,8 +103,8 @@ class PendingRound(Protocol):
 class Deferred(Tensor):
     """A tensor whose values are known when its round ends. Whatever needs the values earlier ends the round.
 
-    Operators on it return deferred tensors too, if possible. Their other tensor arguments are copied, because pipelines may change them
-    in place (latents).
+    Operators on it return deferred tensors too, if possible. Their other tensor arguments are copied, because pipelines
+    may change them in place (latents).
     """
 
     of: PendingRound
@@ -156,7 +160,9 @@ class Deferred(Tensor):
 
 
 def materialize(tree: Any) -> Any:
-    """Return ``tree`` with the data of each deferred tensor in its place. ``tree`` may contain any container that pytree knows."""
+    """Return ``tree`` with the data of each deferred tensor in its place. ``tree`` may contain any container that
+    pytree knows.
+    """
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
@@ -169,8 +175,8 @@ def _known_values(tree: Any) -> Any:
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether ``func`` may run after the round, with the same result, and whether that is useful.
 
-    With other tensor arguments it must be pointwise, as what pipelines compute between two branches, and the round must wait for another
-    call. Other operators may take weights, which should not be copied.
+    With other tensor arguments it must be pointwise, as what pipelines compute between two branches, and the round must
+    wait for another call. Other operators may take weights, which should not be copied.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     deferred = [x for x in tensors if isinstance(x, Deferred)]
@@ -188,7 +194,9 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the deferred results of ``func``. Returns None if their shapes depend on values, or if it returns more than tensors."""
+    """Return the deferred results of ``func``. Returns None if their shapes depend on values, or if it returns more
+    than tensors.
+    """
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
     try:

@@ -1,14 +1,15 @@
 """CFG parallelism: each sequential CFG branch is computed by some of the ranks, without changes to pipeline code.
 
 The ranks of one index along the ``batch`` mesh dim compute a model call. The other ranks get a deferred tensor
-(:class:`~para_core.cfg.deferred.Deferred`) and continue. When its values are needed, usually after the next branch was called, one
-exchange gives every rank the results of all branches. The calls between two exchanges are a *round*.
+(:class:`~para_core.cfg.deferred.Deferred`) and continue. When its values are needed, usually after the next branch was
+called, one exchange gives every rank the results of all branches. The calls between two exchanges are a *round*.
 
-A branch that is called alone in a round is also computed by one index only. Computing it on all ranks would not be faster, and a cache
-that decides by the branches that a rank has computed would decide differently on different ranks.
+A branch that is called alone in a round is also computed by one index only. Computing it on all ranks would not be
+faster, and a cache that decides by the branches that a rank has computed would decide differently on different ranks.
 
-The other ranks must know the *form* of the output (shapes, dtypes, containers). It is predicted without data, or known from an earlier
-call that all ranks computed. At the end of a round with new forms, the ranks compare the predictions with each other and with the outputs.
+The other ranks must know the *form* of the output (shapes, dtypes, containers). It is predicted without data, or known
+from an earlier call that all ranks computed. At the end of a round with new forms, the ranks compare the predictions
+with each other and with the outputs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 
-# predict(model, args, kwargs) returns the output of a call with tensors on the meta device, or None if it cannot be predicted. It must
-# decide by what is equal on all ranks.
+# predict(model, args, kwargs) returns the output of a call with tensors on the meta device, or None if it cannot be
+# predicted. It must decide by what is equal on all ranks.
 PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -48,7 +49,9 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """A description that is equal for equal forms, on every rank. Strides are not part of it, because results are sent."""
+        """A description that is equal for equal forms, on every rank. Strides are not part of it, because results are
+        sent.
+        """
         tensors = iter([f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves])
         return f"{self.spec} of {', '.join([next(tensors) if is_tensor else 'None' for is_tensor in self.is_tensor])}"
 
@@ -131,7 +134,9 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute calls over ranks while the block runs. At its end every deferred tensor becomes an ordinary one."""
+        """Distribute calls over ranks while the block runs. At its end every deferred tensor becomes an ordinary
+        one.
+        """
         self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
         self._drop_unverified()
@@ -157,7 +162,8 @@ class Guidance:
             # All ranks end the round here, because its end is a collective.
             self.finish()
         args, kwargs = materialize((args, kwargs))
-        # Bools and strings, such as return_dict and kv_cache_mode, decide the form of the output. Numbers change from step to step.
+        # Bools and strings, such as return_dict and kv_cache_mode, decide the form of the output. Numbers change from
+        # step to step.
         key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
@@ -175,7 +181,8 @@ class Guidance:
                     self._mispredicted.add(key)
                     raise RuntimeError(_misprediction(model, form, actual))
             except Exception as error:
-                # With an unverified form the ranks compare records at the end of the round, which tells all of them. Otherwise they do not.
+                # With an unverified form the ranks compare records at the end of the round, which tells all of them.
+                # Otherwise they do not.
                 if key not in self._unverified:
                     raise
                 failure = error
@@ -261,7 +268,8 @@ def _computed(
     output = compute(*args, **kwargs)
     if not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(output)):
         raise TypeError(
-            f"CFG branches cannot be distributed over ranks: {type(model).__name__} returned something besides tensors. Use a mesh "
+            f"CFG branches cannot be distributed over ranks: {type(model).__name__} returned something besides "
+            "tensors. Use a mesh "
             "without a 'batch' dim."
         )
     return _form_of(output, lambda x: Expected(x.to("meta"), x.device))
@@ -276,8 +284,10 @@ def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form
 
 def _misprediction(model: Any, predicted: _Form, actual: _Form) -> str:
     return (
-        f"CFG parallelism predicted that {type(model).__name__} returns {predicted.text}; it returned {actual.text}. Call the "
-        "pipeline again: all ranks then compute the first call, and no prediction is needed. Or use a mesh without a 'batch' dim."
+        f"CFG parallelism predicted that {type(model).__name__} returns {predicted.text}; it returned {actual.text}. "
+        "Call the "
+        "pipeline again: all ranks then compute the first call, and no prediction is needed. Or use a mesh without a "
+        "'batch' dim."
     )
 
 

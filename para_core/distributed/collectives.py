@@ -1,11 +1,12 @@
-"""All-to-all and all-gather with uneven sizes: as direct calls in eager code, and as operators that keep their order in a graph.
+"""All-to-all and all-gather with uneven sizes: as direct calls in eager code, and as operators that keep their order in
+a graph.
 
-This is the only module that names torch's collectives. Two kinds are enough, and every backend has them for every device (gloo has
-no point-to-point for CUDA tensors).
+This is the only module that names torch's collectives. Two kinds are enough, and every backend has them for every
+device (gloo has no point-to-point for CUDA tensors).
 
-**Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ in size would
-then run their collectives in different orders, and hang. Therefore every collective of a graph, forward and backward, takes a tensor of
-one element from the previous collective: a data dependency (:func:`define_collective`).
+**Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ
+in size would then run their collectives in different orders, and hang. Therefore every collective of a graph, forward
+and backward, takes a tensor of one element from the previous collective: a data dependency (:func:`define_collective`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
-# gloo's threads free the tensors of the last collective shortly after it ends, and need the GIL for it. A script that exits right after a
-# collective otherwise aborts in one of four runs ("terminate called without an active exception", pytorch/pytorch#190489), because a
-# finished interpreter has no GIL to give. Sleeping releases the GIL.
+# gloo's threads free the tensors of the last collective shortly after it ends, and need the GIL for it. A script that
+# exits right after a collective otherwise aborts in one of four runs ("terminate called without an active exception",
+# pytorch/pytorch#190489), because a finished interpreter has no GIL to give. Sleeping releases the GIL.
 atexit.register(time.sleep, 0.05)  # seconds
 
 
@@ -44,12 +45,15 @@ def start_all_to_all(
 ) -> Travelling:
     """Start to send ``send_sizes[i]`` elements of ``x`` to rank ``i`` of ``dim``. :func:`wait` returns what arrives.
 
-    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and is done on return.
+    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and is done on
+    return.
 
     Args:
         x: A contiguous tensor, flat unless ``even``.
-        receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the senders.
-        even: Whether all ranks know that all sizes are equal. Backends then need no sizes; the first dim of ``x`` is split.
+        receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the
+            senders.
+        even: Whether all ranks know that all sizes are equal. Backends then need no sizes; the first dim of ``x`` is
+            split.
     """
     if _needs_operator(x):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -115,8 +119,9 @@ LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 def define_operator(signature: str) -> None:
     """Define the operator ``para_core::signature`` without an implementation, for use in compiled graphs.
 
-    It is tagged as not capturable by a CUDA graph. Inductor then cuts its CUDA graphs at the operator (or, without graph partition,
-    makes none), because collectives wait for other ranks, and packing keeps tables that must not be in the memory pool of a graph.
+    It is tagged as not capturable by a CUDA graph. Inductor then cuts its CUDA graphs at the operator (or, without
+    graph partition, makes none), because collectives wait for other ranks, and packing keeps tables that must not be in
+    the memory pool of a graph.
     """
     LIBRARY.define(signature, tags=(torch.Tag.cudagraph_unsafe,))
 
@@ -128,12 +133,14 @@ def define_collective(
     gradient: Callable[..., Any] | None = None,
     context: Callable[..., Any] | None = None,
 ) -> None:
-    """Define the operator ``para_core::signature``, which graphs neither remove nor move before the collective traced ahead of it.
+    """Define the operator ``para_core::signature``, which graphs neither remove nor move before the collective traced
+    ahead of it.
 
-    The last argument of the operator, ``after``, is an optional tensor. Its last result is a token of one element (:func:`done`).
-    While a graph is traced, ``after`` becomes the token of the previous collective: a data dependency, which no compiler pass can cut.
-    The token of the last collective is waited for. That is a side effect, without which a rank whose result has no elements would drop
-    the collective, and the others would hang. The token is kept on the tracer, so it lives as long as the tracing of the graph.
+    The last argument of the operator, ``after``, is an optional tensor. Its last result is a token of one element
+    (:func:`done`). While a graph is traced, ``after`` becomes the token of the previous collective: a data dependency,
+    which no compiler pass can cut. The token of the last collective is waited for. That is a side effect, without which
+    a rank whose result has no elements would drop the collective, and the others would hang. The token is kept on the
+    tracer, so it lives as long as the tracing of the graph.
 
     Args:
         run: The implementation.
@@ -159,7 +166,8 @@ def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     if last_wait is not None and last_wait.meta.get(_PART) == wait_node.meta.get(_PART):
         tracer.graph.erase_node(last_wait)
     elif last_wait is not None:
-        # This is the first collective of a backward. The wait that ends the forward must not be copied into the backward.
+        # This is the first collective of a backward. The wait that ends the forward must not be copied into the
+        # backward.
         last_wait.meta[_PART] = "must_be_in_forward"
     tracer._para_core_last_collective = outputs[-1], wait_node
     return outputs
@@ -201,8 +209,8 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
         return rows, done(x)
     parts = list(rows.split(sizes))
     if _is_nccl(group, x.device):
-        # ProcessGroupNCCL::allgather sends outputs of unequal sizes as one coalesced group of broadcasts: one kernel instead of one
-        # per rank. gloo refuses such outputs.
+        # ProcessGroupNCCL::allgather sends outputs of unequal sizes as one coalesced group of broadcasts: one kernel
+        # instead of one per rank. gloo refuses such outputs.
         dist.all_gather(parts, x.contiguous(), group=group)
         return rows, done(x)
     works = []
@@ -241,7 +249,8 @@ def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 define_collective(
-    "all_to_all(Tensor x, SymInt[] send_sizes, SymInt[] receive_sizes, str group_name, Tensor? after=None) -> (Tensor, Tensor)",
+    "all_to_all(Tensor x, SymInt[] send_sizes, SymInt[] receive_sizes, str group_name, Tensor? after=None) -> "
+    "(Tensor, Tensor)",
     _all_to_all,
     _all_to_all_shape,
     _all_to_all_backward,
@@ -269,7 +278,9 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; ``sizes[i]`` is the length on rank ``i``. Differentiable."""
+    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; ``sizes[i]`` is the length on rank ``i``.
+    Differentiable.
+    """
     if dim.size == 1:
         return x
     if x.dtype == torch.bool:  # gloo does not send bool tensors.
@@ -284,7 +295,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
 class HostGroups:
     """The host groups of a mesh, looked up at the first exchange and kept.
 
-    A caller that exchanges bytes in every call passes it instead of the mesh to :mod:`para_core.distributed.consistency`.
+    A caller that exchanges bytes in every call passes it instead of the mesh to
+    :mod:`para_core.distributed.consistency`.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
@@ -318,7 +330,9 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Return the ``x`` of the first rank of ``mesh`` on all ranks. ``x`` is a uint8 CPU tensor of equal length. Eager code only."""
+    """Return the ``x`` of the first rank of ``mesh`` on all ranks. ``x`` is a uint8 CPU tensor of equal length. Eager
+    code only.
+    """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x
@@ -326,7 +340,7 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
 
 def tensor_bytes(x: Tensor) -> Tensor:
     """Return the elements of ``x`` as a 1-D uint8 tensor, in C order."""
-    # A dim of size 1 may have any stride and still count as contiguous, as t.expand(1) does, and view(uint8) refuses it.
-    # flatten keeps such a stride.
+    # A dim of size 1 may have any stride and still count as contiguous, as t.expand(1) does, and view(uint8) refuses
+    # it. flatten keeps such a stride.
     x = x.resolve_conj().resolve_neg().contiguous().flatten()
     return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

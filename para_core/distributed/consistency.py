@@ -1,4 +1,5 @@
-"""Compare small records between ranks before data moves, so that bad input raises on every rank instead of hanging some.
+"""Compare small records between ranks before data moves, so that bad input raises on every rank instead of hanging
+some.
 
 A rank that raises alone leaves the others in a collective until the group's timeout, and parts of unequal size abort
 the process on gloo. In eager code every verdict is therefore computed from data that all ranks hold.
@@ -65,7 +66,9 @@ class Signature:
 
 
 def signature(record: Record) -> Signature:
-    """``record`` (JSON values, of any size) as :func:`check_consistent` takes it; keep it where the same is asked again."""
+    """``record`` (JSON values, of any size) as :func:`check_consistent` takes it; keep it where the same is asked
+    again.
+    """
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
 
@@ -146,7 +149,8 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
     again. A rank that fails before it enters the inner block therefore meets the others in their inner exchange.
 
     Raises:
-        TypeError, ValueError, RuntimeError: The exception of the rank, with its type; a RuntimeError for any other type.
+        TypeError, ValueError, RuntimeError: The exception of the rank, with its type; a RuntimeError for any other
+            type.
     """
     try:
         yield
@@ -195,21 +199,26 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
     """Return an error message for a collective over ``dim`` that ended in ``error``, with the way out."""
     if not is_closed_connection(error):
         return (
-            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely another rank "
+            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
+            "another rank "
             "raised an exception or died; its log has the reason."
         )
     default = dim.group is dist.group.WORLD
     return (
-        f"the connections of mesh dim {dim.name!r} are closed: an earlier call over its process group timed out, on this rank or "
+        f"the connections of mesh dim {dim.name!r} are closed: an earlier call over its process group timed out, on "
+        "this rank or "
         "another, or a rank has died; gloo does not reopen them. "
         + ("It is the default group, which a new mesh over all ranks would use again. " if default else "")
-        + "If all processes are alive, call torch.distributed.destroy_process_group() and init_process_group() on each, create "
+        + "If all processes are alive, call torch.distributed.destroy_process_group() and init_process_group() on "
+        "each, create "
         "the mesh again, and parallelize with it; otherwise restart them."
     )
 
 
 def raise_first_error(records: list[Record]) -> None:
-    """Raise the first error in ``records`` (made by :func:`error_record`), prefixed by its rank. Equal on every rank."""
+    """Raise the first error in ``records`` (made by :func:`error_record`), prefixed by its rank. Equal on every
+    rank.
+    """
     for rank, record in enumerate(records):
         if record.get("error") is not None:
             kind = {"TypeError": TypeError, "RuntimeError": RuntimeError}.get(record["kind"], ValueError)

@@ -41,9 +41,10 @@ def choose_mesh_shape(
 ) -> tuple[int, int, int]:
     """Return the sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
 
-    In the order batch, ring, ulysses, each dim with a maximum takes the largest divisor of the remaining ranks up to that maximum.
-    Without a maximum, batch is 1, and the remaining ranks go to ulysses, or to ring if only ring has no maximum. If neither ring nor
-    ulysses has one, ulysses takes at most as many ranks as keep each Ulysses group on one host of ``ranks_per_host`` ranks.
+    In the order batch, ring, ulysses, each dim with a maximum takes the largest divisor of the remaining ranks up to
+    that maximum. Without a maximum, batch is 1, and the remaining ranks go to ulysses, or to ring if only ring has no
+    maximum. If neither ring nor ulysses has one, ulysses takes at most as many ranks as keep each Ulysses group on one
+    host of ``ranks_per_host`` ranks.
 
     >>> choose_mesh_shape(8)
     (1, 1, 8)
@@ -80,8 +81,10 @@ def choose_mesh_shape(
         ring, left = ring * left, 1
     if left > 1:
         raise ValueError(
-            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses {num_ranks // left} of them. "
-            f"max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or max_batch_dim_size={batch * left} "
+            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses {num_ranks // left} "
+            "of them. "
+            f"max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or "
+            f"max_batch_dim_size={batch * left} "
             "would fit; or leave one of ring and ulysses open (None): it takes what remains."
         )
     return batch, ring, ulysses
@@ -95,15 +98,18 @@ def _require_maximum(name: str, maximum: int | None) -> None:
 
 
 def ranks_per_host() -> int | None:
-    """Return how many consecutive ranks each host has, from the environment of torchrun or Slurm; None if it does not say.
+    """Return how many consecutive ranks each host has, from the environment of torchrun or Slurm; None if it does not
+    say.
 
-    All ranks get the same answer. torchrun numbers the ranks host by host, and so does Slurm unless ``--distribution=cyclic`` is given.
+    All ranks get the same answer. torchrun numbers the ranks host by host, and so does Slurm unless
+    ``--distribution=cyclic`` is given.
     """
     ranks = dist.get_world_size()
     # Not LOCAL_WORLD_SIZE: if hosts have different numbers of ranks, they would choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # Another number of ranks means that the variables describe the launcher of this program, which started its ranks itself.
+        # Another number of ranks means that the variables describe the launcher of this program, which started its
+        # ranks itself.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             return ranks // int(hosts) if ranks % int(hosts) == 0 else None
     return None
@@ -120,22 +126,24 @@ def init_context_parallel_mesh(
 ) -> DeviceMesh:
     """Create a ``DeviceMesh`` of all ranks with the dims ``("batch", "ring", "ulysses")``.
 
-    Every rank calls this with the same arguments. Each dim with a maximum takes the largest size that divides the remaining ranks, in
-    the order tensor, pipe, batch, ring, ulysses; the ranks that remain go to ``ulysses``. On several hosts (torchrun or Slurm) and
-    without a maximum for ring and ulysses, Ulysses groups stay inside a host and the ring connects the hosts (docs/several_nodes.md).
+    Every rank calls this with the same arguments. Each dim with a maximum takes the largest size that divides the
+    remaining ranks, in the order tensor, pipe, batch, ring, ulysses; the ranks that remain go to ``ulysses``. On
+    several hosts (torchrun or Slurm) and without a maximum for ring and ulysses, Ulysses groups stay inside a host and
+    the ring connects the hosts (docs/several_nodes.md).
 
-    Ranks along the last dim are neighbours. To use some of the ranks only, create a larger mesh and pass a slice of it, such as
-    ``mesh["ring", "ulysses"]``. A dim of size 1 costs no NCCL communicator.
+    Ranks along the last dim are neighbours. To use some of the ranks only, create a larger mesh and pass a slice of it,
+    such as ``mesh["ring", "ulysses"]``. A dim of size 1 costs no NCCL communicator.
 
     Args:
-        device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this machine, or the CPU.
+        device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this machine,
+            or the CPU.
         max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults to 1.
         max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values on.
         max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks that exchange tokens for heads.
         max_tensor_dim_size (`int`, *optional*): Maximum number of ranks that share the heads of a tensor-parallel model
             (``weights="tensor"``). If given, the mesh has a last dim ``"tensor"``.
-        max_pipe_dim_size (`int`, *optional*): Maximum number of stages, which hold consecutive transformer blocks. If given, the mesh
-            has a first dim ``"pipe"``.
+        max_pipe_dim_size (`int`, *optional*): Maximum number of stages, which hold consecutive transformer blocks. If
+            given, the mesh has a first dim ``"pipe"``.
 
     Returns:
         The mesh.
@@ -177,7 +185,9 @@ def init_context_parallel_mesh(
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks in ``shape``. Makes no groups for dims of size 1; ``init_device_mesh`` would make one per rank and dim."""
+    """Return a mesh of all ranks in ``shape``. Makes no groups for dims of size 1; ``init_device_mesh`` would make one
+    per rank and dim.
+    """
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -187,7 +197,9 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 
 
 def _group_of_this_rank() -> ProcessGroup:
-    """Return the group for all mesh dims of size 1, because a DeviceMesh has a group per dim. Created once, without other ranks or NCCL."""
+    """Return the group for all mesh dims of size 1, because a DeviceMesh has a group per dim. Created once, without
+    other ranks or NCCL.
+    """
     return find_or_make_group(
         "para_core: this rank alone",
         [dist.get_rank()],
@@ -197,7 +209,8 @@ def _group_of_this_rank() -> ProcessGroup:
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
-    """Raise ``RuntimeError`` on every rank of ``mesh`` if NCCL connects its ranks and two of them have the same current GPU.
+    """Raise ``RuntimeError`` on every rank of ``mesh`` if NCCL connects its ranks and two of them have the same current
+    GPU.
 
     With NCCL this is one small exchange over the CPU; otherwise, and in a graph, it does nothing.
 
@@ -256,7 +269,8 @@ def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
             else "the host has more ranks than GPUs, or torch.cuda.set_device was called with a wrong index"
         )
         return (
-            f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: {reason}. Call "
+            f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: "
+            f"{reason}. Call "
             "torch.cuda.set_device(torch.distributed.get_node_local_rank()) right after init_process_group(), before "
             "anything is put on a GPU. Several ranks on one GPU run on gloo: init_process_group('gloo')."
         )

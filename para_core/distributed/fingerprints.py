@@ -10,19 +10,21 @@ from torch import Tensor
 from para_core.distributed.collectives import tensor_bytes
 
 _WORD_BYTES = 8
-# Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between positions, and the
-# shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of MurmurHash3.
+# Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between
+# positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of
+# MurmurHash3.
 _STEP = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """Return for each tensor 16 hexadecimal digits that depend on its bytes in C order, wherever and however it is stored.
+    """Return for each tensor 16 hexadecimal digits that depend on its bytes in C order, wherever and however it is
+    stored.
 
-    Each 8 bytes and their position are mixed to 64 random-looking bits, which are added up. Tensors of one size whose bytes differ
-    have the same fingerprint with probability 2^-64; so 0.0 and -0.0 differ, and equal NaNs are equal. The mixing is integer
-    arithmetic: all devices give the same digits. Shape and dtype do not enter.
+    Each 8 bytes and their position are mixed to 64 random-looking bits, which are added up. Tensors of one size whose
+    bytes differ have the same fingerprint with probability 2^-64; so 0.0 and -0.0 differ, and equal NaNs are equal. The
+    mixing is integer arithmetic: all devices give the same digits. Shape and dtype do not enter.
 
     The host waits once per device, for 8 bytes per tensor.
     """

@@ -1,7 +1,7 @@
 """Layouts: how many tokens of each segment each rank holds. Pure values, without tensors or torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic: this file only adds, subtracts, multiplies and floor-divides lengths, and never
-branches on one.
+Under ``torch.compile`` lengths are symbolic: this file only adds, subtracts, multiplies and floor-divides lengths, and
+never branches on one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one kind, sharded over the sequence ranks like :func:`torch.tensor_split`, or replicated on every rank.
+    """A run of tokens of one kind, sharded over the sequence ranks like :func:`torch.tensor_split`, or replicated on
+    every rank.
 
     The first ``total % ranks`` ranks hold one token more. With fewer tokens than ranks the last ranks hold none.
 
@@ -23,8 +24,8 @@ class Segment:
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
 
-    A balanced segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th from the back, so
-    that all ranks compute equally much under a causal mask.
+    A balanced segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th from
+    the back, so that all ranks compute equally much under a causal mask.
 
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
@@ -35,7 +36,8 @@ class Segment:
     (10, 5)
 
     Raises:
-        ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is combined with ``balanced``.
+        ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is combined
+            with ``balanced``.
     """
 
     name: str
@@ -49,7 +51,8 @@ class Segment:
             raise ValueError(f"segment {self.name!r} is replicated and balanced; expected at most one of the two.")
         if self.together != 1 and (self.balanced or self.together < 1 or self.total % self.together):
             raise ValueError(
-                f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; expected "
+                f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; "
+                "expected "
                 "together to divide the number of tokens, and balanced=False."
             )
 
@@ -77,7 +80,9 @@ class Segment:
         return _part_size(self.total, rank, ranks)
 
     def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
-        """Return the tokens of ``rank`` as (start, length) within this segment, in the order in which the rank holds them."""
+        """Return the tokens of ``rank`` as (start, length) within this segment, in the order in which the rank holds
+        them.
+        """
         if self.replicated:
             return ((0, self.total),)
         if self.together != 1:
@@ -151,7 +156,8 @@ class SequenceLayout:
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
     def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
-        """Return the tokens of ``rank`` as (start, length) within the whole sequence, in the order in which the rank holds them.
+        """Return the tokens of ``rank`` as (start, length) within the whole sequence, in the order in which the rank
+        holds them.
 
         Args:
             replicated: Whether to return replicated segments (True), sharded ones (False), or both (None).

@@ -43,7 +43,9 @@ def require_process_group(caller: str) -> None:
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One mesh dim as this rank sees it. ``group_name`` identifies the group in functional collectives; "" if size is 1."""
+    """One mesh dim as this rank sees it. ``group_name`` identifies the group in functional collectives; "" if size is
+    1.
+    """
 
     name: str
     size: int
@@ -58,7 +60,9 @@ def dim_of_one(name: str) -> MeshDim:
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """Return the type of the devices on which the ranks of ``group`` compute: CUDA, if the group serves it and there is a GPU."""
+    """Return the type of the devices on which the ranks of ``group`` compute: CUDA, if the group serves it and there is
+    a GPU.
+    """
     if torch.compiler.is_compiling():
         # Of a group that is an argument, Dynamo can read only the name and the size.
         named: str = _device_type_of_named(group.group_name)
@@ -86,11 +90,12 @@ def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:
-    """Return the group that sends CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same ranks.
+    """Return the group that sends CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same
+    ranks.
 
-    An NCCL-only group would copy CPU tensors through the device, and wait for all work that was started on it. The gloo group
-    is created once per NCCL group, at its first use, so every rank of ``dim`` must call this. torch's table of groups owns it:
-    it is found there by its description, and ``destroy_process_group()`` removes it.
+    An NCCL-only group would copy CPU tensors through the device, and wait for all work that was started on it. The gloo
+    group is created once per NCCL group, at its first use, so every rank of ``dim`` must call this. torch's table of
+    groups owns it: it is found there by its description, and ``destroy_process_group()`` removes it.
 
     Raises:
         ValueError: ``dim`` has one rank.
@@ -110,7 +115,9 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 
 def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
-    """Return the groups made by :func:`find_or_make_group` that this rank belongs to and whose members are all in ``ranks``."""
+    """Return the groups made by :func:`find_or_make_group` that this rank belongs to and whose members are all in
+    ``ranks``.
+    """
     ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
     return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 
@@ -139,7 +146,8 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. They are fields because a graph would treat numbers as variables.
+    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. They are fields because a graph would treat numbers
+    # as variables.
     text: str = ""
     alone_text: str = ""
 
@@ -161,7 +169,9 @@ class SequenceMesh:
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """Return a mesh of this rank only, for calls without communication. It keeps the rank's position in the sequence."""
+        """Return a mesh of this rank only, for calls without communication. It keeps the rank's position in the
+        sequence.
+        """
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
@@ -205,13 +215,14 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 class GuidedMesh:
     """All ranks that work on one image: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost first.
 
-    Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples, in ``sequence``
-    different tokens, and along ``tensor`` different heads.
+    Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples, in
+    ``sequence`` different tokens, and along ``tensor`` different heads.
     """
 
     batch: MeshDim
     sequence: SequenceMesh
-    # No defaults: modes are created inside compiled functions, and Dynamo of torch 2.11 does not trace our own values as defaults.
+    # No defaults: modes are created inside compiled functions, and Dynamo of torch 2.11 does not trace our own values
+    # as defaults.
     tensor: MeshDim
     pipe: MeshDim
 
@@ -238,8 +249,9 @@ def one_guided_rank(device_type: str) -> GuidedMesh:
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
-    """Return the :class:`GuidedMesh` of a user's ``mesh``. Accepts what :func:`sequence_mesh` accepts, and ``batch``, ``tensor`` and
-    ``pipe`` dims; the mesh may have only these."""
+    """Return the :class:`GuidedMesh` of a user's ``mesh``. Accepts what :func:`sequence_mesh` accepts, and ``batch``,
+    ``tensor`` and ``pipe`` dims; the mesh may have only these.
+    """
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
@@ -260,7 +272,9 @@ def one_rank(device_type: str) -> SequenceMesh:
 
 
 def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
-    """Return the mesh of a rank that belongs to these two groups. They need not be registered with torch.distributed."""
+    """Return the mesh of a rank that belongs to these two groups. They need not be registered with
+    torch.distributed.
+    """
     return _sequence_mesh(_dim_of_group("ring", ring), _dim_of_group("ulysses", ulysses), device_type)
 
 
@@ -289,7 +303,8 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         if unknown:
             wanted = ", ".join(repr(name) for name in names if name in MESH_DIMS)
             raise ValueError(
-                f"mesh has {_dims_text(mesh)}; {unknown} are not dims of a sequence. Pass the slice that shards one sequence: "
+                f"mesh has {_dims_text(mesh)}; {unknown} are not dims of a sequence. Pass the slice that shards one "
+                "sequence: "
                 f"mesh[{wanted}]."
             )
         if mesh.get_coordinate() is None:
@@ -320,7 +335,8 @@ def _dims_text(mesh: DeviceMesh) -> str:
 
 
 def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
-    """Return the ``batch`` dim of ``mesh``, or a process group, as the Ulysses dim of a sequence mesh, to shard a batch like a sequence.
+    """Return the ``batch`` dim of ``mesh``, or a process group, as the Ulysses dim of a sequence mesh, to shard a batch
+    like a sequence.
 
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
@@ -331,7 +347,8 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
     elif isinstance(mesh, DeviceMesh):
         if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
-                f"mesh has {_dims_text(mesh)}; expected a dim named 'batch'. init_context_parallel_mesh(max_batch_dim_size=...) makes "
+                f"mesh has {_dims_text(mesh)}; expected a dim named 'batch'. "
+                "init_context_parallel_mesh(max_batch_dim_size=...) makes "
                 "one; init_device_mesh(..., mesh_dim_names=('batch', ...)) too."
             )
         group, device_type = mesh.get_group("batch"), mesh.device_type

@@ -41,7 +41,8 @@ class Arriving:
         """Return the tensor, after it has arrived.
 
         Raises:
-            RuntimeError: It did not arrive within the timeout of the group (gloo; NCCL ends the process), or its sender died.
+            RuntimeError: It did not arrive within the timeout of the group (gloo; NCCL ends the process), or its sender
+                died.
         """
         if self._transfer is not None:
             start = time.perf_counter()
@@ -64,8 +65,9 @@ class _Transfer:
 
     Args:
         number: Its position among all transfers of the edge in this direction, from 0.
-        tensor: Its memory. It must stay alive until the transfer has ended: gloo blocks the connection of two ranks for good if the buffer of
-            a message in flight is gone (``Pair::write`` and ``Pair::prepareRead`` of its TCP transport).
+        tensor: Its memory. It must stay alive until the transfer has ended: gloo blocks the connection of two ranks for
+            good if the buffer of a message in flight is gone (``Pair::write`` and ``Pair::prepareRead`` of its TCP
+            transport).
     """
 
     __slots__ = ("edge", "number", "tensor", "work")
@@ -77,14 +79,16 @@ class _Transfer:
 
 
 class Links:
-    """Connections along ``edges`` among the ranks of ``dim``, which has more than one rank. Every rank of ``dim`` creates them.
+    """Connections along ``edges`` among the ranks of ``dim``, which has more than one rank. Every rank of ``dim``
+    creates them.
 
-    Tensors that are sent along one edge arrive in order. On NCCL each edge has a communicator, and therefore a stream, of its own: otherwise
-    a transfer that waits for one neighbour would hold up what another neighbour needs.
+    Tensors that are sent along one edge arrive in order. On NCCL each edge has a communicator, and therefore a stream,
+    of its own: otherwise a transfer that waits for one neighbour would hold up what another neighbour needs.
 
-    **After a failure** some tensors were sent and never received, or the reverse. :meth:`mark_broken` notes it on this rank. :meth:`begin`,
-    which every rank calls before the next generation, compares the number of transfers per edge over the CPU. If a rank has failed, or two
-    numbers differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used before.
+    **After a failure** some tensors were sent and never received, or the reverse. :meth:`mark_broken` notes it on this
+    rank. :meth:`begin`, which every rank calls before the next generation, compares the number of transfers per edge
+    over the CPU. If a rank has failed, or two numbers differ, all ranks continue with a tag (gloo) or with
+    communicators (NCCL) that were never used before.
     """
 
     def __init__(self, dim: MeshDim, edges: Iterable[Edge]) -> None:
@@ -110,7 +114,8 @@ class Links:
     # -- before a generation, and after an exception
 
     def begin(self) -> None:
-        """Make both ends of every edge agree on the next tensor. Every rank of the dim calls it before each generation: one exchange over the CPU.
+        """Make both ends of every edge agree on the next tensor. Every rank of the dim calls it before each generation:
+        one exchange over the CPU.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.
@@ -139,12 +144,15 @@ class Links:
         self._broken = False
 
     def mark_broken(self) -> None:
-        """Note that a generation failed on this rank: what is in flight may never end. The next :meth:`begin` replaces the connections."""
+        """Note that a generation failed on this rank: what is in flight may never end. The next :meth:`begin` replaces
+        the connections.
+        """
         self._broken = True
         if self._nccl_device is None:
             return
-        # On NCCL a transfer without a counterpart is a kernel that runs for ever: whatever waits for the device, as cudaFree does, would hang.
-        # Transfers that do have one end by themselves, and a peer that did not fail may need them.
+        # On NCCL a transfer without a counterpart is a kernel that runs for ever: whatever waits for the device, as
+        # cudaFree does, would hang. Transfers that do have one end by themselves, and a peer that did not fail may need
+        # them.
         start = time.monotonic()
         transfers = [*self._leaving, *self._arriving.values()]
         while not all(transfer.work.is_completed() for transfer in transfers):
@@ -180,7 +188,9 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number of the newest communicator of ``edge`` in this process, also of other links; 0 without one."""
+        """Return the number of the newest communicator of ``edge`` in this process, also of other links; 0 without
+        one.
+        """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
@@ -195,8 +205,9 @@ class Links:
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
-            # The first use makes the communicator, for which the host waits for the other rank. The order of the edges is the same on all
-            # ranks, so no cycle of ranks can wait for each other here; in the middle of a generation it could.
+            # The first use makes the communicator, for which the host waits for the other rank. The order of the edges
+            # is the same on all ranks, so no cycle of ranks can wait for each other here; in the middle of a generation
+            # it could.
             x = torch.zeros(1, device=self._nccl_device)
             transfer = self._send if self.dim.index == edge[0] else self._receive
             transfer(edge, x).work.wait()
@@ -212,7 +223,9 @@ class Links:
 
     @property
     def _timeout(self) -> timedelta | None:
-        """The timeout of a wait on the host, read at each wait because users change it. Gloo has no default for single sends."""
+        """The timeout of a wait on the host, read at each wait because users change it. Gloo has no default for single
+        sends.
+        """
         if self._nccl_device is not None:
             return None
         timeout: timedelta = group_timeout(self._group, torch.device("cpu"))
@@ -240,8 +253,9 @@ class Links:
     def receive(self, like: Tensor, source: int) -> Arriving:
         """Start to receive, from index ``source``, a tensor of the shape, dtype and device of ``like``.
 
-        On NCCL this is a kernel that runs until the tensor is here. Never start it before this rank has sent what that tensor depends on:
-        the host may have to wait for the device in between (to load a kernel, or to allocate memory), and then both ranks wait for ever.
+        On NCCL this is a kernel that runs until the tensor is here. Never start it before this rank has sent what that
+        tensor depends on: the host may have to wait for the device in between (to load a kernel, or to allocate
+        memory), and then both ranks wait for ever.
         """
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
         transfer = self._receive((source, self.dim.index), buffer)
@@ -252,7 +266,9 @@ class Links:
         return torch.device("cpu") if self._nccl_device is None else x.device
 
     def drain(self, count: int | None = None) -> None:
-        """Wait until the first ``count`` tensors ever sent have left, or all of them. Not after an exception: a peer may never take them."""
+        """Wait until the first ``count`` tensors ever sent have left, or all of them. Not after an exception: a peer
+        may never take them.
+        """
         first = self.sent - len(self._leaving)
         for _ in range(len(self._leaving) if count is None else min(count - first, len(self._leaving))):
             self.wait(self._leaving.popleft().work)
@@ -269,7 +285,9 @@ class Links:
             work.wait(self._timeout)
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Return ``x`` of index ``source`` on all ranks of the dim. Every rank gives a tensor of the same shape and dtype."""
+        """Return ``x`` of index ``source`` on all ranks of the dim. Every rank gives a tensor of the same shape and
+        dtype.
+        """
         x = (
             x.detach().contiguous()
             if self.dim.index == source
@@ -285,6 +303,8 @@ class Links:
 
 
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
-    """Return the device whose tensors are sent over NCCL, or None. A group may have one backend per device, so its name does not tell."""
+    """Return the device whose tensors are sent over NCCL, or None. A group may have one backend per device, so its name
+    does not tell.
+    """
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

@@ -18,7 +18,8 @@ def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return ``y`` with the tokens of all sequence ranks along ``dim``, in the order of the whole sequence. The result is contiguous.
+    """Return ``y`` with the tokens of all sequence ranks along ``dim``, in the order of the whole sequence. The result
+    is contiguous.
 
     Ulysses ranks are neighbours, so they are gathered first, then the ring.
     """
@@ -40,7 +41,9 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
 
 
 def _in_sequence_order(x: Tensor, dim: int, segment: Segment, ranks: int) -> Tensor:
-    """Return a balanced segment in the order of the sequence. ``x`` holds the front part and the back part of each rank, rank by rank."""
+    """Return a balanced segment in the order of the sequence. ``x`` holds the front part and the back part of each
+    rank, rank by rank.
+    """
     lengths = [length for rank in range(ranks) for _, length in segment.runs(rank, ranks)]
     parts = x.split(lengths, dim=dim)
     return torch.cat([*parts[0::2], *reversed(parts[1::2])], dim=dim)

@@ -1,7 +1,7 @@
 """Time-outs of process groups, set for a while by pipelines that may share the groups.
 
-The rule: a group has the time-out that was set last and is not undone yet; when all are undone, the one that it had before the first.
-Pipelines may undo theirs in any order. A time-out that the user sets on the group meanwhile stays.
+The rule: a group has the time-out that was set last and is not undone yet; when all are undone, the one that it had
+before the first. Pipelines may undo theirs in any order. A time-out that the user sets on the group meanwhile stays.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def override_timeouts(
     """Set the time-out of ``groups``, and return a function that undoes it by the rule of this module.
 
     Args:
-        ranks: The ranks of the mesh. A group of ours among them that is made before the undo takes the time-out of the mesh, and the undo
-            gives it the one that the first of ``groups`` then has.
+        ranks: The ranks of the mesh. A group of ours among them that is made before the undo takes the time-out of the
+            mesh, and the undo gives it the one that the first of ``groups`` then has.
     """
     override = _Override(timeout)
     own: list[ProcessGroup] = []

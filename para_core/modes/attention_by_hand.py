@@ -1,4 +1,6 @@
-"""Attention written out as matmul, softmax, matmul, which no mode intercepts: how a mode notices that a model computes it."""
+"""Attention written out as matmul, softmax, matmul, which no mode intercepts: how a mode notices that a model computes
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def is_softmax(func: Callable[..., Any]) -> bool:
 
 
 def scores_of_own_tokens(args: Sequence[Any], kwargs: Any, segments: Sequence[Segment], rank: int, ranks: int) -> bool:
-    """Whether this softmax is over scores ``[..., S_local, S_local]`` of tokens that were sharded: its last dim, of as many keys as queries.
+    """Whether this softmax is over scores ``[..., S_local, S_local]`` of tokens that were sharded: its last dim, of as
+    many keys as queries.
 
     Args:
         args, kwargs: of the softmax.

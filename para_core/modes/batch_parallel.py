@@ -24,10 +24,10 @@ from para_core.torch_internals import no_frame_of_its_own
 class BatchParallelAttnMode(ShardingMode):
     """Inside ``with BatchParallelAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
 
-    ``x = cp.shard(x, dim=0)`` shards the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks without a
-    sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does to
-    ``scaled_dot_product_attention``: from an ``attn_mask`` for the whole batch it takes this rank's samples. What is no
-    ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.
+    ``x = cp.shard(x, dim=0)`` shards the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks
+    without a sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does
+    to ``scaled_dot_product_attention``: from an ``attn_mask`` for the whole batch it takes this rank's samples. What is
+    no ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.
 
     Args:
         mesh: a DeviceMesh with a ``batch`` dim, of which the other dims are left to other modes (enter it inside of a

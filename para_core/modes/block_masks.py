@@ -1,7 +1,8 @@
 """A ``BlockMask`` of flex attention over all tokens, made into that of the rows that one rank computes.
 
-``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. So a sharded mask states this
-rank's lengths, while its blocks are those of all rows that the rank's ring block computes, over all keys of the sequence.
+``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. So a sharded
+mask states this rank's lengths, while its blocks are those of all rows that the rank's ring block computes, over all
+keys of the sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ShardedMaskMod:
     """The ``mask_mod`` of a sharded mask: what a mode needs to know of it, since flex attention hands on nothing else.
 
     Args:
-        of_rows: ``(b, h, row, key)``, with rows counted among those that :func:`~para_core.attention.flex_exchange.enter` gives.
+        of_rows: ``(b, h, row, key)``, with rows counted among those that
+            :func:`~para_core.attention.flex_exchange.enter` gives.
         layout_ids: of :func:`layout_id`, of the queries and of the keys.
     """
 
@@ -37,7 +39,8 @@ class ShardedMaskMod:
 
     def __call__(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "this BlockMask was sharded with cp.shard, and flex_attention was called where no mode or plan intercepts it. Call it "
+            "this BlockMask was sharded with cp.shard, and flex_attention was called where no mode or plan intercepts "
+            "it. Call it "
             "inside the mode that sharded the mask, or pass the mask over all tokens."
         )
 
@@ -71,8 +74,10 @@ def shard_block_mask(
         raise ValueError("block_mask was sharded before; pass the mask over all tokens.")
     if (mask.seq_lengths[0], mask.seq_lengths[1]) != totals:
         raise ValueError(
-            f"block_mask is over {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys; expected all {totals[0]} and "
-            f"{totals[1]} tokens of their sequences. Make it with create_block_mask(..., Q_LEN={totals[0]}, KV_LEN={totals[1]})."
+            f"block_mask is over {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys; expected all "
+            f"{totals[0]} and "
+            f"{totals[1]} tokens of their sequences. Make it with create_block_mask(..., Q_LEN={totals[0]}, "
+            f"KV_LEN={totals[1]})."
         )
     # Keys that every rank holds are attended to without an exchange: then a rank's rows are its own tokens.
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
@@ -130,7 +135,9 @@ class _Blocks:
 
 
 def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which blocks need ``mask_mod``, and which are fully visible: two bool tensors ``[B, H, blocks of queries, blocks of keys]``."""
+    """Return which blocks need ``mask_mod``, and which are fully visible: two bool tensors
+    ``[B, H, blocks of queries, blocks of keys]``.
+    """
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
         return partial, torch.zeros_like(partial)
@@ -170,8 +177,8 @@ def _at_positions(mask_mod: MaskMod, rows: Sequence[Run], positions: Tensor) -> 
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
     """``mask_mod`` where ``table`` has the block, in terms of the whole mask's blocks.
 
-    A block of these rows may touch several blocks of the whole mask. A kernel then asks ``mask_mod`` about all keys that any of them
-    has, also about keys that one of them leaves out.
+    A block of these rows may touch several blocks of the whole mask. A kernel then asks ``mask_mod`` about all keys
+    that any of them has, also about keys that one of them leaves out.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

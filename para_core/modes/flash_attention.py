@@ -1,7 +1,7 @@
 """Attention operators of other packages inside a mode: FlashAttention runs over the mesh, all others raise.
 
-``flash_attn_func`` and its relatives are ``torch.autograd.Function`` classes around operators of torch.library, which a mode sees.
-Read in flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and FlashAttention-3
+``flash_attn_func`` and its relatives are ``torch.autograd.Function`` classes around operators of torch.library, which a
+mode sees. Read in flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and FlashAttention-3
 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
 """
 
@@ -35,8 +35,8 @@ Operator = Any
 Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-# Operators that have the same meaning in every namespace of FlashAttention: flash_attn, flash_attn_3, and those of the Hugging Face Hub,
-# whose namespaces end in a hash.
+# Operators that have the same meaning in every namespace of FlashAttention: flash_attn, flash_attn_3, and those of the
+# Hugging Face Hub, whose namespaces end in a hash.
 _ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 _COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
 _FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
@@ -53,8 +53,8 @@ _WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", 
     "is_rotary_interleaved",
 }
 
-# Operators of packages that may be installed, for eager inference under a plan, where no mode is entered and operators are intercepted
-# one by one at the dispatcher.
+# Operators of packages that may be installed, for eager inference under a plan, where no mode is entered and operators
+# are intercepted one by one at the dispatcher.
 FLASH_OPERATORS = (
     ("flash_attn", "_flash_attn_forward"),
     ("flash_attn", "_flash_attn_varlen_forward"),
@@ -72,7 +72,9 @@ OTHER_OPERATORS = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
-    """Return ``"flash"`` for an operator that is routed, ``"other"`` for one that must raise, None for one without attention."""
+    """Return ``"flash"`` for an operator that is routed, ``"other"`` for one that must raise, None for one without
+    attention.
+    """
     return _attention_kind(operator)
 
 
@@ -82,7 +84,8 @@ def _attention_kind(operator: Operator) -> str | None:
     if namespace == "para_core":
         return None
     if namespace == "aten":
-        # Compiled graphs and this package call overloads; a user calls the packet. The plain operator is how attention is handed on.
+        # Compiled graphs and this package call overloads; a user calls the packet. The plain operator is how attention
+        # is handed on.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
     elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
@@ -107,7 +110,9 @@ def _overload(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher, as from the Hugging Face Hub."""
+    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher, as from the
+    Hugging Face Hub.
+    """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
     return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
 
@@ -115,7 +120,8 @@ def has_other_builds() -> bool:
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph calls ``operator``: what it computes was decided when the graph was traced.
 
-    Graphs call overloads. So does a ``torch.library.custom_op`` that is called by its Python name, as in FlashAttention-3.
+    Graphs call overloads. So does a ``torch.library.custom_op`` that is called by its Python name, as in
+    FlashAttention-3.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
@@ -131,10 +137,12 @@ def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
     """Raise ``RuntimeError`` for an operator that computes attention and is not routed."""
     fail(
         RuntimeError(
-            f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: each would attend to "
+            f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
+            "each would attend to "
             "its own tokens only. "
             "Use F.scaled_dot_product_attention or flash_attn_func, which run over all ranks (in diffusers "
-            "set_attention_backend('native'), in transformers attn_implementation='sdpa'); for attention to whole tensors, "
+            "set_attention_backend('native'), in transformers attn_implementation='sdpa'); for attention to whole "
+            "tensors, "
             "run this call under UnifiedAttnMode.disable()."
         )
     )
@@ -162,7 +170,8 @@ def flash_attention(
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 
     Returns:
-        The outputs of the operator: out in the shape of ``q``; an lse that raises if it is used; empty tensors for the rest.
+        The outputs of the operator: out in the shape of ``q``; an lse that raises if it is used; empty tensors for the
+        rest.
 
     Raises:
         ValueError: for dropout, sliding windows, softcap, ALiBi, a KV cache, and several sequences in one call.
@@ -177,7 +186,8 @@ def flash_attention(
     compiling = torch.compiler.is_compiling()
     if compiling and any(x.requires_grad for x in tensors):
         raise RuntimeError(
-            f"{operator} with a gradient, inside a compiled function, on several ranks: use F.scaled_dot_product_attention, "
+            f"{operator} with a gradient, inside a compiled function, on several ranks: use "
+            "F.scaled_dot_product_attention, "
             "call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
@@ -222,9 +232,10 @@ def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], 
 
 
 def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
-    """
+    """Return the arguments of a FlashAttention operator as those of SDPA.
+
     Raises:
-        ValueError: an argument asks for what is not computed over several ranks.
+        ValueError: An argument asks for something that is not supported over several ranks.
     """
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
@@ -239,7 +250,8 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
     right = 0 if arguments.get("causal") or arguments.get("is_causal") else right
     if left >= 0 or right > 0:
         raise ValueError(
-            f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. Use "
+            f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. "
+            "Use "
             "F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
         )
     is_causal = right == 0
@@ -252,7 +264,8 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
 
 
 def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the lengths of the one sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe; None where it is all that is held.
+    """Return the lengths of the one sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe; None where it is all
+    that is held.
 
     Raises:
         ValueError: they describe several sequences, or none.
@@ -265,7 +278,8 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         raise ValueError(f"{operator} got one of cu_seqlens_q and cu_seqlens_k; expected both, or none.")
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{operator} inside a compiled function on several ranks: how many sequences cu_seqlens_q describes is not known "
+            f"{operator} inside a compiled function on several ranks: how many sequences cu_seqlens_q describes is "
+            "not known "
             "while tracing. Call flash_attn_func for a single sequence, or leave this call uncompiled."
         )
     totals: list[int | None] = []
@@ -274,9 +288,12 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         num_sequences = sum([end > start for start, end in pairwise(values)])
         if values[0] != 0 or num_sequences > 1:
             raise ValueError(
-                f"{operator} got cu_seqlens_{name} {_shortened(values)}: {num_sequences} sequence(s) from token {values[0]} on. Over "
-                "several ranks one sequence is computed, which begins at token 0. If the second is padding (HunyuanVideo, "
-                "Mochi), trim the text to its valid tokens before the model; otherwise call the model once for each sequence."
+                f"{operator} got cu_seqlens_{name} {_shortened(values)}: {num_sequences} sequence(s) from token "
+                f"{values[0]} on. Over "
+                "several ranks one sequence is computed, which begins at token 0. If the second is padding "
+                "(HunyuanVideo, "
+                "Mochi), trim the text to its valid tokens before the model; otherwise call the model once for each "
+                "sequence."
             )
         totals.append(None if values[-1] == x.shape[0] else values[-1])
     return totals[0], totals[1]
@@ -301,17 +318,20 @@ def _shortened(values: Sequence[int]) -> str:
 
 
 class _UnknownLse(Tensor):
-    """A tensor in place of FlashAttention's lse, which is not computed: on several ranks it is spread over heads and tokens.
+    """A tensor in place of FlashAttention's lse, which is not computed: on several ranks it is spread over heads and
+    tokens.
 
-    ``torch.autograd.Function`` saves it for its backward, and the backward operator gets it from there. It then computes the gradient of
-    attention over the mesh, or raises. Any other use raises, too.
+    ``torch.autograd.Function`` saves it for its backward, and the backward operator gets it from there. It then
+    computes the gradient of attention over the mesh, or raises. Any other use raises, too.
     """
 
     graph: tuple[Sequence[Tensor], Tensor] | None
 
     @staticmethod
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return one of this shape; ``graph`` holds query, key and value, and the output that autograd can follow to them."""
+        """Return one of this shape; ``graph`` holds query, key and value, and the output that autograd can follow to
+        them.
+        """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
         return lse
@@ -325,7 +345,8 @@ class _UnknownLse(Tensor):
             return _backward(func, args, kwargs)
         if getattr(func, "__name__", "") not in ("__get__", "__set__", "detach", "size", "dim", "as_subclass"):
             raise RuntimeError(
-                "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave return_attn_probs "
+                "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave "
+                "return_attn_probs "
                 "out, or run this call under UnifiedAttnMode.disable()."
             )
         with DisableTorchFunctionSubclass():
@@ -340,8 +361,10 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     grads = [arguments.get(name) for name in ("dq", "dk", "dv")]
     if not isinstance(lse, _UnknownLse) or lse.graph is None or any(grad is None for grad in grads):
         raise RuntimeError(
-            f"{operator}: on several ranks the gradient of FlashAttention is computed for flash_attn_func(q, k, v) with a head dim "
-            "that is a multiple of 8, and not for packed or padded tensors. Use F.scaled_dot_product_attention to train."
+            f"{operator}: on several ranks the gradient of FlashAttention is computed for flash_attn_func(q, k, v) "
+            "with a head dim "
+            "that is a multiple of 8, and not for packed or padded tensors. Use F.scaled_dot_product_attention to "
+            "train."
         )
     inputs, out = lse.graph
     wanted = [x for x in inputs if x.requires_grad]

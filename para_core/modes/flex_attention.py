@@ -1,11 +1,13 @@
 """``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
 
-It is no function that a mode sees. What a mode sees is the operator that it calls, ``FlexAttentionHOP``, and that twice:
+It is no function that a mode sees. What a mode sees is the operator that it calls, ``FlexAttentionHOP``, and that
+twice:
 
-- In eager code ``flex_attention`` compiles the operator's call by itself, and then runs the graph under the mode. The first sight, while
-  Dynamo traces, only notes which masks were sharded; the second has tensors, so the work is done there, by eager code.
-- Inside a function that the user compiled, the work is traced at first sight. Where the mode sees the operator of that graph again, at run
-  time, it hands it on.
+- In eager code ``flex_attention`` compiles the operator's call by itself, and then runs the graph under the mode. The
+  first sight, while Dynamo traces, only notes which masks were sharded; the second has tensors, so the work is done
+  there, by eager code.
+- Inside a function that the user compiled, the work is traced at first sight. Where the mode sees the operator of that
+  graph again, at run time, it hands it on.
 
 Which of the two it is, the Python stack says: in eager code there is a frame of ``flex_attention`` on it.
 """
@@ -36,7 +38,8 @@ from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
 
-# Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths then.
+# Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths
+# then.
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
@@ -57,7 +60,9 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the operator returns them."""
+        """Return the operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the
+        operator returns them.
+        """
         in_eager_code = called_in_eager_code()
         if torch.compiler.is_compiling():
             if in_eager_code:
@@ -136,12 +141,14 @@ class FlexOverMesh:
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if self._chooses_keys:
             raise RuntimeError(
-                "flex_attention under a mode that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode): only one of both "
+                "flex_attention under a mode that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode): only "
+                "one of both "
                 "can say what a query sees. Use UnifiedAttnMode, or run this call under UnifiedAttnMode.disable()."
             )
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(
-                f"query, key and value of flex_attention over several ranks must have one dtype; got {query.dtype}, {key.dtype} "
+                f"query, key and value of flex_attention over several ranks must have one dtype; got {query.dtype}, "
+                f"{key.dtype} "
                 f"and {value.dtype}."
             )
 
@@ -173,7 +180,9 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of its lengths."""
+    """Return the operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of
+    its lengths.
+    """
     mask = args[4]
     mod = mask[-1]
     if not isinstance(mod, ShardedMaskMod):
@@ -337,17 +346,22 @@ def _difference(records: list[dict[str, Any]]) -> str:
 
 
 _NOT_SHARDED = (
-    "block_mask is over {0} queries and {1} keys, and was not sharded; the sequence has {2} and {3} tokens, of which each rank holds "
-    "a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass cp.shard(block_mask)."
+    "block_mask is over {0} queries and {1} keys, and was not sharded; the sequence has {2} and {3} tokens, of which "
+    "each rank holds "
+    "a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass "
+    "cp.shard(block_mask)."
 )
 _OTHER_SEQUENCE = (
-    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. Shard it after the "
+    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. "
+    "Shard it after the "
     "tokens that it is for, or say which these are: cp.shard(block_mask, sequence=cp.sequence(total))."
 )
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Return results for a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in its own."""
+    """Return results for a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in
+    its own.
+    """
     out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
     stat = query.new_empty(query.shape[:3], dtype=torch.float32)
     return out, stat, stat
@@ -367,7 +381,8 @@ torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, l
 
 
 def explain_unsharded_mask(error: BaseException | None) -> None:
-    """Raise a ``ValueError`` that names ``cp.shard(block_mask)`` if ``error`` is that of a mask with the lengths of all ranks.
+    """Raise a ``ValueError`` that names ``cp.shard(block_mask)`` if ``error`` is that of a mask with the lengths of all
+    ranks.
 
     ``flex_attention`` raises it before any mode sees the call.
     """
@@ -375,7 +390,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
     mismatch = None if error is None else mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(
-            f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the tokens: make "
+            f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the "
+            "tokens: make "
             "the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
         ) from error
 

@@ -1,10 +1,10 @@
 """torch's fused encoder kernels are off in this process while any thread is inside a mode.
 
-In eager code torch leaves them when a mode is on. Dynamo takes them all the same, and shows them to no mode: so they are off
-while a mode is entered, also while one is entered in a graph that is being traced.
+In eager code torch leaves them when a mode is on. Dynamo takes them all the same, and shows them to no mode: so they
+are off while a mode is entered, also while one is entered in a graph that is being traced.
 
-The switch (``torch.backends.mha``) is one for the whole process, so its holders are counted for the whole process: the first
-one in remembers how it was, the last one out puts it back.
+The switch (``torch.backends.mha``) is one for the whole process, so its holders are counted for the whole process: the
+first one in remembers how it was, the last one out puts it back.
 """
 
 from __future__ import annotations

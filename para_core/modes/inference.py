@@ -1,16 +1,16 @@
 """Infer the sequence of a tensor from its length. Pure values: no torch.distributed, no tensors.
 
-What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them, or of
-several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
+What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them,
+or of several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
 
-**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all, or not in all. If the one that
-fits on this rank conflicts with another one, that is an error; and because the test looks at all ranks, it is an error on every
-rank, whichever candidate each of them found. Candidates that are as long on every rank differ in their order only, which matters
-to a mask and to ``is_causal``.
+**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all, or not in
+all. If the one that fits on this rank conflicts with another one, that is an error; and because the test looks at all
+ranks, it is an error on every rank, whichever candidate each of them found. Candidates that are as long on every rank
+differ in their order only, which matters to a mask and to ``is_causal``.
 
-**What it costs.** The sums of all choices of the first n lengths are the bits of one integer, which takes one shift for each length,
-up to the length that is looked for. From these only choices that sum to that length are followed: n steps for each. On every rank
-these are compared one by one, and mostly there is one.
+**What it costs.** The sums of all choices of the first n lengths are the bits of one integer, which takes one shift for
+each length, up to the length that is looked for. From these only choices that sum to that length are followed: n steps
+for each. On every rank these are compared one by one, and mostly there is one.
 """
 
 from __future__ import annotations
@@ -72,14 +72,16 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of ``total`` tokens: that of the segment or concatenation of this length, or equal parts if there is none.
+    """Return the layout of ``total`` tokens: that of the segment or concatenation of this length, or equal parts if
+    there is none.
 
     Raises:
         ValueError: several have as many, or their order is not known; or there are more segments than can be compared.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
-            f"{len(segments)} sequences were sharded through this mode, and at most {_MAX_SYMBOLIC} are told apart by the {kind} "
+            f"{len(segments)} sequences were sharded through this mode, and at most {_MAX_SYMBOLIC} are told apart by "
+            f"the {kind} "
             "length of a mask. Say which one it is for: cp.shard(block_mask, sequence=cp.sequence(total))."
         )
     layouts = [layout for layout in _concatenations(segments, ranks) if layout.total == total]
@@ -87,8 +89,10 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
         return even_layout(total, ranks)
     if len(layouts) > 1 or len(layouts[0].segments) > 1:
         raise ValueError(
-            f"{len(layouts)} sequences or concatenations that were sharded through this mode have the {total} {kind} tokens of "
-            "the mask, and it matters in which order tokens are. Say it: cp.shard(block_mask, sequence=SequenceLayout(...))."
+            f"{len(layouts)} sequences or concatenations that were sharded through this mode have the {total} {kind} "
+            "tokens of "
+            "the mask, and it matters in which order tokens are. Say it: cp.shard(block_mask, "
+            "sequence=SequenceLayout(...))."
         )
     return layouts[0]
 
@@ -161,7 +165,8 @@ def _rivals(
             yield SequenceLayout(tuple([segments[i] for i in choice]), fitting.ranks)
     if next(choices, None) is not None:
         raise ValueError(
-            f"{kind} of {fitting.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} sequences that "
+            f"{kind} of {fitting.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} "
+            "sequences that "
             "were sharded through this mode. Say which with cp.using(SequenceLayout(...))."
         )
 

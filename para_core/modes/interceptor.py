@@ -67,8 +67,8 @@ def intercept(
     """Run ``func(*args, **kwargs)``, which was called inside ``mode``, with its attention computed by ``handler``.
 
     Args:
-        flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments. None: it
-            is refused.
+        flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments.
+            None: it is refused.
         fail: raises an exception about the arguments of an attention call, in a user's mode on every rank.
 
     Raises:
@@ -97,7 +97,8 @@ def intercept(
         )
     if type(func) is InvokeSubgraphHOP:
         raise RuntimeError(
-            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside would "
+            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention "
+            "inside would "
             "see this rank's tokens only. Leave nested_compile_region out."
         )
     if type(func) in OPERATOR_TYPES:
@@ -166,7 +167,9 @@ def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | 
 
 
 def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
-    """``func`` with ``mode`` inside the functions that it is given: it is dispatched to modes itself, which are off in there."""
+    """``func`` with ``mode`` inside the functions that it is given: it is dispatched to modes itself, which are off in
+    there.
+    """
     return func(*[_under(mode, arg) if callable(arg) else arg for arg in args], **kwargs)
 
 
@@ -198,9 +201,9 @@ def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
 
 # -- at the dispatcher: for eager code that keeps no gradient
 #
-# A mode sees every function of torch, and the host pays for each: an empty one around FLUX's transformer costs a third of its host
-# time. The dispatcher can be asked about one operator alone, by this thread alone: with a key that no other kernel has, which a
-# thread switches on for itself. All other operators fall through it at no cost.
+# A mode sees every function of torch, and the host pays for each: an empty one around FLUX's transformer costs a third
+# of its host time. The dispatcher can be asked about one operator alone, by this thread alone: with a key that no other
+# kernel has, which a thread switches on for itself. All other operators fall through it at no cost.
 
 
 class ThreadState(threading.local):
@@ -230,7 +233,8 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         # A graph is cached under a key that knows nothing of this dispatch: that of one rank could be taken for it.
         raise RuntimeError(
-            "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the graph would "
+            "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the "
+            "graph would "
             "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
         )
     with _DISPATCH_KEY.excluded():
@@ -263,7 +267,9 @@ _DISPATCH_KEY = SpareDispatchKey(
 
 
 def dispatcher_is_available() -> bool:
-    """Whether :func:`at_the_dispatcher` can be used in this process. Otherwise a mode intercepts attention, with the same result."""
+    """Whether :func:`at_the_dispatcher` can be used in this process. Otherwise a mode intercepts attention, with the
+    same result.
+    """
     return _DISPATCH_KEY.is_available()
 
 
@@ -271,7 +277,8 @@ def dispatcher_is_available() -> bool:
 def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Inside, in this thread, ``handler`` computes every ``scaled_dot_product_attention``; nothing else is intercepted.
 
-    Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs outside.
+    Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs
+    outside.
 
     Args:
         is_active: whether attention operators of other packages are intercepted now. ``handler`` decides for itself.

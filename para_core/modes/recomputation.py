@@ -1,9 +1,11 @@
-"""Activation checkpointing inside a mode: what ``torch.utils.checkpoint`` runs again in the backward must run under the mode again.
+"""Activation checkpointing inside a mode: what ``torch.utils.checkpoint`` runs again in the backward must run under the
+mode again.
 
-The backward runs when the mode has been left, or inside ``Tensor.backward``, in which modes are off. ``torch.utils.checkpoint`` is Python
-that no mode sees, so the function that it keeps is replaced when the mode sees the first sign of it: with ``use_reentrant=True`` its
-``no_grad``, with ``use_reentrant=False`` its hooks on saved tensors. Read in torch 2.13 (``torch/utils/checkpoint.py``); where its
-variables have other names, an error names what a user can do.
+The backward runs when the mode has been left, or inside ``Tensor.backward``, in which modes are off.
+``torch.utils.checkpoint`` is Python that no mode sees, so the function that it keeps is replaced when the mode sees the
+first sign of it: with ``use_reentrant=True`` its ``no_grad``, with ``use_reentrant=False`` its hooks on saved tensors.
+Read in torch 2.13 (``torch/utils/checkpoint.py``); where its variables have other names, an error names what a user can
+do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-# From a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of modes outside of this one.
+# From a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of modes outside of this
+# one.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
@@ -35,7 +38,8 @@ def is_in_backward() -> bool:
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
-    """Bind the function of a ``checkpoint(..., use_reentrant=True)`` that switches gradients off right now, if one does.
+    """Bind the function of a ``checkpoint(..., use_reentrant=True)`` that switches gradients off right now, if one
+    does.
 
     Raises:
         RuntimeError: the function cannot be replaced.
@@ -47,7 +51,8 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
             context: Any = frame.f_locals.get("ctx")
             if not callable(getattr(context, "run_function", None)):
                 raise RuntimeError(
-                    f"torch.utils.checkpoint with use_reentrant=True recomputes in the backward, when no mode is on. {_ADVICE}"
+                    "torch.utils.checkpoint with use_reentrant=True recomputes in the backward, when no mode is on. "
+                    f"{_ADVICE}"
                 )
             context.run_function = bind(context.run_function)
             return
@@ -56,8 +61,8 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of each ``checkpoint(..., use_reentrant=False)`` whose forward runs right now, if any does.
 
-    Called at every attention call in eager code, also without gradients: a checkpoint runs those parts again, too. ``owner`` tells
-    whether a function was bound before.
+    Called at every attention call in eager code, also without gradients: a checkpoint runs those parts again, too.
+    ``owner`` tells whether a function was bound before.
     """
     frame = _frame_of(top_saved_tensors_hooks(True))
     if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:

@@ -25,11 +25,13 @@ TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
-    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was sharded while the mode is entered.
+    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was sharded while the mode is
+    entered.
 
     Args:
         mesh: the ranks that share a tensor.
-        assume_equal: skip the small exchange that, in eager code, turns input that is bad on one rank into an error on all.
+        assume_equal: skip the small exchange that, in eager code, turns input that is bad on one rank into an error on
+            all.
     """
 
     def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
@@ -82,8 +84,8 @@ class ShardingMode(TorchFunctionMode):
         """Return the layout of ``total`` tokens, a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
 
         Args:
-            balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the same
-                work; the model must then not rely on its tokens being neighbours.
+            balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the
+                same work; the model must then not rely on its tokens being neighbours.
         """
         if balance not in (None, "causal"):
             raise ValueError(f"balance is {balance!r}; expected 'causal', or None for consecutive tokens.")
@@ -111,7 +113,8 @@ class ShardingMode(TorchFunctionMode):
         if not sequences:
             return self.sequence(held * self._mesh.ranks)
         raise ValueError(
-            f"several sequences were sharded through this mode (of {', '.join([str(segment.total) for segment in sequences])} tokens). "
+            "several sequences were sharded through this mode (of "
+            f"{', '.join([str(segment.total) for segment in sequences])} tokens). "
             "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
         )
 

@@ -13,17 +13,19 @@ from para_core.modes.unified import UnifiedAttnMode
 
 
 class BlockSparseAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which query i sees key j only where ``block_mask[i // block_size, j // block_size]`` is True.
+    """:class:`UnifiedAttnMode` in which query i sees key j only where ``block_mask[i // block_size, j // block_size]``
+    is True.
 
     Positions are those in the whole sequence, whatever rank holds them: the result is that of one device with the mask
-    written out for every token. ``attn_mask`` and ``is_causal`` of a call hold in addition; a query that sees nothing gives zeros.
-    Blocks that are not seen are not computed, and what no token of a ring rank sees is not sent to it. Ulysses trades heads of
-    all tokens as ever.
+    written out for every token. ``attn_mask`` and ``is_causal`` of a call hold in addition; a query that sees nothing
+    gives zeros. Blocks that are not seen are not computed, and what no token of a ring rank sees is not sent to it.
+    Ulysses trades heads of all tokens as ever.
 
     Args:
         mesh: see :class:`UnifiedAttnMode`.
-        block_mask: bool ``[blocks of queries, blocks of keys]``, alike for all heads and samples. On one rank, too, it needs
-            as many blocks as every attention call inside has; use :meth:`disable` around calls that it is not meant for.
+        block_mask: bool ``[blocks of queries, blocks of keys]``, alike for all heads and samples. On one rank, too, it
+            needs as many blocks as every attention call inside has; use :meth:`disable` around calls that it is not
+            meant for.
         block_size: tokens per block, or ``(of queries, of keys)``; the last block may be shorter.
         options: as of :class:`UnifiedAttnMode`.
     """
@@ -42,15 +44,19 @@ class BlockSparseAttnMode(UnifiedAttnMode):
 
 
 class SparseKVAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which each head attends to a share of the keys, those that observed queries attend to most.
+    """:class:`UnifiedAttnMode` in which each head attends to a share of the keys, those that observed queries attend to
+    most.
 
     The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
 
-    1. ``window`` queries are observed, evenly spread: the middles of ``window`` equal parts of the sequence (all, if it is not longer).
-    2. The vote of a key is the sum of its attention weights (softmax over all keys that mask and ``is_causal`` show) over these.
+    1. ``window`` queries are observed, evenly spread: the middles of ``window`` equal parts of the sequence (all, if it
+    is not longer).
+    2. The vote of a key is the sum of its attention weights (softmax over all keys that mask and ``is_causal`` show)
+    over these.
     3. The ``ceil(share * S_k)`` keys with most votes are kept, of equal ones the earlier.
 
-    The result is that of one device with all other keys masked out, on any mesh. In a ring only kept keys and values travel.
+    The result is that of one device with all other keys masked out, on any mesh. In a ring only kept keys and values
+    travel.
 
     Args:
         mesh: see :class:`UnifiedAttnMode`.

@@ -44,26 +44,30 @@ class UnifiedAttnMode(ShardingMode):
     Args:
         mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (a slice of a larger one, too), or a ProcessGroup,
             whose ranks then all go to Ulysses.
-        layout: the layout of the queries of every attention call inside, and of its keys unless ``key_layout`` is given.
+        layout: the layout of the queries of every attention call inside, and of its keys unless ``key_layout`` is
+            given.
         assume_equal: skip the small exchange that, in eager code, begins each intercepted call, each ``shard`` and each
-            ``gather``, and turns input that is bad on one rank into an error on all; and the one with which, on NCCL, the mode
-            is made, and which finds ranks that share a GPU. Nothing is exchanged in a compiled graph.
-        attn_func: computes attention on one device in place of SDPA: called as ``attn_func(query, key, value, attn_mask=,
-            dropout_p=, is_causal=, scale=)`` on several ranks, with ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns
-            ``out``, or ``(out, lse)`` with lse ``[B, H, S_q]`` in float32, which a ring needs.
+            ``gather``, and turns input that is bad on one rank into an error on all; and the one with which, on NCCL,
+            the mode is made, and which finds ranks that share a GPU. Nothing is exchanged in a compiled graph.
+        attn_func: computes attention on one device in place of SDPA: called as
+            ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=, scale=)`` on several ranks, with
+            ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns ``out``, or ``(out, lse)`` with lse
+            ``[B, H, S_q]`` in float32, which a ring needs.
         options: of :class:`AttnOptions`:
 
-            - ``ulysses_chunks``: without gradients, each rank's heads are split into so many parts, of which the next one travels
-              while one is computed.
-            - ``comm_dtype``: ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key, value and out
-              travel rounded to 8 bits, scaled per token and head. Not exact; without gradients only.
-            - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from neighbour to
-              neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them. Backward they rotate. ``"2d"``: the
-              ring's ranks are rows and columns, queries travel along the former, keys and values along the latter: fewer bytes
-              from 4 ranks on, backward too (:mod:`para_core.attention.attention_2d`).
-            - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or the Triton kernel
-              of this package, ``"triton"``, on one rank, too. By default PyTorch chooses, by its own order and the user's ``sdpa_kernel(...)``.
-              ``"triton-int8"``: q·k in 8 bits. Not exact; without gradients only.
+            - ``ulysses_chunks``: without gradients, each rank's heads are split into so many parts, of which the next
+              one travels while one is computed.
+            - ``comm_dtype``: ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key,
+              value and out travel rounded to 8 bits, scaled per token and head. Not exact; without gradients only.
+            - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from
+              neighbour to neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them.
+              Backward they rotate. ``"2d"``: the ring's ranks are rows and columns, queries travel along the former,
+              keys and values along the latter: fewer bytes from 4 ranks on, backward too
+              (:mod:`para_core.attention.attention_2d`).
+            - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``,
+              or the Triton kernel of this package, ``"triton"``, on one rank, too. By default PyTorch chooses, by its
+              own order and the user's ``sdpa_kernel(...)``. ``"triton-int8"``: q·k in 8 bits. Not exact; without
+              gradients only.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
@@ -125,7 +129,8 @@ class UnifiedAttnMode(ShardingMode):
         layouts = () if self._explicit is None else self._explicit
         explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
         self._attention.under((explicit, segments_of(self._known)))
-        # A model that is called without any shard computes the same on every rank: looked for while nothing says otherwise.
+        # A model that is called without any shard computes the same on every rank: looked for while nothing says
+        # otherwise.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
@@ -154,8 +159,10 @@ class UnifiedAttnMode(ShardingMode):
         by_hand, self._computed_by_hand = self._computed_by_hand, False
         if by_hand:
             message = (
-                f"{type(self).__name__} on {self._mesh.ranks} ranks: a softmax over the scores of this rank's queries and keys "
-                "was computed, which is attention to this rank's tokens only. Use F.scaled_dot_product_attention (in transformers "
+                f"{type(self).__name__} on {self._mesh.ranks} ranks: a softmax over the scores of this rank's queries "
+                "and keys "
+                "was computed, which is attention to this rank's tokens only. Use F.scaled_dot_product_attention (in "
+                "transformers "
                 "attn_implementation='sdpa'); where a rank's tokens shall attend to themselves, "
                 "UnifiedAttnMode.disable()."
             )
@@ -165,9 +172,12 @@ class UnifiedAttnMode(ShardingMode):
         elif not self.intercepted:
             self.intercepted = True  # once per mode
             warn_user(
-                f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if anything "
-                "inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel or in a package's own "
-                "binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA or a later "
+                f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
+                "anything "
+                "inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel or in a "
+                "package's own "
+                "binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA or "
+                "a later "
                 "flash_attn.",
                 ParallelWarning,
             )
@@ -180,8 +190,9 @@ class UnifiedAttnMode(ShardingMode):
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, run under this mode whenever it is called.
 
-        It can be called after the mode has been left. It then has the sequences and layouts of its last call inside the mode, or,
-        without one, those of now. ``torch.utils.checkpoint`` needs no binding in eager code: inside the mode it is done automatically.
+        It can be called after the mode has been left. It then has the sequences and layouts of its last call inside the
+        mode, or, without one, those of now. ``torch.utils.checkpoint`` needs no binding in eager code: inside the mode
+        it is done automatically.
         """
         state = self._known, self._explicit
 
@@ -256,7 +267,8 @@ class UnifiedAttnMode(ShardingMode):
     # -- which rank computes which branches of guidance
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of ``x``, which holds all branches of guidance (or samples) one behind the other along ``dim``.
+        """Return this rank's part of ``x``, which holds all CFG branches (or samples) one after the other along
+        ``dim``.
 
         Over the ``batch`` mesh dim; without one, ``x`` itself. :meth:`shard` shards what this gives along its tokens.
 
@@ -267,14 +279,18 @@ class UnifiedAttnMode(ShardingMode):
             return x
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % self._batch.size != 0:
             raise ValueError(
-                f"x has shape {list(x.shape)}, of which {self._batch.size} ranks along 'batch' cannot have equal parts along "
-                f"dim {dim}. Put all branches of guidance one behind the other along it: torch.cat([uncond, cond], dim={dim})."
+                f"x has shape {list(x.shape)}, of which {self._batch.size} ranks along 'batch' cannot have equal "
+                "parts along "
+                f"dim {dim}. Put all branches of guidance one behind the other along it: torch.cat([uncond, cond], "
+                f"dim={dim})."
             )
         size = x.shape[dim] // self._batch.size
         return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
-        """The parts of all ranks along ``batch``, one behind the other along ``dim``: what :meth:`split_branches` split."""
+        """Gather the parts of all ranks along ``batch``, one after the other along ``dim``: what :meth:`split_branches`
+        split.
+        """
         if self._batch is None or self._batch.size == 1:
             return y
         return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch).contiguous()
@@ -308,7 +324,8 @@ class UnifiedAttnMode(ShardingMode):
         Args:
             x: a tensor of any shape and length; or a ``BlockMask`` of flex attention over all tokens.
             dim: of a tensor, the dim to shard.
-            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``. Of a mask, that of its queries.
+            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``. Of a mask, that of
+                its queries.
             key_sequence: of a mask, that of its keys; defaults to that of its queries if there are as many.
             balance: see :meth:`sequence`. A mask has that of the tokens that were sharded before it.
 
@@ -373,7 +390,8 @@ class UnifiedAttnMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Gather an attention mask of this rank's keys along its last dim, so that it has a column per key of the sequence.
+        """Gather an attention mask of this rank's keys along its last dim, so that it has a column per key of the
+        sequence.
 
         A mask is read like this by itself where lengths leave no doubt.
 
@@ -387,7 +405,9 @@ class UnifiedAttnMode(ShardingMode):
 
     @contextmanager
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
-        """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its keys."""
+        """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its
+        keys.
+        """
         before = self._explicit
         self._set_explicit((self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout)))
         try:
@@ -412,7 +432,9 @@ class UnifiedAttnMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of the sequence of which this rank holds ``held`` tokens: the given one, a sharded one, or equal parts."""
+        """Return the layout of the sequence of which this rank holds ``held`` tokens: the given one, a sharded one, or
+        equal parts.
+        """
         mesh = self._mesh
         if self._explicit is not None:
             of_queries, of_keys = self._explicit
@@ -420,7 +442,8 @@ class UnifiedAttnMode(ShardingMode):
             layout = SequenceLayout(segments_of(held_layout), mesh.ranks)
             if held != layout.size(mesh.rank):
                 raise ValueError(
-                    f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of {layout.total}. "
+                    f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
+                    f"{layout.total}. "
                     "Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
                 )
             return layout

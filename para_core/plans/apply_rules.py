@@ -22,11 +22,12 @@ from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens
 class RuleExecutor:
     """Applies the rules of one model call at a time over ``mesh``.
 
-    :attr:`segments` holds the segments of the current call, to which later rules refer, until it is cleared. It is a dict, because Dynamo 2.13 loses
-    an attribute that is set before and after torch.cond, which a cache adds.
+    :attr:`segments` holds the segments of the current call, to which later rules refer, until it is cleared. It is a
+    dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a cache adds.
 
     Args:
-        coarse: Segments of rows or frames, whose entries stand for several tokens (:func:`~para_core.plans.plan.coarse_segments`).
+        coarse: Segments of rows or frames, whose entries stand for several tokens
+            (:func:`~para_core.plans.plan.coarse_segments`).
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
@@ -67,7 +68,9 @@ class RuleExecutor:
         return tuple(positional), named
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """Return ``value`` after applying the rule ``cut`` to it, or to each entry of a list or dict. ``name`` is for error messages."""
+        """Return ``value`` after applying the rule ``cut`` to it, or to each entry of a list or dict. ``name`` is for
+        error messages.
+        """
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
         if isinstance(cut, Count):
@@ -113,7 +116,9 @@ class RuleExecutor:
         return sharded[2]
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
-        """Return the layout of ``total`` tokens of these segments. A segment that was not sharded is replicated, and has the remaining tokens."""
+        """Return the layout of ``total`` tokens of these segments. A segment that was not sharded is replicated, and
+        has the remaining tokens.
+        """
         sharded = [self.segments.get(name) for name in names]
         rest = total - sum([segment.total for segment in sharded if segment is not None])
         segments = [
@@ -168,7 +173,9 @@ class RuleExecutor:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment of ``total`` tokens that a rule splits. It is replicated if there are too few tokens for each rank."""
+        """Return the segment of ``total`` tokens that a rule splits. It is replicated if there are too few tokens for
+        each rank.
+        """
         # An if statement, because a comparison of symbolic lengths is not a bool.
         if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
@@ -177,7 +184,8 @@ class RuleExecutor:
     def fewest_on_a_rank(self, name: str) -> int:
         """Return the minimum number of tokens per rank for the segment ``name`` to be sharded.
 
-        It is 2 for tokens: models treat a single token as a decoding step, and pass ``is_causal=False`` (all of Hugging Face transformers).
+        It is 2 for tokens: models treat a single token as a decoding step, and pass ``is_causal=False`` (all of Hugging
+        Face transformers).
         """
         return 1 if name in self._coarse else 2
 
@@ -186,7 +194,9 @@ class RuleExecutor:
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``value``: something that every rank has, then all of ``segment`` (``whole``) or this rank's part of it."""
+        """Return the layout of ``value``: something that every rank has, then all of ``segment`` (``whole``) or this
+        rank's part of it.
+        """
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
 
@@ -196,7 +206,8 @@ class RuleExecutor:
         expected = self.segments[segment.name].total
         if expected != segment.total:
             raise ValueError(
-                f"{name} has {segment.total} tokens in dim {dim}; expected {expected}, as the other {segment.name} inputs."
+                f"{name} has {segment.total} tokens in dim {dim}; expected {expected}, as the other {segment.name} "
+                "inputs."
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
@@ -218,7 +229,9 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return the output of a module (a tensor, a tuple, or diffusers' ModelOutput) with its tensors gathered, in their order."""
+        """Return the output of a module (a tensor, a tuple, or diffusers' ModelOutput) with its tensors gathered, in
+        their order.
+        """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
         if isinstance(output, (tuple, list)):
@@ -252,8 +265,9 @@ class RuleExecutor:
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
         """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
 
-        If other tokens are sharded, the ranks compute these tokens in matrices with different numbers of rows, and the last bit of a matrix product
-        may then differ. Each token is therefore taken from the rank that would hold it if the segment were sharded.
+        If other tokens are sharded, the ranks compute these tokens in matrices with different numbers of rows, and the
+        last bit of a matrix product may then differ. Each token is therefore taken from the rank that would hold it if
+        the segment were sharded.
         """
         if all(other.replicated for other in self.segments.values()):
             return value
@@ -268,8 +282,10 @@ class RuleExecutor:
         """
         if name not in self.segments:
             raise ValueError(
-                f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the module or "
-                f"parameter at which the plan shards it, or uses it later. Segments so far: {sorted(self.segments) or 'none'}. "
+                f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the "
+                "module or "
+                "parameter at which the plan shards it, or uses it later. Segments so far: "
+                f"{sorted(self.segments) or 'none'}. "
                 "Shard it at something that every call uses, such as the embedding of its tokens."
             )
         return self.segments[name]

@@ -35,7 +35,8 @@ BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[
 class KnownAttention:
     """The :class:`MeshAttention` of each entry of a plan and its lengths, kept from call to call of a model.
 
-    An object and not a dictionary, because a graph that is handed a dictionary is traced again whenever its length changes.
+    An object and not a dictionary, because a graph that is handed a dictionary is traced again whenever its length
+    changes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,8 @@ class PlannedAttention:
         attending: what the first, second, … attention call consists of; the last stands for all further ones.
         known: of the model, kept from call to call.
         attn_func: as :class:`MeshAttention` takes it.
-        bind: returns a function that activation checkpointing runs again in the backward, bound to this call of the model.
+        bind: returns a function that activation checkpointing runs again in the backward, bound to this call of the
+            model.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class PlannedAttention:
         self.attending = attending
         # Of the call under way: what was sharded, or found to be replicated.
         self.segments: TraceSafeLayout = ()
-        # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13 forgets.
+        # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13
+        # forgets.
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
@@ -79,7 +82,7 @@ class PlannedAttention:
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """The same, where attention calls consist of ``attending``; they are counted anew."""
+        """Return this value for attention calls with the segments ``attending``, counted from 0."""
         inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
@@ -193,7 +196,8 @@ def _layout_of(
     # Of a length that depends on data nothing is known while tracing.
     if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
         raise ValueError(
-            f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit what "
+            f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
+            "what "
             "the model does: say in Plan.attention what the module that makes this call attends to."
         )
     found = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
@@ -229,7 +233,8 @@ class Interception:
     """The interception of attention in one call of a model, from its beginning to its end.
 
     Args:
-        at_dispatcher: see :func:`~para_core.modes.interceptor.at_the_dispatcher`, which the host pays nothing for; else a mode.
+        at_dispatcher: see :func:`~para_core.modes.interceptor.at_the_dispatcher`, which the host pays nothing for; else
+            a mode.
     """
 
     def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
@@ -269,7 +274,8 @@ class Interception:
             finally:
                 self._attending.pop()
         else:
-            # A mode of its own, which goes before the outer one: a branch of torch.cond may change nothing from outside.
+            # A mode of its own, which goes before the outer one: a branch of torch.cond may change nothing from
+            # outside.
             with PlannedAttnMode(planned):
                 yield
         if planned.intercepted[0]:

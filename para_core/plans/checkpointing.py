@@ -14,7 +14,8 @@ from para_core.modes.recomputation import Bind
 
 @contextmanager
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Inside, ``bind`` is applied to each function that diffusers' activation checkpointing will run again in the backward.
+    """Inside, ``bind`` is applied to each function that diffusers' activation checkpointing will run again in the
+    backward.
 
     While a graph is traced nothing is to be done: it holds its own recomputation.
     """
@@ -32,8 +33,10 @@ def refuse_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` where blocks will run again in the backward: attention alone is intercepted there."""
     if _checkpointing(module):
         raise RuntimeError(
-            f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, which would be "
-            "missing where the backward computes its blocks again. Call disable_gradient_checkpointing(), or train on one rank."
+            f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
+            "which would be "
+            "missing where the backward computes its blocks again. Call disable_gradient_checkpointing(), or train on "
+            "one rank."
         )
 
 

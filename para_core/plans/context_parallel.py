@@ -22,11 +22,11 @@ class ContextParallelConfig:
     """Sizes of the ring and of Ulysses, and how a ring passes keys on.
 
     Args:
-        ring_degree, ulysses_degree: ranks along each mesh dim, 1 if left out. Without ``mesh`` their product is the number
-            of all ranks.
+        ring_degree, ulysses_degree: ranks along each mesh dim, 1 if left out. Without ``mesh`` their product is the
+            number of all ranks.
         convert_to_fp32: of the partial results of a ring, which are merged in float32 here, whatever this says.
-        rotate_method: ``"alltoall"`` passes keys and values on round the ring, ``"allgather"`` gathers them at once, ``"2d"`` gathers
-            queries along rows of ranks and keys along columns.
+        rotate_method: ``"alltoall"`` passes keys and values on round the ring, ``"allgather"`` gathers them at once,
+            ``"2d"`` gathers queries along rows of ranks and keys along columns.
         mesh: with a ``ring`` and a ``ulysses`` dim of these sizes (or of any, where no degree is given).
     """
 
@@ -48,13 +48,14 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
     """Run this one module over several ranks, split and gathered as ``plan`` says, from now on.
 
     Args:
-        parallel_config: a :class:`ContextParallelConfig`, or a :class:`ParallelConfig` that holds one; those of diffusers
-            too. Their ``ulysses_anything`` and ``ring_anything`` are always on here.
+        parallel_config: a :class:`ContextParallelConfig`, or a :class:`ParallelConfig` that holds one; those of
+            diffusers too. Their ``ulysses_anything`` and ``ring_anything`` are always on here.
         plan: ours, or a diffusers ``_cp_plan``.
 
     Raises:
         TypeError: ``parallel_config`` is something else.
-        ValueError: it asks for tensor parallelism, its degrees do not fit the ranks, or the plan does not fit the module.
+        ValueError: it asks for tensor parallelism, its degrees do not fit the ranks, or the plan does not fit the
+            module.
         RuntimeError: several ranks, and no process group; or two of them have the same GPU, which NCCL refuses.
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
@@ -65,7 +66,8 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
     config = getattr(parallel_config, "context_parallel_config", parallel_config)
     if not (hasattr(config, "ring_degree") and hasattr(config, "ulysses_degree")):
         raise TypeError(
-            f"parallel_config is {parallel_config!r}; expected a ContextParallelConfig, or a ParallelConfig that holds one."
+            f"parallel_config is {parallel_config!r}; expected a ContextParallelConfig, or a ParallelConfig that "
+            "holds one."
         )
     rotate_method: Any = getattr(config, "rotate_method", "alltoall")
     options = AttnOptions(rotate_method=rotate_method)
@@ -102,7 +104,8 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
     require_process_group("apply_context_parallel")
     if ring * ulysses != dist.get_world_size():
         raise ValueError(
-            f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are {dist.get_world_size()} "
+            f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are "
+            f"{dist.get_world_size()} "
             "ranks. Change the degrees, or pass mesh= a slice of a larger mesh."
         )
     return sequence_mesh(init_context_parallel_mesh(device_type, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses))

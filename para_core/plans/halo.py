@@ -1,4 +1,6 @@
-"""Rows of the ranks beside, for a module that mixes neighbouring rows: put on what it is given, taken off what it returns."""
+"""Rows of the ranks beside, for a module that mixes neighbouring rows: put on what it is given, taken off what it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from para_core.plans.plan import Halo
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
-    """``x`` between the last rows of the rank before and the first of the rank behind; the first and last rank have one side.
+    """``x`` between the last rows of the rank before and the first of the rank behind; the first and last rank have one
+    side.
 
     Raises:
         ValueError: a rank has fewer rows than its neighbours need.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
-            f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their neighbours need. Use "
+            f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their "
+            "neighbours need. Use "
             "fewer ranks."
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
@@ -29,7 +33,8 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)
         before, behind = from_before if first else before, from_behind if last else behind
-    # What nobody uses is cut off here, and not left out: its backward is a collective, too, which all ranks have to meet in.
+    # What nobody uses is cut off here, and not left out: its backward is a collective, too, which all ranks have to
+    # meet in.
     start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, behind], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)

@@ -1,4 +1,6 @@
-"""A self-attention module on all tokens, with a share of the heads on each rank: the exchange around its projections."""
+"""A self-attention module on all tokens, with a share of the heads on each rank: the exchange around its
+projections.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,17 @@ class HeadExchange:
     def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, heads: int) -> None:
         if heads < mesh.ranks:
             raise ValueError(
-                f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its plan gives each "
-                "of them whole heads, at least one. Use fewer ranks for the sequence, and others along the mesh dim 'batch'."
+                f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its "
+                "plan gives each "
+                "of them whole heads, at least one. Use fewer ranks for the sequence, and others along the mesh dim "
+                "'batch'."
             )
         self.attention, self._heads = attention, heads
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order in which tokens become heads.
+        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order in which tokens become
+        # heads.
         of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
         first, count = of_ulysses[mesh.ulysses.index]
         of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
@@ -59,7 +64,8 @@ class HeadExchange:
         """Undo :meth:`enter`."""
         if self._entered != len(self.attention.projections):
             raise RuntimeError(
-                f"an attention module called {self._entered} of its projections {', '.join(self.attention.projections)}; its plan expects "
+                f"an attention module called {self._entered} of its projections "
+                f"{', '.join(self.attention.projections)}; its plan expects "
                 "all of them. Undo fused projections: unfuse_qkv_projections()."
             )
         for dim, tokens, heads in reversed(self._steps):
@@ -78,7 +84,9 @@ class HeadExchange:
     def own_caches(
         self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the module, with this rank's heads of the tensors that it keeps keys in: views, which it may write to."""
+        """Return the arguments of the module, with this rank's heads of the tensors that it keeps keys in: views, which
+        it may write to.
+        """
         given = list(args)
         kwargs = dict(kwargs)
         for name, dim in self.attention.caches:

@@ -1,7 +1,8 @@
 """Key-value caches of decoders under a plan: after a call every rank holds the keys and values of all tokens.
 
-In a call whose tokens are sharded each rank adds its own tokens to the cache. Afterwards they are gathered, so that a single new token, which
-no plan shards, attends to all of them on every rank. Knows ``DynamicCache`` of transformers by its attributes.
+In a call whose tokens are sharded each rank adds its own tokens to the cache. Afterwards they are gathered, so that a
+single new token, which no plan shards, attends to all of them on every rank. Knows ``DynamicCache`` of transformers by
+its attributes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class CachesOfCall:
             if len(sharded) != 1:
                 names = [segment.name for segment in sharded]
                 raise ValueError(
-                    f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of them it holds is "
+                    f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of "
+                    "them it holds is "
                     "not known. Call the model without a cache (use_cache=False)."
                 )
             for layer in cache.layers:
@@ -87,8 +89,10 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
     keys = layer.keys
     if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != held[mesh.rank]:
         raise ValueError(
-            f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that grows by the "
-            f"{sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a cache (use_cache=False)."
+            f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
+            "grows by the "
+            f"{sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a cache "
+            "(use_cache=False)."
         )
     # The last ones are of this call: what was held before is the same on all ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]

@@ -21,8 +21,8 @@ class ModuleRules:
     Args:
         name: The name in the plan, with wildcards.
         cuts: Rules for inputs (by parameter) and outputs (by index).
-        exchange: For a submodule of an :class:`AttentionByHeads`, whether its output is exchanged to all tokens (``"enter"``) or its input back to
-            this rank's tokens (``"leave"``).
+        exchange: For a submodule of an :class:`AttentionByHeads`, whether its output is exchanged to all tokens
+            (``"enter"``) or its input back to this rank's tokens (``"leave"``).
     """
 
     name: str = ""
@@ -68,7 +68,9 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the submodules whose names match ``pattern``. A compiled one (``OptimizedModule``) has the name of the module inside."""
+    """Return the submodules whose names match ``pattern``. A compiled one (``OptimizedModule``) has the name of the
+    module inside.
+    """
     parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _with_last_index(module, pattern)])
     submodules: dict[str, nn.Module] = {}
@@ -106,7 +108,8 @@ _MOST_VARIADIC = 16
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``forward``, in order. For a compiled module these are those of the module inside.
+    """Return the names of the parameters of ``forward``, in order. For a compiled module these are those of the module
+    inside.
 
     Positional arguments of ``*args`` are named ``args[0]``, ``args[1]``, and so on.
     """

@@ -14,9 +14,9 @@ _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     """Read a diffusers ``_cp_plan``: ``ContextParallelInput`` and ``ContextParallelOutput`` by module name.
 
-    ``hidden_states`` and ``encoder_hidden_states`` are streams of tokens, of which one that is never sharded is held by every
-    rank. As in all of diffusers, a module named ``attn1`` attends among the former, and ``attn2`` from there to the latter;
-    any other attends to both, jointly.
+    ``hidden_states`` and ``encoder_hidden_states`` are streams of tokens, of which one that is never sharded is held by
+    every rank. As in all of diffusers, a module named ``attn1`` attends among the former, and ``attn2`` from there to
+    the latter; any other attends to both, jointly.
 
     Raises:
         ValueError: the plan never splits ``hidden_states`` or gathers nothing, or holds something else.

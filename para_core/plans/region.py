@@ -112,15 +112,16 @@ class _Region:
         self.mixes_over_ranks = mesh.ranks > 1 and (
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
         )
-        # The compiled call of a module that was compiled in place before the plan was applied. It does not look up _call_impl.
+        # The compiled call of a module that was compiled in place before the plan was applied. It does not look up
+        # _call_impl.
         self.compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self.compiled_before, ORIGINAL_CALLABLE, None)):
             self.compiled_before = None
         # The wrapped submodules by name. Loading a LoRA replaces some of them.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
-        # State of the current call. Lists and dicts, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a
-        # cache adds.
+        # State of the current call. Lists and dicts, because Dynamo 2.13 loses an attribute that is set before and
+        # after torch.cond, which a cache adds.
         self._interceptions: list[Interception] = []
         self._executor = RuleExecutor(mesh, coarse_segments(plan))
         # Whether the call was given a key-value cache with tokens.
@@ -147,7 +148,9 @@ class _Region:
     # -- around the module
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``__call__`` of the module, outside of what ``Module.compile`` compiles: verify the arguments, then run."""
+        """Wrap ``__call__`` of the module, outside of what ``Module.compile`` compiles: verify the arguments, then
+        run.
+        """
         # Nothing is read before this test, because what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
             self.attach(module)
@@ -159,14 +162,16 @@ class _Region:
         compiled = self.compiled_before
         if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
             return call(module, *args, **kwargs)
-        # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering outside.
+        # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering
+        # outside.
         return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call`` with sharded inputs and intercepted attention, and gather its outputs.
 
         Raises:
-            RuntimeError: The module already runs in another thread, or it attended without a call that can be intercepted.
+            RuntimeError: The module already runs in another thread, or it attended without a call that can be
+                intercepted.
             ValueError: An argument is refused by the plan, or a block mask was not sharded.
         """
         if self.interception is not None:
@@ -204,7 +209,8 @@ class _Region:
                 if sharded and not planned.intercepted[0]:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
-                        "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its attention "
+                        "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its "
+                        "attention "
                         "to a native backend: transformer.set_attention_backend('native')."
                     )
             rule = self.plan.outputs.get("")
@@ -220,7 +226,9 @@ class _Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` such that it can run again in a backward, with the segments and the attention of this moment."""
+        """Return ``function`` such that it can run again in a backward, with the segments and the attention of this
+        moment.
+        """
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +256,9 @@ class _Region:
             self._executor.segments.update(before)
 
     def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
-        """Whether this call can be intercepted at the dispatcher: eager code without gradients, compiled parts, modes or encoders."""
+        """Whether this call can be intercepted at the dispatcher: eager code without gradients, compiled parts, modes
+        or encoders.
+        """
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders or has_other_builds():
             return False
         if self.uses_flex_attention:
@@ -264,7 +274,8 @@ class _Region:
             index = self.parameters.index(name)
             if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
                 raise ValueError(
-                    f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. Leave it "
+                    f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. "
+                    "Leave it "
                     "out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
@@ -283,7 +294,9 @@ class _Region:
     def _own_samples(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-        """Return the arguments for this rank's samples, and the number of these samples, or None if the samples are not split."""
+        """Return the arguments for this rank's samples, and the number of these samples, or None if the samples are not
+        split.
+        """
         if self.batch is None or self.batch.size == 1 or not self.plan.batched:
             return args, kwargs, None
         batch = self.batch
@@ -297,7 +310,8 @@ class _Region:
             if not torch.compiler.is_compiling():
                 self.warnings.warn(
                     "batch",
-                    f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along 'batch', so all of "
+                    f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along "
+                    "'batch', so all of "
                     "these ranks compute all samples. Use guidance, or give these ranks to the sequence.",
                     ParallelWarning,
                 )
@@ -317,8 +331,10 @@ class _Region:
         unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all samples. Name "
-                "them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a mesh without a 'batch' "
+                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
+                "samples. Name "
+                "them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a mesh "
+                "without a 'batch' "
                 "dim."
             )
 
@@ -496,8 +512,8 @@ def apply_plan(
     Args:
         plan: A plan of ours, or a ``_cp_plan`` of diffusers.
         batch: Ranks that share the samples of a batch, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call, before the call, except inside :func:`inputs_verified`. Raises if they differ
-            between ranks.
+        require_equal: Called with the arguments of each eager call, before the call, except inside
+            :func:`inputs_verified`. Raises if they differ between ranks.
         options: Options of attention.
         attn_func: Computes local attention instead of SDPA.
 
@@ -533,7 +549,9 @@ def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim whose ranks each compute a part of the samples of the current call of ``module``; None if none do."""
+    """Return the mesh dim whose ranks each compute a part of the samples of the current call of ``module``; None if
+    none do.
+    """
     region = _region_of(module)
     return None if region is None else region.sharing_samples
 
@@ -545,7 +563,9 @@ def plan_options(module: nn.Module) -> AttnOptions | None:
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one sequence rank."""
+    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one sequence
+    rank.
+    """
     region = _region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
@@ -553,7 +573,9 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
 
 
 def planned_attention(module: nn.Module, attention: Attention) -> SdpaHandler:
-    """Return the function that computes an attention call with the segments ``attention`` in the current call of ``module``."""
+    """Return the function that computes an attention call with the segments ``attention`` in the current call of
+    ``module``.
+    """
     region = _region_of(module)
     if region is None or region.interception is None:
         return SdpaCall.on_one_device
@@ -582,7 +604,8 @@ def suspend_interception(module: nn.Module) -> Iterator[None]:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Note that the current eager call of ``module`` intercepts no attention, because a cache skips all blocks or patches compute their own.
+    """Note that the current eager call of ``module`` intercepts no attention, because a cache skips all blocks or
+    patches compute their own.
 
     Without this, the call would raise because nothing was intercepted.
     """
@@ -596,7 +619,9 @@ def attention_is_skipped(module: nn.Module) -> None:
 
 
 def reattach_plan(module: nn.Module) -> None:
-    """Wrap submodules of ``module`` that have replaced others since the plan was applied, such as the layers of a LoRA."""
+    """Wrap submodules of ``module`` that have replaced others since the plan was applied, such as the layers of a
+    LoRA.
+    """
     region = _region_of(module)
     if region is not None:
         region.attach(module)
@@ -604,7 +629,9 @@ def reattach_plan(module: nn.Module) -> None:
 
 @contextmanager
 def inputs_verified(module: nn.Module) -> Iterator[None]:
-    """Skip the comparison of arguments in calls of ``module`` while the block runs, because the caller has verified them."""
+    """Skip the comparison of arguments in calls of ``module`` while the block runs, because the caller has verified
+    them.
+    """
     region = _region_of(module)
     before = region is None or region.inputs_verified
     try:

@@ -14,7 +14,9 @@ from para_core.torch_internals import tree_leaves
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples of a tensor along ``dim``, or of a list (``dim`` None); None if ``value`` is neither."""
+    """Return the number of samples of a tensor along ``dim``, or of a list (``dim`` None); None if ``value`` is
+    neither.
+    """
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
     if isinstance(value, (tuple, list)) and dim is None:
@@ -24,7 +26,8 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
 
 
 def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Return this rank's part of ``total`` samples, of a tensor or of each one in a dict or list. Others are returned whole.
+    """Return this rank's part of ``total`` samples, of a tensor or of each one in a dict or list. Others are returned
+    whole.
 
     Args:
         dim: None: ``value`` is a list with an entry for each sample.
@@ -54,7 +57,8 @@ def holds_tensor(value: Any) -> bool:
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as many.
+    """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as
+    many.
 
     A list of tensors in it has one for each sample, all of one shape.
     """

@@ -26,6 +26,8 @@ def name_of(func: Callable[..., Any]) -> str:
 def unknown(func: Callable[..., Any], rows: Rows, reason: str) -> MixesRows:
     """Return the error for a call of ``func`` on a tensor that is sharded as ``rows`` says."""
     return MixesRows(
-        f"{name_of(func)} on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}: {reason}. "
-        "Run this model on one rank (unparallelize_vae, unparallelize_pipe), or a VAE in distributed tiles (method='tiled')."
+        f"{name_of(func)} on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as "
+        f"{list(rows.layout)}: {reason}. "
+        "Run this model on one rank (unparallelize_vae, unparallelize_pipe), or a VAE in distributed tiles "
+        "(method='tiled')."
     )

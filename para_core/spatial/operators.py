@@ -11,7 +11,8 @@ from para_core.triton_support import are_floats, load_kernel, on_device_of
 
 define_operator("group_moments(Tensor x, SymInt groups) -> Tensor")
 define_operator(
-    "group_normalized(Tensor x, Tensor of_ranks, Tensor shares, SymInt groups, Tensor? weight, Tensor? bias, float eps) -> Tensor"
+    "group_normalized(Tensor x, Tensor of_ranks, Tensor shares, SymInt groups, Tensor? weight, Tensor? bias, float "
+    "eps) -> Tensor"
 )
 
 

@@ -62,7 +62,9 @@ def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int
 
 
 def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]:
-    """The dims of inputs that ``plan`` shards, or that go with what it shards; empty if it shards inside of the model."""
+    """Return the dims of inputs that ``plan`` shards, or that go with what it shards; empty if it shards inside of the
+    model.
+    """
     leaves, named = given.leaves(), _named_leaves(module, given)
     splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
     # What attention sees comes first: its length is that of the sequence.

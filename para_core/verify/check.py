@@ -109,36 +109,39 @@ def check_parallel(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> ParallelCheck:
-    """Compare ``model`` on virtual ranks with the unmodified model, for ring and for Ulysses, at an even and an uneven length.
+    """Compare ``model`` on virtual ranks with the unmodified model, for ring and for Ulysses, at an even and an uneven
+    length.
 
-    The ranks are threads of this process, so it needs neither a process group nor several devices. Copies of the model run, which share
-    its weights, in eval mode and without gradients: the model itself, its buffers and the random state stay as they are. A
-    wrong result is traced to the first module whose output differs; an error on a rank is part of the report.
+    The ranks are threads of this process, so it needs neither a process group nor several devices. Copies of the model
+    run, which share its weights, in eval mode and without gradients: the model itself, its buffers and the random state
+    stay as they are. A wrong result is traced to the first module whose output differs; an error on a rank is part of
+    the report.
 
-    Use the number of ranks and the lengths that you will run with: some models change what they compute with the length that a rank
-    holds. In float16 and bfloat16 only coarse differences show; check a float32 copy if you can.
+    Use the number of ranks and the lengths that you will run with: some models change what they compute with the length
+    that a rank holds. In float16 and bfloat16 only coarse differences show; check a float32 copy if you can.
 
     Args:
         model (`nn.Module`): The model. Its weights must not be zeros, because zeros hide errors.
         inputs, kwargs (`Any`): The arguments of the call. ``model(*inputs, **kwargs)`` is the reference.
-        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The token dim of the inputs that are sharded with
-            ``cp.shard`` under ``UnifiedAttnMode``. An int: every tensor that is as long along this dim as the first tensor is sharded. A
-            dict: the named arguments are sharded; every rank gets all others whole.
+        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The token dim of the inputs that
+            are sharded with ``cp.shard`` under ``UnifiedAttnMode``. An int: every tensor that is as long along this dim
+            as the first tensor is sharded. A dict: the named arguments are sharded; every rank gets all others whole.
         plan (:class:`Plan` or `_cp_plan`, *optional*): Apply this instead of the mode.
         forward (`Callable`, *optional*): Your own lines instead, for a model that makes its tokens itself:
-            ``forward(cp, model, *inputs, **kwargs)`` is called under ``UnifiedAttnMode`` as ``cp``, and uses ``cp.shard`` and ``cp.gather``.
-            It must take everything from its arguments. It returns what the model returns, or one tensor of that.
+            ``forward(cp, model, *inputs, **kwargs)`` is called under ``UnifiedAttnMode`` as ``cp``, and uses
+            ``cp.shard`` and ``cp.gather``. It must take everything from its arguments. It returns what the model
+            returns, or one tensor of that.
         ranks (`int` or sequence of `int`, defaults to `(2, 3)`): Numbers of ranks.
-        tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to 1e-4 for float32, 1e-9
-            for float64, 1e-2 for float16 and 5e-2 for bfloat16.
+        tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to 1e-4 for
+            float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16.
 
     Returns:
         :class:`ParallelCheck`, true if every case is exact.
 
     Raises:
         TypeError: If ``model`` is no module, or an argument has the wrong type.
-        ValueError: If the model is already parallel, more than one of ``dim``, ``plan`` and ``forward`` is given, or nothing can be
-            sharded along ``dim``.
+        ValueError: If the model is already parallel, more than one of ``dim``, ``plan`` and ``forward`` is given, or
+            nothing can be sharded along ``dim``.
 
     Example:
         >>> print(check_parallel(model, torch.randn(1, 101, 64), dim=1))  # doctest: +SKIP
@@ -170,7 +173,8 @@ class _Checker:
         self._name = original_class(module).__name__
         self._references: dict[int | None, tuple[Inputs, list[Tensor]] | None] = {}
         self._notes: list[str] = []
-        # The sequence that is sharded, and the leaves that hold it: known after the first run where forward= or a plan shards.
+        # The sequence that is sharded, and the leaves that hold it: known after the first run where forward= or a plan
+        # shards.
         self._dims: dict[int, int] = dict(run.dims)
         self._total = run.total(given)
 
@@ -221,7 +225,8 @@ class _Checker:
     def _shorter_length(self, ranks: int) -> int | None:
         if self._total is None or not self._dims:
             self._notes.append(
-                "the length was not varied: none of the inputs is sharded itself. Check again with inputs of another size."
+                "the length was not varied: none of the inputs is sharded itself. Check again with inputs of another "
+                "size."
             )
             return None
         lengths = lengths_to_check(self._total, ranks)

@@ -37,10 +37,10 @@ class Inputs:
         """Return these inputs with the first ``length`` of ``total`` tokens.
 
         Args:
-            dims: of the leaves that are sharded, by index, the dim of their tokens. Of any other tensor all dims of size ``total``
-                are shortened, such as both of a mask.
-            only_tokens: of a tensor that is sharded, shorten the dim of its tokens alone: another one of that size may hold channels.
-                Without it a mask of which the rows are sharded has its columns shortened, too.
+            dims: of the leaves that are sharded, by index, the dim of their tokens. Of any other tensor all dims of
+                size ``total`` are shortened, such as both of a mask.
+            only_tokens: of a tensor that is sharded, shorten the dim of its tokens alone: another one of that size may
+                hold channels. Without it a mask of which the rows are sharded has its columns shortened, too.
         """
 
         def shorten(index: int, leaf: Any) -> Any:
@@ -68,7 +68,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """``total`` itself, and a shorter length: one that ``ranks`` do not divide if they divide it, else the next that they divide.
+    """``total`` itself, and a shorter length: one that ``ranks`` do not divide if they divide it, else the next that
+    they divide.
 
     None of fewer tokens than ranks, of which many models cannot compute an empty part.
     """

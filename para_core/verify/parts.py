@@ -32,8 +32,8 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
 
     Args:
         parts: each rank's tensor: all of ``whole``, or its part along one dim.
-        segments: the sequences that are known to be sharded or replicated. If they could be concatenated in several orders, the
-            order with the smallest error counts.
+        segments: the sequences that are known to be sharded or replicated. If they could be concatenated in several
+            orders, the order with the smallest error counts.
     """
     dim = _sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
     if dim is None:
@@ -81,8 +81,8 @@ def _comparable(x: Tensor) -> Tensor:
 def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment]) -> Iterator[list[Tensor]]:
     """Ways in which the ranks may hold ``held`` entries of ``total``: each a list with the positions of every rank.
 
-    Entries are the tokens of one or several segments, once or several times one after the other (``[B · S, C]``). A segment that
-    nobody declared may be all of it, sharded, or what is left beside another one, on every rank.
+    Entries are the tokens of one or several segments, once or several times one after the other (``[B · S, C]``). A
+    segment that nobody declared may be all of it, sharded, or what is left beside another one, on every rank.
     """
     ranks = len(held)
     kinds = {(one.total, one.replicated, one.balanced, one.together): one for one in segments}

@@ -28,8 +28,8 @@ Kind = Literal["call", "return", "attention", "attended"]
 class Digest:
     """A tensor's shape, and for each dim its rows: each projected onto a few random directions, ``[size, probes]``.
 
-    Rows of a part along one dim can be compared with those of the whole, and no tensor of the model is kept. A projection keeps
-    the ratio of two norms, on average.
+    Rows of a part along one dim can be compared with those of the whole, and no tensor of the model is kept. A
+    projection keeps the ratio of two norms, on average.
     """
 
     shape: tuple[int, ...]
@@ -97,8 +97,8 @@ class Recording:
                 handle.remove()
 
     def _hooks(self, name: str, module: nn.Module) -> list[Any]:
-        # The recorder of attention is entered in every module: a plan enters modes of its own around some of them, and only the
-        # innermost mode sees a call.
+        # The recorder of attention is entered in every module: a plan enters modes of its own around some of them, and
+        # only the innermost mode sees a call.
         modes: list[TorchFunctionMode] = []
         depths: list[int] = []
 

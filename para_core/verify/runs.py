@@ -44,7 +44,8 @@ class RankRun:
 
     Args:
         segments: the sequences that were sharded or replicated.
-        sharded: for each tensor that was sharded, the index of the input's leaf that it is, if it is one; its dim; its tokens.
+        sharded: for each tensor that was sharded, the index of the input's leaf that it is, if it is one; its dim; its
+            tokens.
     """
 
     outcome: Outcome = field(default_factory=Outcome)

@@ -1,10 +1,10 @@
 """Ranks that are threads of this process and exchange tensors in memory: for trying a plan or a mode on one device.
 
-A rank that fails releases the others, and ranks that wait for each other in different collectives are found at once. So a wrong plan
-is an error here, where on real ranks it may be a hang or an abort.
+A rank that fails releases the others, and ranks that wait for each other in different collectives are found at once. So
+a wrong plan is an error here, where on real ranks it may be a hang or an abort.
 
-Ranks take turns: one runs until it waits in a collective. That one of them compiles is a state of the process in torch (since 2.13), and
-the others would take themselves to be traced.
+Ranks take turns: one runs until it waits in a collective. That one of them compiles is a state of the process in torch
+(since 2.13), and the others would take themselves to be traced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class RanksDiffer(RuntimeError):
 
 
 class _Ranks:
-    """State that all ranks of one run share: whose turn it is, how many still run, and how many wait in a collective."""
+    """State that all ranks of one run share: whose turn it is, how many still run, and how many wait in a
+    collective.
+    """
 
     def __init__(self, running: int) -> None:
         # Held by the rank that runs. Never acquired while ``changed`` is held.
@@ -124,7 +126,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's view of a group of threads: the collectives of :mod:`para_core.distributed.collectives`, and no others."""
+    """One rank's view of a group of threads: the collectives of :mod:`para_core.distributed.collectives`, and no
+    others.
+    """
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))
@@ -208,7 +212,8 @@ class Outcome:
 def outcomes_on_virtual_ranks(
     run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
 ) -> list[Outcome]:
-    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients, and return what became of each.
+    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients, and return what became of
+    each.
 
     The threads have the current device and stream, the autocast state and the context variables of the caller.
     """
@@ -245,7 +250,9 @@ def outcomes_on_virtual_ranks(
 
 
 def first_error(outcomes: Sequence[Outcome]) -> tuple[int, Exception] | None:
-    """The first rank that failed by itself, and how; a rank that merely waited for another only if there is no other."""
+    """Return the first rank that failed by itself, and its error; a rank that merely waited for another only if there
+    is no other.
+    """
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     causes = [(rank, error) for rank, error in errors if not _merely_waited(error)]
     return next(iter([*causes, *errors]), None)
@@ -262,14 +269,14 @@ def _merely_waited(error: BaseException | None) -> bool:
 def run_on_virtual_ranks(
     module: nn.Module, plan: Plan, inputs: Mapping[str, Any], *, ring: int = 1, ulysses: int = 1
 ) -> list[Any]:
-    """Return what ``module(**inputs)`` returns on each of ``ring × ulysses`` virtual ranks under ``plan``, without gradients.
+    """Return what ``module(**inputs)`` returns on each of ``ring × ulysses`` virtual ranks under ``plan``, without
+    gradients.
 
     The module itself is not touched: each rank runs a copy that shares its weights.
 
     Raises:
         Exception: what the first rank raised that did not merely wait for another.
     """
-
     copies = [with_same_weights(module) for _ in range(ring * ulysses)]
 
     def run(mesh: SequenceMesh) -> Any:
@@ -296,7 +303,8 @@ def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_same_weights(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` that shares its parameters, and has buffers of its own, for models update some of those in a call.
+    """Return a copy of ``module`` that shares its parameters and has its own buffers, because models update some in a
+    call.
 
     Raises:
         RuntimeError: the module cannot be copied.
@@ -338,7 +346,9 @@ def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
 
 
 class _Inherited:
-    """Return a context with torch's state of this thread that a new thread does not inherit: device, stream and autocast."""
+    """Return a context with torch's state of this thread that a new thread does not inherit: device, stream and
+    autocast.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type

@@ -1,6 +1,7 @@
 """Weights sharded over ranks by PyTorch's FSDP2: each block is gathered just before it runs, and freed behind it.
 
-Bit-equal to replicated weights: what a block computes with is what was sharded. For inference: the parameters take no gradients.
+Bit-equal to replicated weights: what a block computes with is what was sharded. For inference: the parameters take no
+gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors
 from para_core.weights.tensor import write_part
 
-# Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves (the last
-# norm of CLIP), and gathering them is not worth a collective.
+# Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves
+# (the last norm of CLIP), and gathering them is not worth a collective.
 LARGE = 2**20
 # Where a module keeps which of its parameters took gradients; it goes with :func:`gather_blocks`.
 _GRADIENTS = "_para_core_fsdp_gradients"
@@ -79,9 +80,10 @@ def shard_blocks(
 def _private_class(fsdp_class: type, written: type) -> type:
     """Return the subclass of ``fsdp_class`` that has the name of the class that the model's author wrote.
 
-    diffusers' ``compile_repeated_blocks`` and transformers' output recorders look blocks up by the name of their class, and FSDP2 names its
-    classes anew. FSDP2 keeps one class per original class for the whole process, so renaming that one would rename it for the user's own
-    models, too. Blocks of one class share their private class, and so their graphs.
+    diffusers' ``compile_repeated_blocks`` and transformers' output recorders look blocks up by the name of their class,
+    and FSDP2 names its classes anew. FSDP2 keeps one class per original class for the whole process, so renaming that
+    one would rename it for the user's own models, too. Blocks of one class share their private class, and so their
+    graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
@@ -108,14 +110,17 @@ _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
     raise TypeError(
-        f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: this rank holds a part "
-        "of each, which refers to process groups. Save its state_dict() by torch.distributed.checkpoint; or gather the weights first, "
+        f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: "
+        "this rank holds a part "
+        "of each, which refers to process groups. Save its state_dict() by torch.distributed.checkpoint; or gather "
+        "the weights first, "
         "on every rank: unshard_weights(pipe)."
     )
 
 
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
-    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of it.
+    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of
+    it.
 
     ``replicated`` are not sharded, and may be of any kind.
     """
@@ -126,8 +131,10 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor | _Gathered):
             raise ValueError(
                 f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which has no "
-                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by torchao's "
-                "int8_weight_only_quantized_training(); or leave this component replicated: components=[...] of the others."
+                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by "
+                "torchao's "
+                "int8_weight_only_quantized_training(); or leave this component replicated: components=[...] of the "
+                "others."
             )
 
 
@@ -198,8 +205,9 @@ def sharded_parameters(layer: nn.Module) -> Sharded:
 
 @contextmanager
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
-    """Inside, the parameters of ``layer`` are whole, and may be written to; what they hold at the end is what is sharded from then on. Every
-    rank comes here."""
+    """Inside, the parameters of ``layer`` are whole, and may be written to; what they hold at the end is what is
+    sharded from then on. Every rank comes here.
+    """
     held = []
     for owner in layer.modules():
         for name, current in list(owner.named_parameters(recurse=False)):
@@ -244,7 +252,9 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Gather the tensors of a quantized weight: the rows of all ranks, or, of what has no row for each of the weight's, what every rank has."""
+    """Gather the tensors of a quantized weight: the rows of all ranks, or, of what has no row for each of the weight's,
+    what every rank has.
+    """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner
     size = torch.Size((parameter.shape[0], *inner.shape[1:]))

@@ -1,4 +1,6 @@
-"""The parameters of a model that take gradients: none while its weights are distributed, the same ones as before afterwards."""
+"""The parameters of a model that take gradients: none while its weights are distributed, the same ones as before
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ from para_core.torch_internals import parameter_slots
 class Gradients:
     """Turns gradients off for the parameters of a model, and on again.
 
-    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its place. What a user puts there
-    is of another class (quantized weights), and keeps what it has.
+    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its
+    place. What a user puts there is of another class (quantized weights), and keeps what it has.
     """
 
     def __init__(self) -> None:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for the parameters of ``module`` that take some now. Call it again for parameters that came later."""
+        """Turn gradients off for the parameters of ``module`` that take some now. Call it again for parameters that
+        came later.
+        """
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter.requires_grad:
@@ -36,6 +40,7 @@ class Gradients:
     def forget(self) -> None:
         """Let :meth:`restore` turn nothing on that was stopped before this call.
 
-        peft freezes all that is there when it adds an adapter; on a distributed model, where nothing takes gradients, that leaves no trace.
+        peft freezes all that is there when it adds an adapter; on a distributed model, where nothing takes gradients,
+        that leaves no trace.
         """
         self._enabled.clear()

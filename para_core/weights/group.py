@@ -39,7 +39,8 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
     """
     if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. Give a slice of it, or "
+            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. "
+            "Give a slice of it, or "
             "that of parallelize_pipe, with dims 'ring' and 'ulysses'."
         )
     if mesh.get_coordinate() is None:
@@ -68,8 +69,8 @@ def _ranks_of(dim: MeshDim) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh of one dim, ``"weights"``, over ``ranks``. It is made once.
 
-    Its group is not that of attention: NCCL orders what one communicator does, and the weights of the next block would wait for
-    the exchange of this one's tokens.
+    Its group is not that of attention: NCCL orders what one communicator does, and the weights of the next block would
+    wait for the exchange of this one's tokens.
 
     Args:
         timeout: how long it waits for a rank that does not answer; left out: as PyTorch has it.

@@ -1,7 +1,7 @@
 """Attention of a patch as one opaque operator for compiled blocks, whose graphs contain no stored keys.
 
-The patch, and the stored keys, are looked up when the operator runs (:func:`attending_by`), so that one graph serves all patches of equal length and
-all blocks of equal kind.
+The patch, and the stored keys, are looked up when the operator runs (:func:`attending_by`), so that one graph serves
+all patches of equal length and all blocks of equal kind.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _patch_attention(
 ) -> tuple[Tensor, Tensor]:
     if not _THREAD_STATE.attending:
         raise RuntimeError(
-            "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or unparallelize_pipe(pipe) first."
+            "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or "
+            "unparallelize_pipe(pipe) first."
         )
     call = SdpaCall(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
     out = _THREAD_STATE.attending[-1](kind, call)
@@ -97,9 +98,11 @@ def _shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, T
     return out, done(out)
 
 
-# A collective, because ranks that share a patch exchange keys: the operator must keep its order and must not be removed.
+# A collective, because ranks that share a patch exchange keys: the operator must keep its order and must not be
+# removed.
 define_collective(
-    "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa, "
+    "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
+    "scale, bool enable_gqa, "
     "int kind, Tensor? after=None) -> (Tensor, Tensor)",
     _patch_attention,
     _shape,

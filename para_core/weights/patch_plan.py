@@ -25,12 +25,13 @@ _INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a model that makes tokens from a video. Its tokens are in the order of the frames, equally many per frame.
+    """The frames of a model that makes tokens from a video. Its tokens are in the order of the frames, equally many per
+    frame.
 
     Args:
         dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
-        together (`str`, *optional*): The entry of the config with the number of frames that become one frame of tokens (of a tuple, the first
-            number). Defaults to one frame.
+        together (`str`, *optional*): The entry of the config with the number of frames that become one frame of tokens
+            (of a tuple, the first number). Defaults to one frame.
     """
 
     dim: int
@@ -48,7 +49,8 @@ class PatchPlan:
     """The split of one model into patches.
 
     Args:
-        segment: The segment of ``plan`` that is split. Other sharded segments belong to the first patch, replicated ones to each patch.
+        segment: The segment of ``plan`` that is split. Other sharded segments belong to the first patch, replicated
+            ones to each patch.
         dim: The dim of ``hidden_states`` and of the output along which patches follow each other.
         together: Number of entries along ``dim`` that stay in one patch.
         ndim: Number of dims of ``hidden_states``.
@@ -74,7 +76,8 @@ class PatchPlan:
         total, rest = divmod(like.shape[self.dim], self.together) if like.ndim == self.ndim else (0, 1)
         if rest:
             raise ValueError(
-                f"the model's input is {list(like.shape)}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a multiple of "
+                f"the model's input is {list(like.shape)}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} "
+                "a multiple of "
                 f"{self.together}."
             )
         what = "tokens" if self.ndim == 3 else "frames of latents"
@@ -185,8 +188,8 @@ class PatchCuts(RuleExecutor):
     def rows(self, names: tuple[str, ...], held: int) -> tuple[list[Rows], int] | None:
         """Return the rows of this patch's tokens in the segments ``names``, and the number of tokens of all patches.
 
-        Returns None if ``held``, the number of tokens of this patch, does not fit the plan. At most one segment may have an unknown length; it is
-        replicated.
+        Returns None if ``held``, the number of tokens of this patch, does not fit the plan. At most one segment may
+        have an unknown length; it is replicated.
         """
         unknown = [name for name in names if name not in self.segments]
         rest = held - sum(self.segments[x].size(self.mesh.rank, self.mesh.ranks) for x in names if x not in unknown)
@@ -202,7 +205,8 @@ class PatchCuts(RuleExecutor):
 
 
 class PatchPlaces:
-    """Wrappers that apply a plan's rules to the submodules of ``module`` for one patch. :attr:`cutting` is the patch of the current call, or None.
+    """Wrappers that apply a plan's rules to the submodules of ``module`` for one patch. :attr:`cutting` is the patch of
+    the current call, or None.
 
     Attributes:
         kinds: All kinds of attention calls in the plan. A call is identified by its index in this tuple.
@@ -218,7 +222,8 @@ class PatchPlaces:
             dict.fromkeys([Attention(plan.joint_order), *[call for rule in rules_by_name for call in rule]])
         )
         self.default = (0,)
-        # A stack of (kinds of a module's attention calls, their number so far), the innermost module last. In graphs a stack of modes does this.
+        # A stack of (kinds of a module's attention calls, their number so far), the innermost module last. In graphs a
+        # stack of modes does this.
         self._attending: list[tuple[tuple[int, ...], list[int]]] = []
         self._in_graphs = False
 
@@ -226,7 +231,8 @@ class PatchPlaces:
         """Set the patch of the next call of the model; None after the call.
 
         Args:
-            in_graphs: Whether blocks are compiled or the plan intercepts by a mode. :class:`PatchAttnMode` then identifies attention calls.
+            in_graphs: Whether blocks are compiled or the plan intercepts by a mode. :class:`PatchAttnMode` then
+                identifies attention calls.
         """
         self.cutting, self._attending, self._in_graphs = cutting, [(self.default, [0])], in_graphs
 

@@ -55,7 +55,9 @@ class Arrival:
 
 
 class _Pointwise:
-    """A recorded pointwise call on tensors of which some arrive in patches. It is evaluated on whole tensors, up to a valid patch."""
+    """A recorded pointwise call on tensors of which some arrive in patches. It is evaluated on whole tensors, up to a
+    valid patch.
+    """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
         self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
@@ -106,7 +108,9 @@ class Patched(Deferred):
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor like ``expected`` that waits for ``source``. ``live`` holds the deferred tensors of the pipeline call."""
+        """Return a tensor like ``expected`` that waits for ``source``. ``live`` holds the deferred tensors of the
+        pipeline call.
+        """
         like = expected.like
         patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device

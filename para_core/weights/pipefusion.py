@@ -1,9 +1,12 @@
-"""PipeFusion (arXiv:2405.14430): all stages work at once, each on another patch of the image. Not exact, and off by default.
+"""PipeFusion (arXiv:2405.14430): all stages work at once, each on another patch of the image. Not exact, and off by
+default.
 
-The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m + 1``. A patch attends to the
-keys and values that the other patches had at the previous step (:mod:`~para_core.weights.stale_keys`). The output of the model arrives in patches
-(:mod:`~para_core.weights.patches`), and the scheduler's step is recorded, so that patch ``m`` of the next step starts as soon as patch ``m`` of this
-step has arrived. The result depends on the number of patches, not on the number of stages: one process computes the same numbers.
+The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch
+``m + 1``. A patch attends to the keys and values that the other patches had at the previous step
+(:mod:`~para_core.weights.stale_keys`). The output of the model arrives in patches (:mod:`~para_core.weights.patches`),
+and the scheduler's step is recorded, so that patch ``m`` of the next step starts as soon as patch ``m`` of this step
+has arrived. The result depends on the number of patches, not on the number of stages: one process computes the same
+numbers.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class PipeFusion:
     """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. Not exact.
 
     Args:
-        num_patches (`int`, defaults to `4`): Number of patches of an image. With more patches the stages are idle for less time, and the host has more
-            work.
-        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed without patches, exactly.
+        num_patches (`int`, defaults to `4`): Number of patches of an image. With more patches the stages are idle for
+            less time, and the host has more work.
+        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed without
+            patches, exactly.
         cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed without patches.
 
     Raises:
@@ -80,11 +84,13 @@ class PipeFusionReport:
 
     Args:
         whole_calls, patched_calls: Number of model calls without patches, which are exact, and with patches.
-        overlapping_calls: Number of patched calls that started before the previous step had ended. These are all but the first if the scheduler
-            computes elementwise (Euler, DPM++ 2M). With other schedulers (UniPC) the stages wait once per step.
+        overlapping_calls: Number of patched calls that started before the previous step had ended. These are all but
+            the first if the scheduler computes elementwise (Euler, DPM++ 2M). With other schedulers (UniPC) the stages
+            wait once per step.
         key_bytes: Bytes of the stored keys and values, of all CFG branches.
         bytes_sent: Bytes sent to other stages.
-        seconds, seconds_waited: Duration of the patched calls, and how long this stage waited for others. On NCCL the host does not wait.
+        seconds, seconds_waited: Duration of the patched calls, and how long this stage waited for others. On NCCL the
+            host does not wait.
     """
 
     whole_calls: int = 0
@@ -118,7 +124,8 @@ class _Counted:
 
 
 class Fusion:
-    """PipeFusion on one model, with the stages that are applied to it, or on one process. For inference in eager code and one thread.
+    """PipeFusion on one model, with the stages that are applied to it, or on one process. For inference in eager code
+    and one thread.
 
     Args:
         branch_of: Returns the name of the CFG branch for the arguments of a call by name.
@@ -222,8 +229,8 @@ class Fusion:
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         self._refuse(module)
-        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside of it. Once per call and not per patch,
-        # because has_compiled_parts looks at all modules.
+        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside of it. Once
+        # per call and not per patch, because has_compiled_parts looks at all modules.
         by_mode = intercepts_by_mode(module) or not dispatcher_is_available()
         self._in_graphs = by_mode or any(map(has_compiled_parts, self._own))
         name = self._branch_of(arguments)
@@ -238,13 +245,15 @@ class Fusion:
     def _refuse(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot return patch after patch. "
+                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot "
+                "return patch after patch. "
                 "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
         # The gradient would not be that of the model, because keys of other steps are used.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it under torch.no_grad(), "
+                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
+                "under torch.no_grad(), "
                 "or leave pipefusion= out."
             )
 
@@ -315,7 +324,8 @@ class Fusion:
             if stages is not None:
                 stages.whole = True
         if isinstance(tokens, Patched):
-            # Complete by now, because this stage or an earlier one has computed with it. Reading it drops the recorded operations of the step.
+            # Complete by now, because this stage or an earlier one has computed with it. Reading it drops the recorded
+            # operations of the step.
             tokens.value()
         counted.patched, counted.overlapping = counted.patched + 1, counted.overlapping + overlapping
         counted.seconds += time.perf_counter() - start
@@ -326,7 +336,9 @@ class Fusion:
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _begin_call(self, arrival: Arrival) -> None:
-        """Release the tensors that were sent two calls ago. Their receivers have them, because they sent tokens of the last call to this rank."""
+        """Release the tensors that were sent two calls ago. Their receivers have them, because they sent tokens of the
+        last call to this rank.
+        """
         self._coming = [earlier for earlier in self._coming if not earlier.is_complete] + [arrival]
         if self._stages is not None:
             marks = self._counted.marks
@@ -344,14 +356,17 @@ class Fusion:
         patch: int,
         own: Rows,
     ) -> Any:
-        """Run ``patch`` through this rank's blocks. The last stage sends the noise to all stages, and the others start to receive it."""
+        """Run ``patch`` through this rank's blocks. The last stage sends the noise to all stages, and the others start
+        to receive it.
+        """
         stages = self._stages
         like: Any = branch.output
         noise = like.like.narrow(self._plan.dim, *own)
         output = self._call(call, module, branch, self._cuts(arguments, patch, self.options.num_patches), arguments)
         if stages is not None and not stages.is_last:
-            # After the computation, because the noise depends on the tokens that this rank has just sent, and on NCCL a receive occupies the
-            # device until its tensor is here. If the host had to wait for the device while it computes those tokens, both ranks would hang.
+            # After the computation, because the noise depends on the tokens that this rank has just sent, and on NCCL a
+            # receive occupies the device until its tensor is here. If the host had to wait for the device while it
+            # computes those tokens, both ranks would hang.
             buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
             arrival.comes(stages.links.receive(buffer, stages.dim.size - 1).wait)
         if stages is None or stages.is_last:
@@ -379,8 +394,8 @@ class Fusion:
 def _with_own_strides(x: Tensor) -> Tensor:
     """Return ``x`` with the strides of a new tensor of its shape, and not as a view.
 
-    A part of a tensor of text and image tokens has other strides than a new tensor, even if it is contiguous (a batch of one, or no tokens), and a
-    base of another shape. Dynamo would compile a graph for each.
+    A part of a tensor of text and image tokens has other strides than a new tensor, even if it is contiguous (a batch
+    of one, or no tokens), and a base of another shape. Dynamo would compile a graph for each.
     """
     return x.contiguous().view(-1).view(x.shape).detach()
 

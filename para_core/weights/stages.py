@@ -1,8 +1,9 @@
 """Weights in stages: ranks along the mesh dim ``pipe`` hold consecutive blocks of a model, and hand tokens on. Exact.
 
-Each rank runs the model's own code. A block that is another stage's returns what it was given; before the first own block tokens
-come from the stage before, and what the first block behind the own ones is given goes to the next stage: so what a model does between
-blocks is done once. Embeddings, and what follows the blocks, are computed on every rank; the result is that of the last stage.
+Each rank runs the model's own code. A block that is another stage's returns what it was given; before the first own
+block tokens come from the stage before, and what the first block behind the own ones is given goes to the next stage:
+so what a model does between blocks is done once. Embeddings, and what follows the blocks, are computed on every rank;
+the result is that of the last stage.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ Freeing = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """Args:
-    block: of the stack, in the order in which they run.
-    streams: parameters of its ``forward`` whose changed values it returns, in that order; of one, it returns the tensor itself.
-    cost: of computing it, in any unit.
+    """A block of the stack, as stages run it.
+
+    Args:
+        block: The block. Blocks are given in the order in which they run.
+        streams: Parameters of its ``forward`` whose new values it returns, in that order. With one stream it returns
+            the tensor itself.
+        cost: Cost of computing it, in any unit.
     """
 
     block: nn.Module
@@ -55,7 +59,8 @@ class StagedBlock:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Consecutive blocks for each stage, at least one, so that the slowest stage costs least; of equals, more to the first ones.
+    """Consecutive blocks for each stage, at least one, so that the slowest stage costs least; of equals, more to the
+    first ones.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
@@ -143,7 +148,8 @@ class Stages:
         """Run a call of the model, and return the last stage's output on every rank."""
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
-                f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for another stage. "
+                f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for "
+                "another stage. "
                 "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if self.require_equal is not None and not self.inputs_verified:
@@ -224,10 +230,11 @@ def hold_stages(
     require_equal: RequireEqual | None = None,
     freeing: Freeing | None = None,
 ) -> Stages:
-    """Run ``module`` in stages over ``dim`` from now on, and free the weights of the blocks of other stages (meta device).
+    """Run ``module`` in stages over ``dim`` from now on, and free the weights of the blocks of other stages (meta
+    device).
 
-    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no gradients until
-    :func:`gather_stages`.
+    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no
+    gradients until :func:`gather_stages`.
 
     Args:
         freeing: called with each weight that is freed, and the one on the meta device that takes its place.
@@ -252,7 +259,9 @@ def install_stages(
 
 
 def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Run a model, all of whose weights this rank holds, in ``stages`` again, and free the weights of the blocks of other stages."""
+    """Run a model, all of whose weights this rank holds, in ``stages`` again, and free the weights of the blocks of
+    other stages.
+    """
     stages.install()
     free_others(stages, freeing)
 
@@ -279,14 +288,18 @@ def others(stages: Stages) -> list[nn.Module]:
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
-    """Raise ``ValueError`` unless each weight of ``blocks`` is a plain tensor, or consists of such: others cannot be sent back by its owner."""
+    """Raise ``ValueError`` unless each weight of ``blocks`` is a plain tensor, or consists of such: others cannot be
+    sent back by its owner.
+    """
     names = {id(x): name for name, x in module.named_parameters()}
     for one in blocks:
         for weight, _ in weights_of(one.block):
             if not all(map(is_plain_weight, plain_tensors(weight))):
                 raise ValueError(
-                    f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a {type(weight).__name__}, which "
-                    "does not say of which tensors it consists (__tensor_flatten__), so a stage could not give it back to the others. "
+                    f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a "
+                    f"{type(weight).__name__}, which "
+                    "does not say of which tensors it consists (__tensor_flatten__), so a stage could not give it "
+                    "back to the others. "
                     "Use unquantized weights, or those of torchao; or a mesh without 'pipe'."
                 )
 
@@ -341,15 +354,19 @@ def _gather_weights(stages: Stages) -> None:
 def _require_ranks(stages: Stages) -> None:
     if not torch.distributed.is_initialized() or not is_registered(stages.dim.group):
         raise RuntimeError(
-            f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} of "
-            f"{len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the pipeline again: "
+            f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} "
+            "of "
+            f"{len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
+            "pipeline again: "
             "from_pretrained(...)."
         )
 
 
 @contextmanager
 def known_equal_stages(module: nn.Module) -> Iterator[None]:
-    """Inside, all ranks call ``module`` with the same arguments, so its calls do not compare them. Every rank of its stages enters."""
+    """Inside, all ranks call ``module`` with the same arguments, so its calls do not compare them. Every rank of its
+    stages enters.
+    """
     stages = stages_of(module)
     if stages is None:
         yield

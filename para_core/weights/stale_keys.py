@@ -19,7 +19,9 @@ from para_core.weights.patch_plan import PatchPlaces, Rows
 
 @dataclass
 class Held:
-    """The stored keys and values ``[B, H, S, D]`` of all tokens in one attention call, and the mask of these keys, if any."""
+    """The stored keys and values ``[B, H, S, D]`` of all tokens in one attention call, and the mask of these keys, if
+    any.
+    """
 
     key: Tensor
     value: Tensor
@@ -45,10 +47,11 @@ class Held:
 class StaleKeys:
     """The stored keys and values of all tokens, for each attention call of this rank's blocks in one CFG branch.
 
-    :meth:`attend` computes ``scaled_dot_product_attention`` in eager code, :meth:`attend_in_graph` in compiled blocks. A call with all tokens stores
-    their keys. A call of a patch replaces the rows of the patch and attends to all keys: those before its rows are of this step, those after them of
-    the previous step. Attention to segments without patches, such as Wan's text, is not changed. Ranks that share a sequence exchange the keys of each
-    patch once, and store those of all tokens.
+    :meth:`attend` computes ``scaled_dot_product_attention`` in eager code, :meth:`attend_in_graph` in compiled blocks.
+    A call with all tokens stores their keys. A call of a patch replaces the rows of the patch and attends to all keys:
+    those before its rows are of this step, those after them of the previous step. Attention to segments without
+    patches, such as Wan's text, is not changed. Ranks that share a sequence exchange the keys of each patch once, and
+    store those of all tokens.
 
     Args:
         places: Identifies the attention calls of the current model call.
@@ -63,7 +66,9 @@ class StaleKeys:
         return sum(held.nbytes for held in self.held)
 
     def begin(self, *, whole: bool) -> None:
-        """Begin a call of the model. With ``whole``, all tokens are computed, and their keys replace the stored ones."""
+        """Begin a call of the model. With ``whole``, all tokens are computed, and their keys replace the stored
+        ones.
+        """
         self._calls = 0
         if whole:
             self.held.clear()
@@ -97,8 +102,10 @@ class StaleKeys:
         causal = call.is_causal
         if keys is None or queries is None or causal:
             raise RuntimeError(
-                f"an attention call of a patch has {query_length} queries and {key.shape[-2]} keys{', and is causal' if causal else ''}; "
-                f"by the model's plan {' + '.join(attention.queries)} attend to {' + '.join(names)}. Leave pipefusion= out: stages "
+                f"an attention call of a patch has {query_length} queries and {key.shape[-2]} "
+                f"keys{', and is causal' if causal else ''}; "
+                f"by the model's plan {' + '.join(attention.queries)} attend to {' + '.join(names)}. Leave "
+                "pipefusion= out: stages "
                 "are exact then."
             )
         if whole:
@@ -118,7 +125,9 @@ class StaleKeys:
     def _of_all_ranks(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Return the number of queries, and the keys, values and mask, of all ranks that share the patch. One exchange."""
+        """Return the number of queries, and the keys, values and mask, of all ranks that share the patch. One
+        exchange.
+        """
         over = segments_under_way(self.places.module)
         if over is None:
             return query.shape[-2], key, value, mask
@@ -126,7 +135,8 @@ class StaleKeys:
         of_queries, of_keys = planned_layouts(attention, segments, mesh, query.shape[-2], key.shape[-2])
         if mask is not None and mask.shape[-2] != 1:
             raise RuntimeError(
-                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion supports only masks of keys there. "
+                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion supports "
+                "only masks of keys there. "
                 "Leave pipefusion= out: stages are exact then."
             )
         if mask is not None and mask.shape[-1] == key.shape[-2] != of_keys.total:
@@ -160,6 +170,7 @@ def _mask_of_patch(
             return torch.cat([mask.narrow(-2, *rows) for rows in queries], dim=-2)
     of_patch, of_all = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, whole)]
     raise RuntimeError(
-        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; with all tokens it had {of_all}. "
+        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; with all "
+        f"tokens it had {of_all}. "
         "PipeFusion supports masks of keys. Leave pipefusion= out: stages are exact then."
     )

@@ -1,4 +1,6 @@
-"""Plain zeros in place of weights that this rank has none or a part of, while something reads their shapes, dtypes and device."""
+"""Plain zeros in place of weights that this rank has none or a part of, while something reads their shapes, dtypes and
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Owners = list[tuple[dict[str, Any], str]]
 
 
 def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
-    """Return the parameters and buffers of ``module``, in the same order on every rank; one that stands at several places comes once."""
+    """Return the parameters and buffers of ``module``, in the same order on every rank; one that stands at several
+    places comes once.
+    """
     held: dict[int, tuple[Tensor, Owners]] = {}
     for owner in module.modules():
         for tensors in (parameter_slots(owner), buffer_slots(owner)):
@@ -38,10 +42,12 @@ def put_weight(owners: Owners, x: Tensor) -> None:
 def stand_ins(
     weights: Iterable[tuple[Tensor, Owners]], device: torch.device, writable: Collection[int] = ()
 ) -> Iterator[None]:
-    """Inside, zeros on ``device`` take the place of ``weights``; afterwards the weights are back wherever nothing else was put or written.
+    """Inside, zeros on ``device`` take the place of ``weights``; afterwards the weights are back wherever nothing else
+    was put or written.
 
     Args:
-        writable: ids of weights in whose place something may be written; the zeros in place of the others take no memory.
+        writable: ids of weights in whose place something may be written; the zeros in place of the others take no
+            memory.
     """
 
     def zeros(x: Tensor) -> Tensor:

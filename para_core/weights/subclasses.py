@@ -1,4 +1,6 @@
-"""Tensors that consist of others, as quantized weights do (``__tensor_flatten__``): the plain ones inside, and the same put together anew."""
+"""Tensors that consist of others, as quantized weights do (``__tensor_flatten__``): the plain ones inside, and the same
+put together anew.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def plain_tensors(x: Tensor) -> list[Tensor]:
 
 
 def map_plain_tensors(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``change(x)``, or, of a tensor that consists of others, one of the same kind that consists of what ``change`` makes of these."""
+    """``change(x)``, or, of a tensor that consists of others, one of the same kind that consists of what ``change``
+    makes of these.
+    """
     if not consists_of_tensors(x):
         return change(x)
     names, context = _flattened(x)

@@ -1,7 +1,9 @@
-"""Tensor parallelism of the linear layers that a plan names: by columns (outputs) and by rows (inputs), as Megatron-LM shards them (arXiv:1909.08053).
+"""Tensor parallelism of the linear layers that a plan names: by columns (outputs) and by rows (inputs), as Megatron-LM
+shards them (arXiv:1909.08053).
 
-Each rank holds and computes some heads of each block; two all-reduces of its tokens a stream and block put them together. Equal to one
-device up to the order of a sum. Attention sees the heads of this rank, and is sharded over a sequence as ever.
+Each rank holds and computes some heads of each block; two all-reduces of its tokens a stream and block put them
+together. Equal to one device up to the order of a sum. Attention sees the heads of this rank, and is sharded over a
+sequence as ever.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class _Record:
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # One object for all layers, so that those of one class share a class. The layers know the mesh from it: Dynamo cannot look for a
-        # DTensor inside of a quantized weight.
+        # One object for all layers, so that those of one class share a class. The layers know the mesh from it: Dynamo
+        # cannot look for a DTensor inside of a quantized weight.
         self.columns = partial(_linear_by_columns, self.mesh)
         self.rows = partial(_linear_by_rows, self.mesh)
 
@@ -96,7 +98,7 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
 
 
 def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
-    """The ranks among which :func:`shard_tensors` sharded ``module``; None if it did not."""
+    """Return the ranks among which :func:`shard_tensors` sharded ``module``; None if it did not."""
     record: _Record | None = module.__dict__.get(_RECORD)
     return None if record is None else record.mesh
 
@@ -111,7 +113,8 @@ def gather_tensors(module: nn.Module) -> None:
         if not all(isinstance(inner, DTensor) for inner in plain_tensors(weight)):
             at = next(at for at, part in module.named_modules() if part is owner)
             raise RuntimeError(
-                f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot gather again. Load the "
+                f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot "
+                "gather again. Load the "
                 "pipeline anew."
             )
     del module.__dict__[_RECORD]
@@ -153,7 +156,8 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 def shard_new_loras(module: nn.Module) -> None:
-    """Shard what was added to the layers of ``module`` since :func:`shard_tensors`, and forget what was removed. Every rank calls it.
+    """Shard what was added to the layers of ``module`` since :func:`shard_tensors`, and forget what was removed. Every
+    rank calls it.
 
     Raises:
         ValueError: an adapter of another kind than LoRA was added. Nothing has changed then.
@@ -177,8 +181,9 @@ def _forget_removed(module: nn.Module, record: _Record) -> None:
 
 @contextmanager
 def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parameters of ``layers``, of a sharded ``module``, are whole; what they hold at the end is sharded as before. Every rank
-    comes here."""
+    """Inside, the parameters of ``layers``, of a sharded ``module``, are whole; what they hold at the end is sharded as
+    before. Every rank comes here.
+    """
     record: _Record = module.__dict__[_RECORD]
     own = {id(part) for layer in layers for part in layer.modules()}
     held = []
@@ -232,7 +237,8 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
         if number % ranks:
             fitting = [size for size in range(2, number + 1) if number % size == 0]
             raise ValueError(
-                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one of {fitting}. "
+                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one "
+                f"of {fitting}. "
                 "weights='fsdp' takes any number of ranks."
             )
     for name, (layer, style) in linears.items():
@@ -240,11 +246,13 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
         linear = base_linear(layer)
         if not isinstance(linear, nn.Linear):
             raise ValueError(
-                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. weights='fsdp' takes any layer."
+                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. "
+                "weights='fsdp' takes any layer."
             )
         if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
             raise ValueError(
-                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no parts. Shard the "
+                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no "
+                "parts. Shard the "
                 "weights unquantized, and quantize each rank's part afterwards; or leave this component replicated."
             )
         weight_dim = 0 if style.along == "colwise" else 1
@@ -255,7 +263,9 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
 
 
 def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
-    """Raise if attention computes with other linear layers than the plan's: these would make, or take, the heads of all ranks."""
+    """Raise if attention computes with other linear layers than the plan's: these would make, or take, the heads of all
+    ranks.
+    """
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
             for name, part in attention.named_modules(prefix=at):
@@ -263,8 +273,10 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
-                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in no tensor plan, and would "
-                        "compute all heads where a rank has some. Fused projections: transformer.unfuse_qkv_projections(); an IP-Adapter: "
+                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in "
+                        "no tensor plan, and would "
+                        "compute all heads where a rank has some. Fused projections: "
+                        "transformer.unfuse_qkv_projections(); an IP-Adapter: "
                         "pipe.unload_ip_adapter(). weights='fsdp' takes any layer."
                     )
 
@@ -279,12 +291,12 @@ def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
 
 
 def base_linear(layer: nn.Module) -> Any:
-    """The layer that an adapter (peft's) is around; ``layer`` itself if it is none."""
+    """Return the layer inside an adapter of peft; ``layer`` itself if it is none."""
     return getattr(layer, "base_layer", layer)
 
 
 def _low_rank(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The two matrices of each LoRA of ``layer``."""
+    """Return the two matrices of each LoRA of ``layer``."""
     first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
     if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
         return []
@@ -307,14 +319,16 @@ def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
     else:
         return
     raise ValueError(
-        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); pipe.unload_lora_weights()), or take "
+        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); "
+        "pipe.unload_lora_weights()), or take "
         "weights='fsdp', which takes any layer."
     )
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
     """Shard the LoRAs of a layer like the layer: by their outputs, or by their inputs, whose product of few channels is
-    summed over the ranks."""
+    summed over the ranks.
+    """
     for first, second in _low_rank(layer):
         matrix = second if style.along == "colwise" else first
         if not isinstance(matrix.weight, DTensor):
@@ -356,7 +370,7 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
-    """This rank's part of ``x``, of which all have the same, along ``dim``; None: all of it."""
+    """Return this rank's part of ``x`` along ``dim``; all of it if ``dim`` is None. Every rank has the same ``x``."""
     # A copy: a view would keep the whole of it. On the device of the mesh, which may have no room for the whole.
     own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     placement = Replicate() if dim is None else Shard(dim)
@@ -399,20 +413,24 @@ def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, 
 
 
 def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
-    """Return all outputs ``[..., C_out]``, the sum of what each rank computes of its ``x`` ``[..., C_in of this rank]``."""
+    """Return all outputs ``[..., C_out]``, the sum of what each rank computes of its ``x``
+    ``[..., C_in of this rank]``.
+    """
     weight, bias = linear.weight, linear.bias
     if consists_of_tensors(weight):
         part, bias = call(linear, DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)), None
     else:
-        # DTensor computes no product here: under torch.compile it cannot trace one whose length is a product of three symbols
-        # (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
+        # DTensor computes no product here: under torch.compile it cannot trace one whose length is a product of three
+        # symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
         part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
     out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
     return out if bias is None else out + bias.to_local()
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """RMS norm of ``x``, ``[B, S, channels of this rank]``, over the channels of all ranks, in float32 as PyTorch computes it."""
+    """RMS norm of ``x``, ``[B, S, channels of this rank]``, over the channels of all ranks, in float32 as PyTorch
+    computes it.
+    """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

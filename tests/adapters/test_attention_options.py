@@ -1,4 +1,6 @@
-"""What computes a pipeline's attention, and how it travels: resolve_backend where the pipe is parallelized, on one rank as well."""
+"""What computes a pipeline's attention, and how it travels: resolve_backend where the pipe is parallelized, on one rank
+as well.
+"""
 
 from unittest import mock
 

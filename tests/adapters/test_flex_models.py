@@ -55,7 +55,9 @@ def without_compilation(*args, _compile, **kwargs):
 
 
 def generate_from_reference(transformer):
-    """Wan Animate 2: the reference pass, and two steps that attend to its keys; the first of fewer frames than the whole video."""
+    """Wan Animate 2: the reference pass, and two steps that attend to its keys; the first of fewer frames than the
+    whole video.
+    """
     reference = MODELS["wan animate 2"].inputs(*SIZE)
     outs = [transformer(**reference, return_dict=False)[0][0]]
     for _ in range(2):
@@ -111,7 +113,8 @@ def masks_of_blocks(ring, ulysses):
 
 
 def test_kandinsky_6_sr_shards_masks_by_heads(rank_pool):
-    # On a CPU flex attention without compilation ignores a mask that consists of blocks alone, so an output would not show it.
+    # On a CPU flex attention without compilation ignores a mask that consists of blocks alone, so an output would not
+    # show it.
     expected = masks_of_blocks(1, 1)
     assert 0 < torch.cat(expected).float().mean() < 1
     for masks in zip(*rank_pool.run(masks_of_blocks, 2, 1, 2), expected, strict=True):

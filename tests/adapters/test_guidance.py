@@ -83,7 +83,9 @@ SEQUENTIAL = {
 
 
 def generate_counting(name, mesh=None):
-    """Latents, and how many of its calls of a transformer this rank computed, in the first generation and after a change of size."""
+    """Latents, and how many of its calls of a transformer this rank computed, in the first generation and after a
+    change of size.
+    """
     tiny, counts, outs = PIPELINES[name], [], []
     pipe = tiny.build()
     if mesh is not None:

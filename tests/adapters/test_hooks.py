@@ -1,4 +1,6 @@
-"""diffusers' own hooks on a parallel pipeline: each gives what it gives on one device, or is an error before the call."""
+"""diffusers' own hooks on a parallel pipeline: each gives what it gives on one device, or is an error before the
+call.
+"""
 
 import importlib
 import inspect
@@ -21,7 +23,8 @@ from zoo.tiny.pipelines.registry import PIPELINES
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {
     "layer skip, dropout 0.5 (auto guidance)"
 }
-# Put on by none of these: what is about GPUs, LoRAs, and diffusers' own parallelism, which is refused when it is switched on.
+# Put on by none of these: what is about GPUs, LoRAs, and diffusers' own parallelism, which is refused when it is
+# switched on.
 NOT_TRIED = {
     "LazyPrefetchGroupOffloadingHook",
     "LayerExecutionTrackerHook",

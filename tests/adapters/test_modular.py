@@ -1,4 +1,6 @@
-"""Modular pipelines of diffusers, which are put together from blocks, generate on several ranks what they generate alone."""
+"""Modular pipelines of diffusers, which are put together from blocks, generate on several ranks what they generate
+alone.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Pipelines of every family beside FLUX.1 generate on several ranks what they generate alone. Each has tests of its own: `-k mochi`."""
+"""Pipelines of every family beside FLUX.1 generate on several ranks what they generate alone. Each has tests of its
+own: `-k mochi`.
+"""
 
 import inspect
 import re
@@ -136,8 +138,10 @@ def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
 
 # Others on transformers that a plan serves, and why they are not tried.
 NOT_TRIED = {
-    "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused (tests/adapters/compatibility/test_check.py)",
-    "LTX2DFRTemporalRefinePipeline": "goes on with the latents and keyframes of LTX2DFRPipeline, by a model that doubles frames",
+    "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused "
+    "(tests/adapters/compatibility/test_check.py)",
+    "LTX2DFRTemporalRefinePipeline": "goes on with the latents and keyframes of LTX2DFRPipeline, by a model that "
+    "doubles frames",
     "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_check.py)",
     "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_check.py)",
 }
@@ -427,7 +431,9 @@ def test_text_may_be_cut_or_whole(rank_pool, name):
 
 
 def draw_with_noise_at_each_step(mesh_shape=None):
-    """A scheduler that draws random numbers at every step, from the default generator; ranks have it in other states."""
+    """A scheduler that draws random numbers at every step, from the default generator; ranks have it in other
+    states.
+    """
     pipe = build("cogvideox", mesh_shape and cpu_mesh(*mesh_shape))
     pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
     torch.manual_seed(3 + (dist.get_rank() if mesh_shape else 0))

@@ -93,8 +93,8 @@ def call_quantized_without_exchange():
 
 
 def test_quantized_activations_differ_by_float_order_only(rank_pool):
-    # A value that falls between two of 256 steps goes where its last bit says, and a step is 1e5 times that bit. Each token
-    # has a scale of its own, so which tokens a rank holds makes no other difference.
+    # A value that falls between two of 256 steps goes where its last bit says, and a step is 1e5 times that bit. Each
+    # token has a scale of its own, so which tokens a rank holds makes no other difference.
     expected, budget = {}, {}
     for name in NAMES:
         transformer = build_transformer(name, "int8 activations")

@@ -79,7 +79,9 @@ def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
 
 
 def call_with_lists():
-    """Of Z-Image with captions of two lengths: latents of each sample, with and without a ControlNet's; and how many this rank computed."""
+    """Of Z-Image with captions of two lengths: latents of each sample, with and without a ControlNet's; and how many
+    this rank computed.
+    """
     model, computed = MODELS["z-image"], []
     transformer, inputs = model.build(), model.inputs(2, 6, 10)
     width = inputs["cap_feats"][0].shape[-1]

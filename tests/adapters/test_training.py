@@ -29,7 +29,8 @@ def learn(mesh_shape, checkpointing=False):
     losses = []
     for _ in range(STEPS):
         heartbeat()
-        # Every rank computes the loss of the whole output, so the gradients are averaged, as DistributedDataParallel does.
+        # Every rank computes the loss of the whole output, so the gradients are averaged, as DistributedDataParallel
+        # does.
         loss = F.mse_loss(transformer(**inputs, return_dict=False)[0], target)
         loss.backward()
         if mesh_shape is not None:

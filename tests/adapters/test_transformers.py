@@ -1,4 +1,6 @@
-"""Every supported transformer computes on several ranks what it computes alone. Each has tests of its own: `-k mochi`."""
+"""Every supported transformer computes on several ranks what it computes alone. Each has tests of its own: `-k
+mochi`.
+"""
 
 import re
 import warnings
@@ -73,7 +75,8 @@ def long_but(names):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
 
 
-# Of each way to say what is sharded, one: published plans and our own, masks, several streams, pieces of tokens, batches.
+# Of each way to say what is sharded, one: published plans and our own, masks, several streams, pieces of tokens,
+# batches.
 SOME = [
     "wan, image context",
     "wan vace",

@@ -1,4 +1,6 @@
-"""``set_attention_backend``: what goes through SDPA is exact on several ranks, what does not is an error that says so."""
+"""``set_attention_backend``: what goes through SDPA is exact on several ranks, what does not is an error that says
+so.
+"""
 
 from contextlib import ExitStack, contextmanager
 from functools import cache

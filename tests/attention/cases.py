@@ -1,4 +1,6 @@
-"""Attention calls as one device makes them, and how ranks cut them: what the tests of exactness and gradients draw from."""
+"""Attention calls as one device makes them, and how ranks cut them: what the tests of exactness and gradients draw
+from.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,8 @@ from tests.rank_pool import heartbeat
 
 # (ring, ulysses)
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
-# For what crosses meshes with something else: a ring, Ulysses with parts that no number divides, and both; the others are long.
+# For what crosses meshes with something else: a ring, Ulysses with parts that no number divides, and both; the others
+# are long.
 ON_FEW_MESHES = [
     pytest.param(*mesh, marks=() if mesh in [(2, 1), (1, 3), (2, 2)] else pytest.mark.long) for mesh in MESHES
 ]
@@ -74,8 +77,8 @@ class Case:
     H_kv: int | None = None
     D_v: int | None = None
     dtype: torch.dtype = torch.float32
-    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are sharded like queries unless key_segments
-    # is given.
+    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are sharded like queries unless
+    # key_segments is given.
     segments: tuple[tuple[Any, ...], ...] | None = None
     key_segments: tuple[tuple[Any, ...], ...] | None = None
     mask: Mask | None = None
@@ -200,7 +203,9 @@ def gradients(
     compile_with: str | None = None,
     mode_options: dict[str, Any] | None = None,
 ) -> list[list[Tensor]]:
-    """Of each case this rank's gradients of query, key, value and, if it is a float, mask; every rank has its own loss."""
+    """Of each case this rank's gradients of query, key, value and, if it is a float, mask; every rank has its own
+    loss.
+    """
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     rank, results = mesh.get_rank(), []
     for case in cases:

@@ -1,4 +1,6 @@
-"""Attention calls of random sizes, layouts, masks and options, and how far a mesh's answer is from plain SDPA's on one device."""
+"""Attention calls of random sizes, layouts, masks and options, and how far a mesh's answer is from plain SDPA's on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -129,9 +131,9 @@ def _mask(dice: random.Random) -> DrawnMask:
 def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) -> float:
     """The larger error of out and of gradients, over all ranks, 1 being what is allowed.
 
-    Allowed is ‖found - expected‖ of 1e-5 ‖expected‖ in float32, of a gradient at least 1e-5 of that of value; in 16 bits ‖found - exact‖
-    of twice what SDPA itself is away from float64, and one rounding: partial results are rounded before they are merged, and of a
-    few numbers SDPA may be exact by luck.
+    Allowed is ‖found - expected‖ of 1e-5 ‖expected‖ in float32, of a gradient at least 1e-5 of that of value; in 16
+    bits ‖found - exact‖ of twice what SDPA itself is away from float64, and one rounding: partial results are rounded
+    before they are merged, and of a few numbers SDPA may be exact by luck.
     """
     layouts = call.layouts(mesh.size())
     parts = _parts(call, mesh)
@@ -159,7 +161,9 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:
-    """Which dim of the mask a rank gets its own part of. None where that has one token on each: it would mean broadcast."""
+    """Which dim of the mask a rank gets its own part of. None where that has one token on each: it would mean
+    broadcast.
+    """
     if call.mask is None or not call.mask.local or call.mask.local not in call.mask.dims:
         return None
     queries, keys = call.layouts(ranks)

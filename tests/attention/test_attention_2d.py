@@ -1,4 +1,6 @@
-"""Attention2D: a ring's ranks as rows and columns, against one device; what it sends and launches, against its docstring."""
+"""Attention2D: a ring's ranks as rows and columns, against one device; what it sends and launches, against its
+docstring.
+"""
 
 import doctest
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""What one eager attention call passes through, from the mode to its result: files of para_core, and calls in Python."""
+"""What one eager attention call passes through, from the mode to its result: files of para_core, and calls in
+Python.
+"""
 
 import sys
 from pathlib import Path
@@ -14,13 +16,15 @@ ROOT = Path(para_core.__file__).parent
 
 # Files are what a reader opens to follow one call; docs/how_it_works.md walks through them.
 MOST_FILES = {"ulysses": 8, "ring": 11}
-# Measured: 75 and 81 in Python 3.11, which counts comprehensions as calls; 82 was seen for Ulysses after other tests in the same
-# process. Before calls were bound once: 105 and 129.
+# Measured: 75 and 81 in Python 3.11, which counts comprehensions as calls; 82 was seen for Ulysses after other tests in
+# the same process. Before calls were bound once: 105 and 129.
 MOST_PYTHON_CALLS = {"ulysses": 88, "ring": 96}
 
 
 def trace_call(kind, assume_equal):
-    """Return the files of para_core that a call runs in, and the number of its calls in Python, after two calls like it."""
+    """Return the files of para_core that a call runs in, and the number of its calls in Python, after two calls like
+    it.
+    """
     mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2 if kind == "ring" else 1)
     files, num_calls = set(), 0
 

@@ -1,8 +1,8 @@
 """Attention on a GPU without a GPU: each backend on meta tensors, its kernels' preconditions checked at every call.
 
-The kernels check little of what they take for granted, so the watcher here does. What they take for granted is cited from
-PyTorch 2.13: `mem_eff/…` with lines lies under `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`, the rest
-under `aten/src/ATen/native/`.
+The kernels check little of what they take for granted, so the watcher here does. What they take for granted is cited
+from PyTorch 2.13: `mem_eff/…` with lines lies under `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`,
+the rest under `aten/src/ATen/native/`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def check_efficient_backward(
         # No stride of its rows is passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
         assert num_queries == 1 or out.stride(2) == heads * head_dim, f"out has strides {out.stride()}"
         assert out.stride(3) == 1
-    # Read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), strides of B and H (kernel_backward.h:1189-1194).
+    # Read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), strides of B and H
+    # (kernel_backward.h:1189-1194).
     assert lse.dtype == F32 and lse.stride(2) == 1
     assert lse.shape[2] == -(-num_queries // 32) * 32, f"lse has {lse.shape[2]} rows for {num_queries} queries"
     assert lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0

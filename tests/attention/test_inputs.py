@@ -186,7 +186,9 @@ def test_graph_without_backend_raises_on_every_rank(rank_pool):
 
 
 def expand_a_key_mask(ring, ulysses, lengths):
-    """A key mask with a row per query that is one row expanded: of all keys, and of this rank's, eager and in a graph."""
+    """A key mask with a row per query that is one row expanded: of all keys, and of this rank's, eager and in a
+    graph.
+    """
     mesh, outs = make_mesh(ring, ulysses), []
     for S in lengths:
         seen = torch.arange(S) < max(1, S - 2)

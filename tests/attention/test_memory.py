@@ -14,7 +14,9 @@ from tests.attention.one_device import make_qkv
 
 
 class Buffers(TorchDispatchMode):
-    """The most buffers of collectives that were alive at once, whenever attention was computed or a collective began."""
+    """The most buffers of collectives that were alive at once, whenever attention was computed or a collective
+    began.
+    """
 
     def __init__(self):
         super().__init__()

@@ -21,8 +21,8 @@ def attend(q, k, v):
 
 @in_16_bits
 def test_mean_in_16_bits_is_exact_beyond_its_sums(rank_pool, dtype):
-    # Queries of zero weigh all keys alike, and all keys of a rank have one value: 1 and a number of last bits. Over all four
-    # ranks these bits have a mean that is a number of bits again; over two or three of them, they have not.
+    # Queries of zero weigh all keys alike, and all keys of a rank have one value: 1 and a number of last bits. Over all
+    # four ranks these bits have a mean that is a number of bits again; over two or three of them, they have not.
     bits = torch.randint(0, 64, (4, 256), generator=torch.Generator().manual_seed(0))
     bits[-1] -= bits.sum(0) % 4
     values, expected = (1 + x * torch.finfo(dtype).eps for x in (bits, bits.sum(0) // 4))
@@ -41,8 +41,8 @@ def test_error_is_that_of_sdpa_plus_one_rounding(rank_pool, ring, dtype):
     exact = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
     alone = relative_error(F.scaled_dot_product_attention(q, k, v), exact)
     for out in rank_pool.run(attend, ring, q, k, v):
-        # Each block's result is rounded once: 1.12 times SDPA's own error. With what was merged in 16 bits it is 1.4 times,
-        # with lse in 16 bits 1.28 times.
+        # Each block's result is rounded once: 1.12 times SDPA's own error. With what was merged in 16 bits it is 1.4
+        # times, with lse in 16 bits 1.28 times.
         assert relative_error(out, exact) <= 1.2 * alone
 
 

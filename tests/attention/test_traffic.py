@@ -14,7 +14,9 @@ B, H, D = 2, 5, 8
 
 
 class Traffic(TorchDispatchMode):
-    """Counts all-to-alls and the bytes that this rank sends to others in them, all-gathers likewise, and all else by name."""
+    """Counts all-to-alls and the bytes that this rank sends to others in them, all-gathers likewise, and all else by
+    name.
+    """
 
     def __init__(self):
         super().__init__()

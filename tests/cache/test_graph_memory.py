@@ -1,4 +1,6 @@
-"""What a cache keeps from step to step must not lie in memory of a CUDA graph, which the next replay of the graph overwrites."""
+"""What a cache keeps from step to step must not lie in memory of a CUDA graph, which the next replay of the graph
+overwrites.
+"""
 
 import pytest
 import torch

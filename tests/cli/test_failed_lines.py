@@ -22,7 +22,9 @@ STEPS = 9
 
 
 def generate_lines(folder, num_stages, pipefusion, failing):
-    """Two lines as each rank of the command runs them. The first ends by an exception on all ranks at call ``failing`` of its transformer."""
+    """Two lines as each rank of the command runs them. The first ends by an exception on all ranks at call ``failing``
+    of its transformer.
+    """
     folder.mkdir(exist_ok=True)
     pipe = DiffusionPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=num_stages) if num_stages > 1 else None

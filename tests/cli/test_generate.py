@@ -1,4 +1,6 @@
-"""``para_core generate`` in this process and on ranks: results, bad lines, going on, and what is found before the first step."""
+"""``para_core generate`` in this process and on ranks: results, bad lines, going on, and what is found before the first
+step.
+"""
 
 import json
 import os

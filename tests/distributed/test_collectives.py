@@ -23,7 +23,9 @@ def part_of(rank, sizes, dim, dtype):
 
 
 class FakeNccl:
-    """Stand-ins for the calls that NCCL answers, carried out by gloo. They demand what ``ProcessGroupNCCL::allgather`` demands."""
+    """Stand-ins for the calls that NCCL answers, carried out by gloo. They demand what ``ProcessGroupNCCL::allgather``
+    demands.
+    """
 
     def __init__(self):
         self.gathers, self.broadcasts, self.broadcast = 0, 0, dist.broadcast

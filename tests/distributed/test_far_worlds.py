@@ -29,7 +29,8 @@ def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
     assert {graphs for *_, graphs in rows} == {"1"}
 
 
-# Of functions that Python calls: where no hop goes to each rank a call costs the same, and 2-D grows with rows and columns.
+# Of functions that Python calls: where no hop goes to each rank a call costs the same, and 2-D grows with rows and
+# columns.
 @pytest.mark.parametrize(
     ("method", "plan", "of_call"),
     [("Ulysses", 75_000, 300), ("ring, 2-D", 1_500, 700), ("ring × 8, 2-D", 7_500, 600), ("ring", 25_000, 25_000)],

@@ -1,4 +1,6 @@
-"""Collectives of one graph run in program order on every rank, whatever a compiler would make of independent operators."""
+"""Collectives of one graph run in program order on every rank, whatever a compiler would make of independent
+operators.
+"""
 
 import random
 
@@ -11,8 +13,8 @@ from para_core import UnifiedAttnMode
 from tests.attention.one_device import relative_error
 from tests.rank_pool import heartbeat
 
-# Of each graph its independent attentions, [1, heads, tokens of all ranks, width]. The first is the pair that Inductor was seen to
-# order by memory, which differs between the ranks.
+# Of each graph its independent attentions, [1, heads, tokens of all ranks, width]. The first is the pair that Inductor
+# was seen to order by memory, which differs between the ranks.
 SEEN = [(10, 65, 8), (25, 26, 8)]
 
 
@@ -90,7 +92,9 @@ def test_and_so_do_their_gradients(rank_pool, seed):
 
 
 def attend_to_one_token(ring, ulysses, backward):
-    """Which the first rank holds: what the other computes has no elements, and its compiler drops whatever gives such."""
+    """Which the first rank holds: what the other computes has no elements, and its compiler drops whatever gives
+    such.
+    """
     mode = UnifiedAttnMode(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
     x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
 
@@ -124,7 +128,9 @@ def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward
 
 
 def trace(ring, ulysses, backward=True):
-    """Of each graph that a compiler gets, forward and backward: our operators, what each waits for, and what is waited for."""
+    """Of each graph that a compiler gets, forward and backward: our operators, what each waits for, and what is waited
+    for.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -23,7 +23,8 @@ class StandIn:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def init(self, address=None, num_cpus=None, **_):
-        # As Ray does it: "auto" would take any cluster; None, the one that ray start or RAY_ADDRESS noted, or a new one.
+        # As Ray does it: "auto" would take any cluster; None, the one that ray start or RAY_ADDRESS noted, or a new
+        # one.
         assert address in (None, "local")
         if address is None and self.noted:
             if num_cpus is not None:

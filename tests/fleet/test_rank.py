@@ -28,7 +28,9 @@ def environment_restored():
 
 
 def make_rank(monkeypatch, outcomes):
-    """A rank whose requests end with these outcomes, one after the other: an exception is raised, anything else returned."""
+    """A rank whose requests end with these outcomes, one after the other: an exception is raised, anything else
+    returned.
+    """
     remaining = iter(outcomes)
 
     def generate(*_, **__):

@@ -1,6 +1,8 @@
-"""A minute with real Ray: a file of prompts on two replicas, then a server over two ranks. More of it is in test_on_ray.py.
+"""A minute with real Ray: a file of prompts on two replicas, then a server over two ranks. More of it is in
+test_on_ray.py.
 
-One cluster for the file. Where several processes run tests at once, those that come later wait for it: two cores are few for one.
+One cluster for the file. Where several processes run tests at once, those that come later wait for it: two cores are
+few for one.
 """
 
 import base64

@@ -1,4 +1,6 @@
-"""The HTTP side over replicas that are stand-ins: what is accepted, refused, told and cancelled. On loopback, in milliseconds."""
+"""The HTTP side over replicas that are stand-ins: what is accepted, refused, told and cancelled. On loopback, in
+milliseconds.
+"""
 
 import asyncio
 import base64

@@ -18,8 +18,8 @@ from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
 
-# The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability"; a block's own share of shared memory is 1 KiB more than it asks for.
+# The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications
+# per Compute Capability"; a block's own share of shared memory is 1 KiB more than it asks for.
 REGISTERS = 65536
 SHARED_OF_SM = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 _POINTERS = {
@@ -48,7 +48,8 @@ def compile_attention(
     scale: float = 1.0,
     tokens: int = 4096,
 ) -> Compiled:
-    """Compile what :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24, head_dim]`` in memory.
+    """Compile what :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24, head_dim]`` in
+    memory.
 
     Args:
         value_dim: if it is not ``head_dim``. mask: a float one is float32.
@@ -159,8 +160,8 @@ class Counts:
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
-# A shape is in the instruction's descriptor, N / 8 from bit 17 and M / 16 from bit 24 on; K is 32 bytes (PTX ISA, "tcgen05", "Instruction
-# Descriptor"). One thread of a block issues it.
+# A shape is in the instruction's descriptor, N / 8 from bit 17 and M / 16 from bit 24 on; K is 32 bytes (PTX ISA,
+# "tcgen05", "Instruction Descriptor"). One thread of a block issues it.
 _TCGEN05 = re.compile(r"tcgen05\.mma\.cta_group::1\.kind::(f16|i8) [^;]*, (%r\d+), %p\d+;")
 _DEEP = {"f16": 16, "i8": 32}
 _COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)")
@@ -171,13 +172,16 @@ _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
 def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
     """Read the loop with most matrix instructions per comparison from the PTX: that of the tiles all queries see.
 
-    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four, ``tcgen05`` one of a block.
+    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four, ``tcgen05`` one of
+    a block.
     """
     return _counts(_loops(compiled.ptx, "mma")[0], num_warps, compiled.ptx)
 
 
 def loop_counts_of_roles(compiled: Compiled) -> Counts:
-    """The same of a kernel whose warps have roles: each role is four warps and has a loop of its own, of which one loads."""
+    """The same of a kernel whose warps have roles: each role is four warps and has a loop of its own, of which one
+    loads.
+    """
     loops = [_counts(body, 4, compiled.ptx) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
     return Counts(*(sum(getattr(one, name) for one in loops) for name in ("flops", "bytes", "exponentials")))
 
@@ -203,7 +207,9 @@ def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
 
 
 def _loops(ptx: str, *instructions: str) -> list[str]:
-    """The bodies of the innermost loops with one of these instructions, in order: a label, and the last jump back to it."""
+    """The bodies of the innermost loops with one of these instructions, in order: a label, and the last jump back to
+    it.
+    """
     spans = []
     for label in _LABEL.finditer(ptx):
         jumps = re.finditer(rf"bra(?:\.uni)? \t?\s*{re.escape(label[0][:-1])};", ptx[label.end() :])

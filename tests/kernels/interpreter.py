@@ -1,6 +1,7 @@
 """Kernels without a GPU: a process in which Triton interprets them, with NumPy on the CPU.
 
-Triton decides that while it is imported, and torch imports it: so not this process, in which kernels are compiled, and Inductor.
+Triton decides that while it is imported, and torch imports it: so not this process, in which kernels are compiled, and
+Inductor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 
 
 class Interpreter:
-    """``interpreter(function, *args)``: what a function of a module gives there; arguments and results travel by value."""
+    """``interpreter(function, *args)``: what a function of a module gives there; arguments and results travel by
+    value.
+    """
 
     def __init__(self) -> None:
         self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))

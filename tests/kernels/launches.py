@@ -1,4 +1,6 @@
-"""The launches that are compiled in every run: of 16 bits, and of the head dims that are no power of two or the largest."""
+"""The launches that are compiled in every run: of 16 bits, and of the head dims that are no power of two or the
+largest.
+"""
 
 from typing import Any
 

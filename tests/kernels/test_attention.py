@@ -174,7 +174,8 @@ def test_continuing_rounds_once_as_one_call_does():
     exact, _ = by_formula(*tensors)
     out, _ = in_parts(tensors, [7, 15])
     assert out.dtype == torch.float16
-    # Each part has a maximum of its own, by which its weights round in another way: 20 %. Parts in float16 would add 40 %.
+    # Each part has a maximum of its own, by which its weights round in another way: 20 %. Parts in float16 would add 40
+    # %.
     assert error(out, exact) <= 1.2 * error(attention(*tensors)[0], exact)
 
 

@@ -1,4 +1,6 @@
-"""Every row of the attention kernel's table, compiled for its GPU: within registers, shared memory and the spills it admits."""
+"""Every row of the attention kernel's table, compiled for its GPU: within registers, shared memory and the spills it
+admits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 def check_room(found: Compiled, config: Config) -> None:
     assert found.spills <= config.spills
     assert found.shared <= SHARED_LIMIT[found.arch]
-    # A multiprocessor gives registers to a warp in units of 256, and 1 KiB of shared memory to a block beside what it asks for.
+    # A multiprocessor gives registers to a warp in units of 256, and 1 KiB of shared memory to a block beside what it
+    # asks for.
     registers = -(-found.registers * 32 // 256) * 256 * config.num_warps
     assert registers * config.resident <= REGISTERS
     assert (found.shared + 1024) * config.resident <= SHARED_OF_SM[found.arch]
@@ -197,7 +200,8 @@ def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
     config = TABLE[ConfigKey(arch, row_of_dim(head_dim), True, "long")]
     found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
     check(found, config)
-    # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call continues.
+    # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call
+    # continues.
     assert "ld.global.b16" not in found.ptx
 
 

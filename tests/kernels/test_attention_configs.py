@@ -1,4 +1,6 @@
-"""Which block sizes a call takes: the table's row for its shape, with room for what comes beside query, key and value."""
+"""Which block sizes a call takes: the table's row for its shape, with room for what comes beside query, key and
+value.
+"""
 
 from __future__ import annotations
 

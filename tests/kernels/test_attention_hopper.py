@@ -1,4 +1,6 @@
-"""The Hopper tier of attention under Triton's interpreter, against the formula in float64; and that nothing takes it by itself."""
+"""The Hopper tier of attention under Triton's interpreter, against the formula in float64; and that nothing takes it by
+itself.
+"""
 
 from __future__ import annotations
 

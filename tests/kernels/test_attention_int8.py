@@ -1,4 +1,6 @@
-"""Attention with queries and keys of 8 bits: the kernel beside its reference, and both beside float64 by the paper's measures."""
+"""Attention with queries and keys of 8 bits: the kernel beside its reference, and both beside float64 by the paper's
+measures.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ def test_the_error_is_what_8_bits_cost(function, tensors):
     query, key, value = (x.half() for x in tensors(50, 70, 64, batch=1))
     out, lse = function(query, key, value)
     exact, exact_lse = by_formula(query, key, value)
-    # A 254th of the largest of 64 numbers, which is about 2.5 times their size: 0.6 % of a factor of each score of size 1.
+    # A 254th of the largest of 64 numbers, which is about 2.5 times their size: 0.6 % of a factor of each score of size
+    # 1.
     assert cosine(out, exact) > 0.9999
     assert relative_l1(out, exact) < 0.02
     check_lse(lse, exact_lse, 0.02)
@@ -232,7 +235,8 @@ def _call(tensors, backend, *, save):
         mesh = sequence_mesh(init_context_parallel_mesh("cpu"))
         layouts = even_layout(tensors[0].shape[2], 1), even_layout(tensors[1].shape[2], 1)
         spec = AttentionSpec.of(
-            *layouts, mesh, num_heads=2, num_kv_heads=2, is_causal=False, scale=None, options=options, options_text=options.as_text()
+            *layouts, mesh, num_heads=2, num_kv_heads=2, is_causal=False, scale=None,
+            options=options, options_text=options.as_text()
         )  # fmt: skip
         return usp_forward(AttentionPlan(spec), *tensors, None, save=save)
 

@@ -30,7 +30,9 @@ def packed_one_by_one(tensors, regions, numel):
 
 
 def for_ranks(tensors, tokens, heads, *, one_table):
-    """Boxes as an exchange makes them: each rank gets some tokens, or some heads, of each tensor; and elements in all."""
+    """Boxes as an exchange makes them: each rank gets some tokens, or some heads, of each tensor; and elements in
+    all.
+    """
     regions, offset = [], 0
     token = head = 0
     for num_tokens, num_heads in zip(tokens, heads, strict=True):

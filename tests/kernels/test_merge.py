@@ -97,7 +97,9 @@ def test_nothing_is_merged_where_there_is_nothing(interpreter, shape):
 
 @st.composite
 def strided(draw, shape):
-    """A view of this shape in memory of some other order, step and beginning; the last dim is not always the fastest."""
+    """A view of this shape in memory of some other order, step and beginning; the last dim is not always the
+    fastest.
+    """
     order = draw(st.permutations(range(len(shape))))
     steps = [draw(st.integers(1, 2)) for _ in shape]
     begins = [draw(st.integers(0, 1)) for _ in shape]

@@ -20,7 +20,9 @@ def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_sides(S_q: int, S_a: int, S_b: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, H, S_q, S_a + S_b]`` and values, float64. Where there are rows: 0 sees no key, 1 only a's, 2 only b's."""
+    """Scores ``[B, H, S_q, S_a + S_b]`` and values, float64. Where there are rows: 0 sees no key, 1 only a's, 2 only
+    b's.
+    """
     generator = torch.Generator().manual_seed(S_q + S_a + S_b)
     scores = scale * torch.randn(B, H, S_q, S_a + S_b, generator=generator, dtype=torch.float64)
     v = torch.randn(B, H, S_a + S_b, D, generator=generator, dtype=torch.float64)

@@ -1,8 +1,10 @@
-"""A stand-in for the package flash_attn, which needs a GPU: its operators, schemas and autograd functions, computed by PyTorch.
+"""A stand-in for the package flash_attn, which needs a GPU: its operators, schemas and autograd functions, computed by
+PyTorch.
 
-The structure is that of flash_attn 2.8 (``flash_attn/flash_attn_interface.py``): a function calls an ``autograd.Function``, whose forward pads
-the head dim to a multiple of 8, calls ``torch.ops.flash_attn._flash_attn_forward``, and saves lse and the state of random numbers for a
-backward operator. Of FlashAttention-3 (``hopper/flash_attn_interface.py``) it has the forward, which is called by its Python name.
+The structure is that of flash_attn 2.8 (``flash_attn/flash_attn_interface.py``): a function calls an
+``autograd.Function``, whose forward pads the head dim to a multiple of 8, calls
+``torch.ops.flash_attn._flash_attn_forward``, and saves lse and the state of random numbers for a backward operator. Of
+FlashAttention-3 (``hopper/flash_attn_interface.py``) it has the forward, which is called by its Python name.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import Tensor
 
 
 def attention(q, k, v, scale, causal, window=(-1, -1)):
-    """FlashAttention by its definition: ``[B, S, H, D]``, grouped heads, masks aligned with the last query and key. Returns out and lse."""
+    """FlashAttention by its definition: ``[B, S, H, D]``, grouped heads, masks aligned with the last query and key.
+    Returns out and lse.
+    """
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))

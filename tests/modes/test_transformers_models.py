@@ -357,7 +357,8 @@ def test_a_balanced_decoder_and_a_loss_behind_a_gather(rank_pool, kind):
         loss = make_causal()(make_ids(S), labels=make_ids(S)).loss
     for out, refused, own_loss, shape in rank_pool.run(balanced_and_gathered, 2, kind, S):
         assert relative_error(out, expected) < 1e-5
-        # Positions that jump look like packed sequences, of which a mask is then built, but not on the rank whose positions do not.
+        # Positions that jump look like packed sequences, of which a mask is then built, but not on the rank whose
+        # positions do not.
         assert refused.startswith("ValueError")
         assert "attn_mask" in refused
         assert "attention_mask of ones" in refused

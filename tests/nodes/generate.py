@@ -1,7 +1,7 @@
 """What a user starts on each host: ``torchrun --nnodes=2 --nproc_per_node=2 … -m tests.nodes.generate flux wan``
 
-Generates one image of each pipeline named on all ranks, with the mesh that para_core makes by itself. Each rank writes what it got, and
-where the ranks of its mesh dims are, under ``--output``.
+Generates one image of each pipeline named on all ranks, with the mesh that para_core makes by itself. Each rank writes
+what it got, and where the ranks of its mesh dims are, under ``--output``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A rank that is killed in the middle of a generation: the others end, torchrun starts again, and no image is lost or half-written."""
+"""A rank that is killed in the middle of a generation: the others end, torchrun starts again, and no image is lost or
+half-written.
+"""
 
 import os
 import re

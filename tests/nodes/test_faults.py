@@ -1,4 +1,6 @@
-"""A few cells of the table of faults, on loopback addresses: `python -m benchmarks.faults` runs all, and docs/measured/faults.md shows them."""
+"""A few cells of the table of faults, on loopback addresses: `python -m benchmarks.faults` runs all, and
+docs/measured/faults.md shows them.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Predicted seconds follow what is known of them without the model: more bandwidth is never slower, bytes are those of the formula."""
+"""Predicted seconds follow what is known of them without the model: more bandwidth is never slower, bytes are those of
+the formula.
+"""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""The doctor on two ranks of the CPU: its table and JSON where all is well, and what it says where a thing is broken."""
+"""The doctor on two ranks of the CPU: its table and JSON where all is well, and what it says where a thing is
+broken.
+"""
 
 import json
 import re

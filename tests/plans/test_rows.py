@@ -1,4 +1,6 @@
-"""Rows of an image as what is sharded: linear attention sums over ranks, and convolutions see the rows of the ranks beside."""
+"""Rows of an image as what is sharded: linear attention sums over ranks, and convolutions see the rows of the ranks
+beside.
+"""
 
 import re
 

@@ -18,7 +18,9 @@ HEIGHT, WIDTH = 14, 6
 
 
 def make_inputs(dim):
-    """An image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, weights; ``dim`` is the longer one, over which rows are counted."""
+    """An image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, weights; ``dim`` is the longer one, over which rows are
+    counted.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -83,7 +85,9 @@ def patchify(x):
 
 
 def stft_of_columns(x):
-    """Of each line of pixels along the longer side, windows of 4 pixels, as real numbers ``[..., windows, frequencies]``."""
+    """Of each line of pixels along the longer side, windows of 4 pixels, as real numbers
+    ``[..., windows, frequencies]``.
+    """
     lines = x if x.shape[-1] > x.shape[-2] else x.transpose(-2, -1)
     samples = F.pad(lines.flatten(0, 2), (1, 1))
     found = torch.stft(samples, 4, 2, window=torch.hann_window(4), center=False, return_complex=True)

@@ -14,7 +14,9 @@ from zoo.tiny.vaes import TINY_VAES
 
 
 def row_groups(ranks):
-    """Of a ring × Ulysses mesh of ``ranks``: for each number of first ranks, its ranks and the mesh dim whose group it is, on this rank."""
+    """Of a ring × Ulysses mesh of ``ranks``: for each number of first ranks, its ranks and the mesh dim whose group it
+    is, on this rank.
+    """
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
     vae = parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh)
     run = wrapper(vae, "_decode", "parallel_vae").__self__

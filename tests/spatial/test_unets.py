@@ -1,4 +1,6 @@
-"""UNets of Stable Diffusion under the mode, on ranks and on one device: the same functions, and cross-attention to whole text."""
+"""UNets of Stable Diffusion under the mode, on ranks and on one device: the same functions, and cross-attention to
+whole text.
+"""
 
 import pytest
 import torch

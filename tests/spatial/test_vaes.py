@@ -310,7 +310,9 @@ def test_tiny_autoencoders_have_their_compression():
 
 @torch.no_grad()
 def offload_and_tile(first):
-    """Errors of an autoencoder whose weights are moved by hooks, and of one that is tiled; ``first``: before it runs on ranks."""
+    """Errors of an autoencoder whose weights are moved by hooks, and of one that is tiled; ``first``: before it runs on
+    ranks.
+    """
     tiny, x = TINY_VAES["KL"], random_image(TINY_VAES["KL"].latents)
     here = torch.device("cpu")
     changes = {

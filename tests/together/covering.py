@@ -1,4 +1,6 @@
-"""Cases in which every pair of values of two options occurs: a covering array of strength two, by a greedy algorithm."""
+"""Cases in which every pair of values of two options occurs: a covering array of strength two, by a greedy
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,8 @@ def _pair(axis: str, value: str, other: str, taken: str) -> Pair:
 
 
 def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable[Case] = ()) -> list[Case]:
-    """At least ``num_cases`` cases, none of them excluded, that hold every admissible pair. The same for the same arguments.
+    """At least ``num_cases`` cases, none of them excluded, that hold every admissible pair. The same for the same
+    arguments.
 
     Args:
         start: cases that come first: what is not excluded of an array that was made before an option was added.
@@ -128,7 +131,9 @@ def write_cases(seed: int = SEED, num_cases: int = NUM_CASES) -> list[Case]:
 
 
 def choose_short(exact: Collection[str], seed: int = SEED) -> list[Case]:
-    """Mark some of the ``exact`` cases in ``cases.txt``: on at most two ranks, not compiled, with as many pairs as possible."""
+    """Mark some of the ``exact`` cases in ``cases.txt``: on at most two ranks, not compiled, with as many pairs as
+    possible.
+    """
     cases = read_cases()
     cheap = [case for case in cases if case.id in exact and case.ranks <= 2 and case["compile"] == "eager"]
     short: list[Case] = []

@@ -1,11 +1,14 @@
-"""Options of a pipeline that a user combines, as data: their values, and which combinations are refused or make no sense."""
+"""Options of a pipeline that a user combines, as data: their values, and which combinations are refused or make no
+sense.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Axis → values. The first value of an axis is its default and is left out of a case's id. A value's name is unique over all axes.
+# Axis → values. The first value of an axis is its default and is left out of a case's id. A value's name is unique over
+# all axes.
 AXES: dict[str, tuple[str, ...]] = {
     "pipeline": (
         "flux",
@@ -149,8 +152,8 @@ class Exclusion:
     Args:
         values: by axis, the values that exclude each other: a case with one of each is excluded.
         reason: what is combined, or why that means nothing.
-        refused: whether para_core refuses it (each such combination is tried, and must be refused); otherwise it means nothing, or fails
-            without para_core, too.
+        refused: whether para_core refuses it (each such combination is tried, and must be refused); otherwise it means
+            nothing, or fails without para_core, too.
     """
 
     reason: str

@@ -30,9 +30,11 @@ from tests.together import user
 from tests.together.options import MESH_DIMS, Case
 from tests.together.snapshot import differences, snapshot, tensors_of_ours
 
-# Sums come in another order on several ranks: 1e-7 a step, times the guidance scale and what two to eight steps make of it.
+# Sums come in another order on several ranks: 1e-7 a step, times the guidance scale and what two to eight steps make of
+# it.
 FLOAT32_BOUND = 1e-4
-# In bfloat16 both are off from float32 by rounding; another order of sums may round otherwise, and is no further off than so much.
+# In bfloat16 both are off from float32 by rounding; another order of sums may round otherwise, and is no further off
+# than so much.
 BFLOAT16_FACTOR = 2.0
 # Two of four steps are skipped, whatever the differences.
 _HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
@@ -212,7 +214,9 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
-    """What this rank generates in parallel and after all is undone, and what is then on the pipeline; or what it raised."""
+    """What this rank generates in parallel and after all is undone, and what is then on the pipeline; or what it
+    raised.
+    """
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
     with user.quiet():
@@ -326,7 +330,8 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
                 problems.append(f"rank {rank}, call {call}: off by {error:.3g}, bound {bound:.3g}")
             if not _same_bits(out, results[0]["outs"][call]):
                 problems.append(
-                    f"rank {rank}, call {call}: other bits than rank 0, {relative_error(out, results[0]['outs'][call]):.3g}"
+                    f"rank {rank}, call {call}: other bits than rank 0, "
+                    f"{relative_error(out, results[0]['outs'][call]):.3g}"
                 )
             if not _same_bits(undone[call], alone.plain[call]):
                 problems.append(

@@ -1,4 +1,6 @@
-"""Everything that para_core may leave on a pipeline, as plain values: classes, attributes, hooks, parameters and what holds tensors."""
+"""Everything that para_core may leave on a pipeline, as plain values: classes, attributes, hooks, parameters and what
+holds tensors.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def _module(module: nn.Module, path: str) -> dict[str, str]:
     found = {path: _class_of(module)}
     for name, attribute in vars(module).items():
         if name == "_output_capturing_hooks_installed":
-            continue  # transformers installs hooks of its own at the first call of an encoder, of which pipelines share some
+            # transformers installs hooks of its own at the first call of an encoder, of which pipelines share some
+            continue
         if name in _HOOKS:
             hooks = [hook for hook in attribute.values() if "output_capturing" not in getattr(hook, "__module__", "")]
             found[f"{path}.{name}"] = str(sorted(map(_class_of, hooks)))

@@ -13,7 +13,8 @@ from tests.together.run import FLOAT32_BOUND
 
 
 def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str, Any]:
-    """Counts of the cases by what came of them; refusals by reason; how many pairs exact cases hold; what each exclusion says.
+    """Counts of the cases by what came of them; refusals by reason; how many pairs exact cases hold; what each
+    exclusion says.
 
     Args:
         rows: by case, what ``python -m tests.together --out`` wrote.

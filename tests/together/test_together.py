@@ -1,4 +1,6 @@
-"""Options together give what the untouched pipeline gives, or are refused with a reason: `python -m tests.together CASE` runs one."""
+"""Options together give what the untouched pipeline gives, or are refused with a reason: `python -m tests.together
+CASE` runs one.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""What a user does with a tiny pipeline without para_core: builds it, changes it (LoRA, offload, dtype, int8, compiling) and calls it."""
+"""What a user does with a tiny pipeline without para_core: builds it, changes it (LoRA, offload, dtype, int8,
+compiling) and calls it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A stand-in for the Hub: an HTTP server on this machine, of which huggingface_hub downloads folders as of the real one."""
+"""A stand-in for the Hub: an HTTP server on this machine, of which huggingface_hub downloads folders as of the real
+one.
+"""
 
 import contextlib
 import hashlib
@@ -83,7 +85,9 @@ def _etag(path: Path) -> str:
 
 @contextlib.contextmanager
 def asking(endpoint: str):
-    """Inside, huggingface_hub takes ``endpoint`` for the Hub: it reads the environment only once, when it is imported."""
+    """Inside, huggingface_hub takes ``endpoint`` for the Hub: it reads the environment only once, when it is
+    imported.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(constants, "ENDPOINT", endpoint))
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"

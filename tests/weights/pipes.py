@@ -1,4 +1,6 @@
-"""Tiny pipelines whose text encoders are their own: sharding those that tests share would shard them for other tests, too."""
+"""Tiny pipelines whose text encoders are their own: sharding those that tests share would shard them for other tests,
+too.
+"""
 
 import copy
 import warnings

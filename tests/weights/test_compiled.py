@@ -1,4 +1,6 @@
-"""Sharded weights under torch.compile, and quantized by torchao: what goes, goes exactly; what does not, is an error."""
+"""Sharded weights under torch.compile, and quantized by torchao: what goes, goes exactly; what does not, is an
+error.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from tests.weights.pipes import generate, make
 
 
 def compile_blocks(order, *, cached):
-    """With replicated weights in eager code, and with shared ones in a graph for each block; graphs after one call, and after two."""
+    """With replicated weights in eager code, and with shared ones in a graph for each block; graphs after one call, and
+    after two.
+    """
     outs = []
     for compiled in (False, True):
         pipe = parallelize_pipe(make("flux"), mesh=init_context_parallel_mesh("cpu"))

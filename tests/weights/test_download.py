@@ -1,4 +1,6 @@
-"""Pipelines of the Hub: a stand-in on this machine, of which each node downloads once, or the same error on every rank."""
+"""Pipelines of the Hub: a stand-in on this machine, of which each node downloads once, or the same error on every
+rank.
+"""
 
 import socket
 from datetime import timedelta

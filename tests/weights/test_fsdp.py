@@ -27,7 +27,9 @@ def mesh_of(shape):
 
 
 def share(name, shape):
-    """What comes out with replicated weights and with sharded ones, twice, and undone; bytes of the blocks with both."""
+    """What comes out with replicated weights and with sharded ones, twice, and undone; bytes of the blocks with
+    both.
+    """
     pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
     whole = generate(pipe, name)
     blocks = [block for module in components_of(pipe).values() for block in blocks_of(module)]

@@ -41,7 +41,9 @@ def names(module):
 
 
 def names_of_own_classes(own_first):
-    """Names of the class of a layer that the user sharded, before and after ours are sharded and gathered; names of the class of ours."""
+    """Names of the class of a layer that the user sharded, before and after ours are sharded and gathered; names of the
+    class of ours.
+    """
     mesh, model, own = init_device_mesh("cpu", (2,)), Model(), Layer()
     if own_first:
         fully_shard(own, mesh=mesh)
@@ -68,7 +70,9 @@ def test_sharding_renames_no_class_of_the_users_own_fsdp(rank_pool, own_first):
 
 
 def refused_copies(wrapped):
-    """Types of what copies and pickles of sharded modules raise, the text of the last, and the copies after the weights are gathered."""
+    """Types of what copies and pickles of sharded modules raise, the text of the last, and the copies after the weights
+    are gathered.
+    """
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     expected = {name: x.clone() for name, x in model.state_dict().items()}
     if wrapped:

@@ -95,7 +95,9 @@ def test_blocking_halos_do_not_deadlock(rank_pool):
 
 
 def failing_transfers(nccl, sent_by, taken):
-    """Two generations over one edge in each direction: in the first, ``sent_by`` sends 1.0 and ``taken`` receives are started; all ranks raise."""
+    """Two generations over one edge in each direction: in the first, ``sent_by`` sends 1.0 and ``taken`` receives are
+    started; all ranks raise.
+    """
     dim = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2)).pipe
     with as_nccl() if nccl else torch.no_grad():
         links, others = Links(dim, [(0, 1), (1, 0)]), Links(dim, [(0, 1), (1, 0)])
@@ -195,7 +197,9 @@ def test_a_generation_after_a_failed_one_is_right(rank_pool, kind, world_size, w
 
 
 def transfers_after_failure(kind):
-    """Numbers of transfers that a generation started which failed behind the blocks, and of those that still run when its error is caught."""
+    """Numbers of transfers that a generation started which failed behind the blocks, and of those that still run when
+    its error is caught.
+    """
     transfers, calls = [], []
 
     def recorded(start):
@@ -224,7 +228,8 @@ def transfers_after_failure(kind):
 
 @pytest.mark.parametrize("kind", PIPES)
 def test_failed_generation_leaves_no_transfer_on_nccl(rank_pool, kind):
-    # A receive without a sender is a kernel that runs for ever: what waits for the device, as torch.cuda.empty_cache() does, would hang.
+    # A receive without a sender is a kernel that runs for ever: what waits for the device, as torch.cuda.empty_cache()
+    # does, would hang.
     for started, running in rank_pool.run(transfers_after_failure, 2, kind):
         assert started > 0
         assert running == 0

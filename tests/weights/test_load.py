@@ -1,4 +1,6 @@
-"""A pipeline loaded by all ranks of a node at once: the same images, in the host memory of one copy, or an error on every rank."""
+"""A pipeline loaded by all ranks of a node at once: the same images, in the host memory of one copy, or an error on
+every rank.
+"""
 
 import ctypes
 import gc
@@ -79,15 +81,18 @@ def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
 def host_memory():
     """Bytes of this process: its own pages, and its share of the pages of files that others map, too.
 
-    Not its PSS: ranks are forked, and where one writes a reference count, a page of the interpreter that was shared becomes its own. That
-    is memory of fork, 8 MB a rank whatever is loaded; ranks of torchrun have these pages each from the start.
+    Not its PSS: ranks are forked, and where one writes a reference count, a page of the interpreter that was shared
+    becomes its own. That is memory of fork, 8 MB a rank whatever is loaded; ranks of torchrun have these pages each
+    from the start.
     """
     rows = [line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
     return 1024 * sum(int(size) for row, size in rows if row in ("Anonymous:", "Pss_File:", "Pss_Shmem:"))
 
 
 def peak_while_loading(small, large):
-    """This rank's host memory above what it had before, by the time that all ranks read alike; bytes of the transformer."""
+    """This rank's host memory above what it had before, by the time that all ranks read alike; bytes of the
+    transformer.
+    """
     mesh = init_context_parallel_mesh("cpu")
     # What is imported late, and made once.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
@@ -124,7 +129,8 @@ def most_at_one_time(of_ranks):
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc/self/smaps_rollup")
 def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
-    # 290 MB in many blocks: the pages of one block are read before they are given back, and ranks allocate some 4 MB besides.
+    # 290 MB in many blocks: the pages of one block are read before they are given back, and ranks allocate some 4 MB
+    # besides.
     size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
     transformer = flux_transformer(**size)
     flux_pipe(transformer=transformer).save_pretrained(tmp_path)

@@ -13,8 +13,8 @@ from tests.weights.pipes import generate, make
 # peft warns of a second adapter, alone too.
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
-# A layer behind the blocks (another class of LoRA layer may be put in its place), layers that tensor ranks share by columns and by rows, of parts
-# side by side, and one that every tensor rank holds whole.
+# A layer behind the blocks (another class of LoRA layer may be put in its place), layers that tensor ranks share by
+# columns and by rows, of parts side by side, and one that every tensor rank holds whole.
 TARGETS = {
     "flux": (
         "proj_out",

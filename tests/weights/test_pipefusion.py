@@ -163,7 +163,8 @@ CUTS = {
 
 
 def by_hooks(name, num_patches):
-    """The unmodified pipeline, but its transformer runs once for each patch; hooks cut what it computes, and a dict holds keys.
+    """The unmodified pipeline, but its transformer runs once for each patch; hooks cut what it computes, and a dict
+    holds keys.
 
     Every patch has all of the text.
     """
@@ -393,7 +394,9 @@ def shared_by_ranks(name, shape):
 
 
 class UsersMode(TorchFunctionMode):
-    """Changes nothing, like the mode of ``torch.set_default_device``: attention below it is not seen at the dispatcher alone."""
+    """Changes nothing, like the mode of ``torch.set_default_device``: attention below it is not seen at the dispatcher
+    alone.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,6 @@
-"""Blocks that were compiled compute under PipeFusion the bits that they compute uncompiled, and no graph is made twice."""
+"""Blocks that were compiled compute under PipeFusion the bits that they compute uncompiled, and no graph is made
+twice.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ PATCHES = {"qwen-image": 4}
 # Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
 @torch._dynamo.config.patch(recompile_limit=32)
 def eager_and_compiled(name, order=("apply", "compile"), shape=None):
-    """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a plain one."""
+    """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a
+    plain one.
+    """
     torch._dynamo.reset()
     mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses"))
     options = {"mesh": mesh, "pipefusion": PipeFusion(PATCHES.get(name, 2))}

@@ -1,4 +1,6 @@
-"""Blocks in stages along ``pipe`` give the very same numbers as all blocks on one rank, and each rank holds its own alone."""
+"""Blocks in stages along ``pipe`` give the very same numbers as all blocks on one rank, and each rank holds its own
+alone.
+"""
 
 import itertools
 import os

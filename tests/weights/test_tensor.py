@@ -1,4 +1,6 @@
-"""Heads and hidden units that tensor ranks share give what one device gives, alone and with tokens that ranks share, too."""
+"""Heads and hidden units that tensor ranks share give what one device gives, alone and with tokens that ranks share,
+too.
+"""
 
 import warnings
 from dataclasses import replace
@@ -120,8 +122,8 @@ def check(rank_pool, name, shape):
         for size, out, alone in zip(SIZES, outs, computed_alone(name), strict=True):
             errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
             assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
-        # Modulations and what is outside of the blocks are replicated, and are most of so small a model. HunyuanVideo 1.5 embeds a
-        # second text by 2,048 channels, whatever its size.
+        # Modulations and what is outside of the blocks are replicated, and are most of so small a model. HunyuanVideo
+        # 1.5 embeds a second text by 2,048 channels, whatever its size.
         assert share < (0.99 if name == "hunyuan 1.5, image" else 0.9)
 
 

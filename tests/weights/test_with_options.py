@@ -1,4 +1,6 @@
-"""Weights that ranks share go with quantization, offload and LoRA, in any order that can work; what cannot says so, and changes nothing."""
+"""Weights that ranks share go with quantization, offload and LoRA, in any order that can work; what cannot says so, and
+changes nothing.
+"""
 
 import copy
 import pickle
@@ -15,7 +17,8 @@ from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 from tests.weights.test_lora import MESHES, lora_weights, num_ranks, require_as, shared, state_of
 
-# Mochi's and Wan's pipelines ask for an autocast that the CPU does not have; peft says that a quantized layer cannot be merged.
+# Mochi's and Wan's pipelines ask for an autocast that the CPU does not have; peft says that a quantized layer cannot be
+# merged.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:In CPU autocast"),
     pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated"),

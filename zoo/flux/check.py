@@ -1,8 +1,8 @@
 """Image → what is in it, found without any network: colour, shape, size and cell of each object.
 
-Backgrounds are greys and things are not, so an object is a connected patch of saturated pixels. Its colour is the nearest
-of the palette, its shape the template, sharp or blurred, that overlaps best when laid over it, its cell the one whose
-centre its box is centred on. A verdict that is not clear is None, which equals nothing that was asked for.
+Backgrounds are greys and things are not, so an object is a connected patch of saturated pixels. Its colour is the
+nearest of the palette, its shape the template, sharp or blurred, that overlaps best when laid over it, its cell the one
+whose centre its box is centred on. A verdict that is not clear is None, which equals nothing that was asked for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more
 COLOUR_DISTANCE = 70.0  # ‖RGB − palette‖; the closest two of the palette are 80 apart
 MIN_OVERLAP = 0.75  # intersection over union
 TEMPLATE_SIDE = 64  # pixels of a template's box
-# Of the templates, in pixels of theirs: none, and 1 and 2 of an object 20 wide, as autoencoders leave edges. An eye still
-# sees a triangle then; a sharp template no longer fits it, its tips are gone. With more a square is a circle.
+# Of the templates, in pixels of theirs: none, and 1 and 2 of an object 20 wide, as autoencoders leave edges. An eye
+# still sees a triangle then; a sharp template no longer fits it, its tips are gone. With more a square is a circle.
 BLURS = (0, 4, 7)
 CELL_DISTANCE = 12.0  # pixels, each way; cells are 40 apart and true objects at most 2 off, triangles too
 LARGE_FROM = 26.0  # pixels, the longer side of the box; small: at most 23.1, large: at least 28.7
@@ -178,8 +178,8 @@ def _agreement(thing: Thing, found: Found | None) -> tuple[bool, bool, bool, boo
 def check(image: np.ndarray, scene: Scene) -> Verdict:
     """Judge an image by the scene that was asked for.
 
-    Things and found objects are paired so that most attributes agree: a red circle where a blue one was asked for beside
-    a red square counts as one wrong colour, not as three wrong attributes.
+    Things and found objects are paired so that most attributes agree: a red circle where a blue one was asked for
+    beside a red square counts as one wrong colour, not as three wrong attributes.
 
     Raises:
         ValueError: the image is not ``[height, width, 3]`` uint8.

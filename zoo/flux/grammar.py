@@ -1,8 +1,8 @@
 """Scenes of one to three coloured shapes, their captions, and which of them training never sees.
 
-A scene is what is drawn; a caption is what is said about it. Each object sits in one cell of a 3 × 3 grid. A caption may
-name the cell ("in the top left") or, for two objects facing each other, the relation ("left of"). What a caption leaves
-out is drawn at random.
+A scene is what is drawn; a caption is what is said about it. Each object sits in one cell of a 3 × 3 grid. A caption
+may name the cell ("in the top left") or, for two objects facing each other, the relation ("left of"). What a caption
+leaves out is drawn at random.
 
 Held out are the triples (colour, shape, cell) that `is_held_out` names, one in seven. Every pair of the three occurs in
 training, the held-out triples never, whether the caption states the cell or not.
@@ -151,7 +151,9 @@ def training_scene(rng: np.random.Generator, weights: tuple[float, float, float]
 
 
 def crowded_scene(rng: np.random.Generator) -> Scene:
-    """A thing in nearly every cell, none held out: no caption says it, but an autoencoder learns colours from it sooner."""
+    """A thing in nearly every cell, none held out: no caption says it, but an autoencoder learns colours from it
+    sooner.
+    """
     allowed = list(triples(held_out=False))
     things = []
     for cell in CELLS:

@@ -25,8 +25,8 @@ DECODER_NOISE = (
 THINGS = (0.7, 0.2, 0.1)  # … those that the latents are measured on …
 DECODER_THINGS = (0.6, 0.25, 0.15)  # … and those that the decoder sees
 DECODER_CELL_WEIGHT = 8.0  # of the decoder's error in cells that hold a thing
-# CLIP sees an empty caption in half of the images: its pooled embedding reaches every layer by the shortest way, but cannot
-# say which thing is where; so that T5's words are learned too, they have to carry everything half of the time.
+# CLIP sees an empty caption in half of the images: its pooled embedding reaches every layer by the shortest way, but
+# cannot say which thing is where; so that T5's words are learned too, they have to carry everything half of the time.
 NO_POOLED_CAPTION = 0.5
 # Padding is not masked in FLUX, so each length is something to learn: mostly the recommended one and half of it.
 TEXT_LENGTHS = {32: 0.45, 64: 0.5, 128: 0.05}
@@ -68,9 +68,9 @@ def draw_batch(
 def draw_thinned_batch(seed: np.random.SeedSequence, batch: int, grey: float) -> torch.Tensor:
     """Images with one thing up to a thing in every cell, ``[batch, 3, 128, 128]`` in −1 … 1.
 
-    A lone thing on grey is the hardest: all else is zero there, so normalized over the whole image a thing is many times as large
-    as on white. An autoencoder that had seen full images alone told red from blue there, and no more, and did not learn it later
-    from scenes: with all numbers of things in between it does.
+    A lone thing on grey is the hardest: all else is zero there, so normalized over the whole image a thing is many
+    times as large as on white. An autoencoder that had seen full images alone told red from blue there, and no more,
+    and did not learn it later from scenes: with all numbers of things in between it does.
 
     Args:
         grey: this part of the images is grey besides those that are by chance.
@@ -109,7 +109,9 @@ def encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of_cell(cell: str, reach: int) -> torch.Tensor:
-    """Tokens with their middle less than ``reach`` pixels from the cell's, along both sides: ``[rows, columns]``, boolean."""
+    """Tokens with their middle less than ``reach`` pixels from the cell's, along both sides: ``[rows, columns]``,
+    boolean.
+    """
     tokens = torch.arange(TOKEN // 2, SIDE, TOKEN)
     near = [(tokens - centre).abs() < reach for centre in CELL_CENTRES]
     row, column = divmod(list(grammar.CELLS).index(cell), 3)
@@ -181,7 +183,9 @@ def build_pool(
 def tokenize(
     tokenizers: Tokenizers, captions: list[str], pooled: list[str], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CLIP ids of ``pooled``, ``[B, 77]``, and T5 ids of ``captions``, ``[B, length]``, padded as FluxPipeline pads them."""
+    """CLIP ids of ``pooled``, ``[B, 77]``, and T5 ids of ``captions``, ``[B, length]``, padded as FluxPipeline pads
+    them.
+    """
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     clip_ids = tokenizers.clip(pooled, max_length=tokenizers.clip.model_max_length, **options).input_ids
     return clip_ids, tokenizers.t5(captions, max_length=length, **options).input_ids

@@ -1,8 +1,8 @@
 """What the T5 encoder learns before it meets an image: which words of a caption are about the same thing.
 
-FLUX takes its text encoders as they come, trained on language long before. Here a minute of captions alone stands in for
-that: the embedding of a thing's colour word and of its shape word must tell the whole thing, its size and place included.
-Left to the denoiser's loss, 5,000 steps did not teach which attribute belongs to which of two things.
+FLUX takes its text encoders as they come, trained on language long before. Here a minute of captions alone stands in
+for that: the embedding of a thing's colour word and of its shape word must tell the whole thing, its size and place
+included. Left to the denoiser's loss, 5,000 steps did not teach which attribute belongs to which of two things.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train the tiny FLUX:  python -m zoo.flux.train
 
 The autoencoder first (its decoder a little longer), then the T5 encoder on captions alone, then the transformer and the
-CLIP encoder together; T5 stays what it was, as in FLUX. Stop it at any time; the same command goes on where the last checkpoint was written. The pipeline
-folder always holds the best so far.
+CLIP encoder together; T5 stays what it was, as in FLUX. Stop it at any time; the same command goes on where the last
+checkpoint was written. The pipeline folder always holds the best so far.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def train_text(args: argparse.Namespace, tokenizers: Tokenizers) -> T5EncoderMod
 def flow(args: argparse.Namespace, vae: AutoencoderKL, vae_seconds: float) -> None:
     """Train the transformer and the CLIP encoder.
 
-    T5 is left alone: the flow's loss took all that it knew about which words belong to which thing, the cell down to chance.
+    T5 is left alone: the flow's loss took all that it knew about which words belong to which thing, the cell down to
+    chance.
     """
     tokenizers = build_tokenizers()
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zoo.outside import official, others
 from zoo.tiny.random_weights import fill
 
-# Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks divide
-# 35 patches, 175 patches of a video, or 37 token ids.
+# Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks
+# divide 35 patches, 175 patches of a video, or 37 token ids.
 GRIDS = ((5, 5), (5, 9), (5, 7))
 FRAMES = 5
 LENGTHS = (29, 43, 37)

@@ -1,6 +1,7 @@
 """Stand-ins for official repositories: FLUX, Wan 2.1, HunyuanVideo, Mochi, Stable Diffusion 3.5, DiT.
 
-Module names, the arguments of blocks and the place where positions enter are those of the official code. Widths are tiny.
+Module names, the arguments of blocks and the place where positions enter are those of the official code. Widths are
+tiny.
 """
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ class WanModel(nn.Module):
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
 
-# -- HunyuanVideo: the text refiner attends by SDPA before the blocks, blocks by flash_attn, with lengths that the model computes.
+# -- HunyuanVideo: the text refiner attends by SDPA before the blocks, blocks by flash_attn, with lengths that the model
+# computes.
 
 
 def attention(

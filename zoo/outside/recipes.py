@@ -237,7 +237,9 @@ def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any)
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is returned."""
+    """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is
+    returned.
+    """
     valid = int(inputs["text_mask"].sum())
     inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
     with mock.patch.object(official, "attention", flash_of_all):
@@ -273,7 +275,9 @@ def proposed(model: str) -> Recipe:
 
 
 def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Logits of four tokens after a prompt: each rank keeps the keys of its part of the prompt, and all of the answer."""
+    """Logits of four tokens after a prompt: each rank keeps the keys of its part of the prompt, and all of the
+    answer.
+    """
     ids = inputs["input_ids"]
     prompt, cache = Segment("prompt", ids.shape[1]), DynamicCache(config=model.config)
     positions, rows = torch.arange(prompt.total + 4)[None], []

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from para_core.adapters.models.vaes import rows_per_latent
 
-# A tile of one row, as the last ones of make_tiled are, is too small for what this one encodes with, on one device, too.
-# HunyuanImage's tiled_encode takes an image for a video, and fails on one device.
+# A tile of one row, as the last ones of make_tiled are, is too small for what this one encodes with, on one device,
+# too. HunyuanImage's tiled_encode takes an image for a video, and fails on one device.
 NO_TILES_ENCODED = ("CogVideoX", "HunyuanImage")
-# What diffusers' own tiling does not do on one device: a padding by reflection of one column; tiles cut to numbers of latents as if of pixels.
+# What diffusers' own tiling does not do on one device: a padding by reflection of one column; tiles cut to numbers of
+# latents as if of pixels.
 NOT_TILED = ("LTX2Video", "HunyuanImageRefiner")
 # What decodes by tiles alone.
 BY_TILES = ("MiniMaxH3", "Allegro")

@@ -99,7 +99,9 @@ class State:
 
 
 def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim.Optimizer]:
-    """Muon, unless ``muon`` is false, for the matrices inside blocks, AdamW for all else (embeddings, convolutions, norms, first and last layers)."""
+    """Muon, unless ``muon`` is false, for the matrices inside blocks, AdamW for all else (embeddings, convolutions,
+    norms, first and last layers).
+    """
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -53,7 +53,9 @@ def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
-    """Frames, those of these numbers, with six things that cross each other: no caption says it, but an autoencoder learns colours sooner."""
+    """Frames, those of these numbers, with six things that cross each other: no caption says it, but an autoencoder
+    learns colours sooner.
+    """
 
     def choose(options: list[str] | tuple[str, ...]) -> str:
         return options[int(rng.integers(len(options)))]

@@ -1,7 +1,7 @@
 """Scenes of one coloured shape that moves, their captions, and which of them training never sees.
 
-Held out are the triples (colour, shape, direction) that `is_held_out` names, one in seven. Every pair of the three occurs
-in training, the held-out triples never, whether the caption states the direction or not.
+Held out are the triples (colour, shape, direction) that `is_held_out` names, one in seven. Every pair of the three
+occurs in training, the held-out triples never, whether the caption states the direction or not.
 """
 
 from __future__ import annotations

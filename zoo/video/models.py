@@ -26,9 +26,9 @@ def build_tokenizer() -> T5TokenizerFast:
 def build_vae() -> AutoencoderKLWan:
     """17 × 64 × 64 pixels to 5 × 8 × 8 latent pixels: 8 × in space, 4 × in time, as Wan's.
 
-    With PyTorch's own initialisation the biases drown what differs from pixel to pixel, which no norm here removes: after
-    1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak residuals,
-    and latents that begin with little noise.
+    With PyTorch's own initialisation the biases drown what differs from pixel to pixel, which no norm here removes:
+    after 1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak
+    residuals, and latents that begin with little noise.
     """
     vae = AutoencoderKLWan(
         base_dim=16,

@@ -39,7 +39,9 @@ def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
 
 
 def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from these soonest."""
+    """Frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from these
+    soonest.
+    """
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
 

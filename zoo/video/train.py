@@ -24,8 +24,8 @@ HERE = Path(__file__).parent
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
     """The averaged autoencoder, with the statistics of its latents in its config; and the seconds it took.
 
-    Images first, as Wan's was trained (arXiv:2503.20314, section 4.1): a step on eight of them takes half as long as one on
-    two videos.
+    Images first, as Wan's was trained (arXiv:2503.20314, section 4.1): a step on eight of them takes half as long as
+    one on two videos.
     """
     torch.manual_seed(args.seed)
     model = build_vae().to(args.device)

@@ -34,28 +34,30 @@ def calibrate_cache(
 ) -> Calibration:
     """Find the threshold of this pipeline's cache that is as fast as a quality allows, or as good as a speed allows.
 
-    Generates all prompts without the cache, then with each threshold that is tried, with the same random numbers. ``pipe`` is
-    left with the cache at the threshold found; after an exception it is as it was. The cache's other options are those
-    that ``apply_cache_on_pipe`` was given before, or its defaults. Another threshold compiles nothing anew. On several
-    ranks each makes the same call, and all go by what the first one measured.
+    Generates all prompts without the cache, then with each threshold that is tried, with the same random numbers.
+    ``pipe`` is left with the cache at the threshold found; after an exception it is as it was. The cache's other
+    options are those that ``apply_cache_on_pipe`` was given before, or its defaults. Another threshold compiles nothing
+    anew. On several ranks each makes the same call, and all go by what the first one measured.
 
     Args:
         pipe: any pipeline that ``apply_cache_on_pipe`` takes.
         prompts: one or several; a dict has the arguments of one call (``prompt``, ``image``, …).
-        target: ``"psnr"`` (dB) and ``"ssim"`` at least this, ``"lpips"`` at most: the largest threshold tried that keeps it
-            is chosen. ``"speedup"`` at least this, whole generations against those without the cache, and ``"computed_steps"``
-            at most this, of one generation and branch, on average: the smallest.
+        target: ``"psnr"`` (dB) and ``"ssim"`` at least this, ``"lpips"`` at most: the largest threshold tried that
+            keeps it is chosen. ``"speedup"`` at least this, whole generations against those without the cache, and
+            ``"computed_steps"`` at most this, of one generation and branch, on average: the smallest.
         metric: of the images, or of a video's frames, as numbers in 0 … 1, against those without the cache.
-        computed_steps: the same as ``metric="computed_steps"`` with this target. No clock decides, so on every machine the
-            same threshold is found.
-        thresholds: what is tried. Left out: found by bisection, between the smallest and the largest difference of steps.
+        computed_steps: the same as ``metric="computed_steps"`` with this target. No clock decides, so on every machine
+            the same threshold is found.
+        thresholds: what is tried. Left out: found by bisection, between the smallest and the largest difference of
+            steps.
         tries: at most so many are tried by bisection; each generates all prompts.
         seed: prompt i is generated with a generator of ``seed + i``, unless the call names a ``generator``.
         progress: show a progress bar.
         **call: arguments of every call of ``pipe``: ``num_inference_steps``, ``height``, …
 
     Raises:
-        ValueError: nothing that skips a step reaches the target; the message names the best. Or an argument does not fit.
+        ValueError: nothing that skips a step reaches the target; the message names the best. Or an argument does not
+            fit.
         ImportError, RuntimeError: what the metric needs is not there.
     """
     calls = _calls(prompts, call)
@@ -122,8 +124,8 @@ def _bisect(
 ) -> list[CalibrationRow]:
     """At most ``tries`` rows: rising until the goal is crossed, then halving the interval (of the logarithms).
 
-    It begins with the differences that were seen where nothing was skipped. What is skipped changes by whole steps, so it
-    ends where both ends of the interval differ by one.
+    It begins with the differences that were seen where nothing was skipped. What is skipped changes by whole steps, so
+    it ends where both ends of the interval differ by one.
     """
     low, high = trial.differences
     if high <= 0.0:

@@ -1,4 +1,6 @@
-"""Measures of the difference between images: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a video are images."""
+"""Measures of the difference between images: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a
+video are images.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,16 @@ def _load_lpips() -> ImageMetric:
         import lpips
     except ImportError as error:
         raise ImportError(
-            "metric='lpips' needs the package lpips (pip install lpips), which downloads weights when it is first used. "
+            "metric='lpips' needs the package lpips (pip install lpips), which downloads weights when it is first "
+            "used. "
             "metric='ssim' and metric='psnr' need none."
         ) from error
     try:
         network = lpips.LPIPS(net="alex", verbose=False)
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
-            f"lpips could not load the weights of AlexNet: {error}. Without a network, put alexnet-owt-7be5be79.pth into "
+            f"lpips could not load the weights of AlexNet: {error}. Without a network, put alexnet-owt-7be5be79.pth "
+            "into "
             f"{torch.hub.get_dir()}/checkpoints, or take metric='ssim' or 'psnr'."
         ) from error
 

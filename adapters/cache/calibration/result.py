@@ -24,7 +24,8 @@ class CalibrationRow:
     """The results of one threshold over all prompts.
 
     Args:
-        metrics: by name; ``psnr``, ``speedup`` and ``computed_steps`` (of one generation and branch, on average) always.
+        metrics: by name; ``psnr``, ``speedup`` and ``computed_steps`` (of one generation and branch, on average)
+            always.
         computed, steps: steps of all branches and prompts, on the first rank: those that were computed, and all.
         seconds: of a generation, on average: text encoders and decoder, too.
     """
@@ -152,7 +153,8 @@ class Goal:
         wanted = _wanted(self.metric, self.target)
         if not skipping:
             raise ValueError(
-                f"no threshold up to {rows[-1].threshold:.4g} skipped a step, so none gives {wanted}. Try larger thresholds, "
+                f"no threshold up to {rows[-1].threshold:.4g} skipped a step, so none gives {wanted}. Try larger "
+                "thresholds, "
                 "more steps, or fewer warmup_steps."
             )
         best = (min if self.metric in _AT_MOST else max)(skipping, key=lambda row: row.metrics[self.metric])

@@ -42,7 +42,7 @@ class Trial:
         self.could_skip_more = True
 
     def generate_references(self) -> None:
-        """The measurements of a pipeline without a cache."""
+        """Return the measurements of a pipeline without a cache."""
         # Once more: it may compile, and allocate memory.
         self._generate(0)
         generated = [self._generate(index) for index in range(len(self._calls))]

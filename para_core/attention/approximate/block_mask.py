@@ -1,7 +1,8 @@
-"""Block masks: which blocks of queries see which blocks of keys. Integer arithmetic, except for reading a user's tensor.
+"""Block masks: which blocks of queries see which blocks of keys. Integer arithmetic, except for reading a user's
+tensor.
 
-Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole sequence, whatever ranks hold
-the tokens.
+Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole
+sequence, whatever ranks hold the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class BlockMask:
 
     Args:
         query_block, key_block: Tokens per block. The last block of a sequence may be shorter.
-        bits: The rows in hexadecimal, joined by commas. Text, because Dynamo treats it as a constant and operators accept it.
+        bits: The rows in hexadecimal, joined by commas. Text, because Dynamo treats it as a constant and operators
+            accept it.
     """
 
     num_query_blocks: int
@@ -45,7 +47,9 @@ class BlockMask:
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
-        """Return the positions of the keys that query block ``row`` sees, ascending. The last run may exceed the sequence."""
+        """Return the positions of the keys that query block ``row`` sees, ascending. The last run may exceed the
+        sequence.
+        """
         bits, runs, block = self.rows[row], [], 0
         while bits:
             hidden = (bits & -bits).bit_length() - 1
@@ -61,7 +65,9 @@ class BlockMask:
         return self.runs_seen(query // self.query_block)
 
     def alike(self, *, is_causal: bool) -> list[Run]:
-        """Return runs of queries that see the same keys. With ``is_causal`` they are split at every query block and key block."""
+        """Return runs of queries that see the same keys. With ``is_causal`` they are split at every query block and key
+        block.
+        """
         rows = self.rows
         edges = [row * self.query_block for row in range(len(rows) + 1)]
         if is_causal:
@@ -92,7 +98,8 @@ class BlockMask:
         expected = (-(-num_queries // self.query_block), -(-num_keys // self.key_block))
         if num_blocks != expected:
             raise ValueError(
-                f"block_mask has {num_blocks[0]} × {num_blocks[1]} blocks of {self.query_block} × {self.key_block} tokens; expected "
+                f"block_mask has {num_blocks[0]} × {num_blocks[1]} blocks of {self.query_block} × {self.key_block} "
+                "tokens; expected "
                 f"{expected[0]} × {expected[1]} for {num_queries} queries and {num_keys} keys."
             )
 
@@ -106,7 +113,8 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
     """Return a user's block mask as a value.
 
     Args:
-        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. On another device than the CPU it is copied once.
+        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. On another device than the
+            CPU it is copied once.
         block_size: Tokens per block, of queries and keys, or a pair ``(query block, key block)``.
 
     Raises:
@@ -125,7 +133,8 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; expected a bool tensor.")
     if block_mask.dtype != torch.bool or block_mask.ndim != 2:
         raise ValueError(
-            f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, blocks of "
+            f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, "
+            "blocks of "
             "keys], the same for all heads and samples."
         )
     rows = [sum(1 << column for column, visible in enumerate(row) if visible) for row in block_mask.tolist()]

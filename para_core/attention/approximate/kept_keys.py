@@ -1,4 +1,6 @@
-"""The option of attention to a share of the keys, a :class:`~para_core.attention.hooks.KeySelection`, which ``snapkv.py`` computes."""
+"""The option of attention to a share of the keys, a :class:`~para_core.attention.hooks.KeySelection`, which
+``snapkv.py`` computes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class KeptKeys:
         return self.share, self.window
 
     def observed(self, num_queries: int) -> list[int]:
-        """Return the positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all queries.
+        """Return the positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all
+        queries.
 
         >>> KeptKeys(0.5, 3).observed(12)
         [2, 6, 10]

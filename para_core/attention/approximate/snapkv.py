@@ -1,13 +1,15 @@
 """Attention to the keys that a few observed queries attend to most, and to no others. Not exact.
 
-The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the votes of a key are the attention weights of the observed queries to it,
-summed, and each head keeps the keys with most votes. SnapKV observes the end of a prompt. Here every query sees every key, so the observed
-queries are spread evenly over the sequence. Votes are not pooled over neighbouring keys.
+The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the votes of a key are the attention weights of the
+observed queries to it, summed, and each head keeps the keys with most votes. SnapKV observes the end of a prompt. Here
+every query sees every key, so the observed queries are spread evenly over the sequence. Votes are not pooled over
+neighbouring keys.
 
-Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D + 1) + S_k) elements for
-w observed queries. After that only kept keys and values are sent and computed.
+Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D
++ 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and computed.
 
-The host waits for the device once per call, to read how many keys each block keeps; not at all if a mask hides the other keys instead.
+The host waits for the device once per call, to read how many keys each block keeps; not at all if a mask hides the
+other keys instead.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from para_core.distributed.layout import Run
 def select_keys(
     kept: KeptKeys, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None
 ) -> Tensor:
-    """Return which keys each head keeps: bool ``[B, H, S_k]``, by position in the whole sequence, equal on all ring ranks.
+    """Return which keys each head keeps: bool ``[B, H, S_k]``, by position in the whole sequence, equal on all ring
+    ranks.
 
-    The arguments are those of :func:`~para_core.attention.ring.ring_attention`. A key that the mask or ``is_causal`` hides from an observed
-    query gets no vote from it.
+    The arguments are those of :func:`~para_core.attention.ring.ring_attention`. A key that the mask or ``is_causal``
+    hides from an observed query gets no vote from it.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -90,7 +93,9 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return rows of integers of equal length as a tensor, without waiting for the device, as ``torch.tensor(device=)`` does."""
+    """Return rows of integers of equal length as a tensor, without waiting for the device, as ``torch.tensor(device=)``
+    does.
+    """
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
@@ -135,7 +140,9 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
-    """Return the positions of the keys whose votes a ring rank counts: its sharded keys, and on the first rank also the replicated ones."""
+    """Return the positions of the keys whose votes a ring rank counts: its sharded keys, and on the first rank also the
+    replicated ones.
+    """
     runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
     return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
 
@@ -157,8 +164,9 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`~para_core.attention.ring.ring_attention` over the kept keys.
 
-    Only kept keys are sent and computed, unless one of these holds: ``save`` is True (for a gradient), one key head serves several query heads
-    (which keep different keys), or positions or the rows of the mask matter. The other keys are then hidden by a mask.
+    Only kept keys are sent and computed, unless one of these holds: ``save`` is True (for a gradient), one key head
+    serves several query heads (which keep different keys), or positions or the rows of the mask matter. The other keys
+    are then hidden by a mask.
     """
     is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, is_kept)
@@ -174,7 +182,9 @@ def sparse_attention(
 
 
 def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
-    """Return ``mask``, ``[B or 1, H or 1, S_q or 1, S_k or 1]``, with all keys hidden for which ``is_kept``, ``[B, H, S_k]``, is False."""
+    """Return ``mask``, ``[B or 1, H or 1, S_q or 1, S_k or 1]``, with all keys hidden for which ``is_kept``,
+    ``[B, H, S_k]``, is False.
+    """
     is_kept = is_kept[:, :, None]
     if mask is None:
         return is_kept
@@ -189,7 +199,8 @@ def _kept_blocks(
     plan: RingPlan,
     received: list[Tensor],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the kept keys and values of each ring block, this rank's first, and a mask, because heads keep different numbers of keys.
+    """Yield the kept keys and values of each ring block, this rank's first, and a mask, because heads keep different
+    numbers of keys.
 
     The next block is in flight while the caller computes.
     """
@@ -237,5 +248,7 @@ def _take(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _mask_of(mask: Tensor, positions: Tensor, chosen: Tensor) -> Tensor:
-    """Return the columns of ``mask``, ``[B, H, 1, S_k]``, for the offsets ``chosen`` of a block with these positions."""
+    """Return the columns of ``mask``, ``[B, H, 1, S_k]``, for the offsets ``chosen`` of a block with these
+    positions.
+    """
     return mask.index_select(3, positions).gather(3, chosen[:, :, None])

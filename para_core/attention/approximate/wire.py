@@ -1,7 +1,7 @@
 """``comm_dtype``: tensors are sent in 8 bits, with a scale per token and head. Not exact; forward only.
 
-Each token and head, ``[D]``, is D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With Triton, rounding and packing is one launch, and
-unpacking is one launch, for any number of ranks.
+Each token and head, ``[D]``, is D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With Triton, rounding and
+packing is one launch, and unpacking is one launch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ define_operator(
 
 
 def pack(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
-    """Run :func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the regions must cover."""
+    """Run :func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the
+    regions must cover.
+    """
     buffer = _new_buffer(tensors, regions, numel, to)
     return exchange_reference.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
 

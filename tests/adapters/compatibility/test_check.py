@@ -437,7 +437,7 @@ CASES = {
     "a cache in one graph over sharded weights": (
         When.CACHED_CALL,
         sharded_and_compiled,
-        r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*pipe\.transformer\.compile_repeated_blocks\(fullgraph=True\)",
+        r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*compile_repeated_blocks\(fullgraph=True\)",
     ),
     "one graph over weights that FSDP2 shards": (
         When.PARALLEL_CALL,

@@ -351,7 +351,9 @@ def test_call_after_destroyed_group_raises(rank_pool):
 
 
 def timeouts_after_a_change():
-    """Seconds that each group of ours waits, by its description: groups inside of a mesh of two ranks, and one of three ranks."""
+    """Seconds that each group of ours waits, by its description: groups inside of a mesh of two ranks, and one of three
+    ranks.
+    """
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pipe",))
     find_or_make_group("para_core: of three ranks", [0, 1, 2], timeout=timedelta(seconds=50))
     if dist.get_rank() == 2:

@@ -46,7 +46,9 @@ def timeouts():
 
 
 def state_of(pipe):
-    """Everything that a call may change: what snapshot() sees, the wrappers of each instance, and the time-outs of groups."""
+    """Everything that a call may change: what snapshot() sees, the wrappers of each instance, and the time-outs of
+    groups.
+    """
     found = {**snapshot(pipe), **timeouts()}
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     for name, part in {"": pipe, **parts}.items():
@@ -238,7 +240,9 @@ def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, 
 
 
 def fail_between_shards(rank):
-    """Let the second component, or a block in the middle, fail after others were sharded; fresh, and from another method."""
+    """Let the second component, or a block in the middle, fail after others were sharded; fresh, and from another
+    method.
+    """
     pipe, mesh = flux_pipe(shared_parts=False), init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     data = init_context_parallel_mesh("cpu")
     image = image_of(pipe)

@@ -1,4 +1,6 @@
-"""A decoder of transformers generates under a proposed plan what it generates alone: its key-value cache is whole on every rank."""
+"""A decoder of transformers generates under a proposed plan what it generates alone: its key-value cache is whole on
+every rank.
+"""
 
 import pytest
 import torch

@@ -15,7 +15,9 @@ from tests.rank_pool import heartbeat
 
 @dataclass(frozen=True)
 class SparseCase:
-    """One attention call; ``make_mode(mesh, layout=, key_layout=)`` should see the keys of ``seen``, a bool mask, only."""
+    """One attention call; ``make_mode(mesh, layout=, key_layout=)`` should see the keys of ``seen``, a bool mask,
+    only.
+    """
 
     case: Case
     make_mode: Callable[..., UnifiedAttnMode]

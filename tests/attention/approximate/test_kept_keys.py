@@ -132,7 +132,9 @@ class HostReadings(TorchDispatchMode):
 
     @contextmanager
     def with_constructors(self):
-        """Inside, ``tolist`` counts, and ``torch.tensor(device=)``: to an accelerator it is a copy that the host waits for."""
+        """Inside, ``tolist`` counts, and ``torch.tensor(device=)``: to an accelerator it is a copy that the host waits
+        for.
+        """
         tolist, make = torch.Tensor.tolist, torch.tensor
 
         def counted_tolist(x):

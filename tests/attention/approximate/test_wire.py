@@ -14,8 +14,8 @@ from tests.rank_pool import RankPoolError
 
 on_every_mesh = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 FP8, INT8 = {"comm_dtype": torch.float8_e4m3fn}, {"comm_dtype": torch.int8}
-# 4 significant bits: an element is off by up to 1/16 of itself, in the mean of squares by 2.6 %. Three of them meet in a
-# row of scores, and values and out are rounded, too. Integers: by up to a 254th of the largest one of its token.
+# 4 significant bits: an element is off by up to 1/16 of itself, in the mean of squares by 2.6 %. Three of them meet in
+# a row of scores, and values and out are rounded, too. Integers: by up to a 254th of the largest one of its token.
 BOUNDS = {torch.float8_e4m3fn: 0.08, torch.int8: 0.025}
 BOUND = BOUNDS[torch.float8_e4m3fn]
 

@@ -227,7 +227,9 @@ def test_each_thing_has_one_colour_and_shape_word():
 
 
 class TellsThingsApart(nn.Module):
-    """Its embeddings are 1 where the words of one thing stand; from that it knows the cells of two, and nothing else."""
+    """Its embeddings are 1 where the words of one thing stand; from that it knows the cells of two, and nothing
+    else.
+    """
 
     def __init__(self, words: list[int], cells: list[int]) -> None:
         super().__init__()
@@ -352,7 +354,9 @@ def test_aligned_tokens_reach_first_single_block():
 
 
 def cells_known_to_t5(encoder: T5EncoderModel, tokenizers: Tokenizers, steps: int) -> float:
-    """Return the share of held-out things whose cell a linear layer reads from the embedding of a word; 1 / 9 by chance."""
+    """Return the share of held-out things whose cell a linear layer reads from the embedding of a word; 1 / 9 by
+    chance.
+    """
     reader = Reader(encoder).requires_grad_(False)
     reader.heads.requires_grad_(True)
     loss, optimizer = TextLoss(tokenizers.t5, 6, 64), torch.optim.Adam(reader.heads.parameters(), 1e-2)

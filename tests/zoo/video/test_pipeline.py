@@ -1,4 +1,6 @@
-"""The committed pipeline folder: plain diffusers loads it offline, and its videos move as the caption says, on ranks too."""
+"""The committed pipeline folder: plain diffusers loads it offline, and its videos move as the caption says, on ranks
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny pipelines of sound, on the transformers of `zoo.tiny.transformers.audio`: latents of 27 tokens come back, of Stable Audio 3 ten."""
+"""Tiny pipelines of sound, on the transformers of `zoo.tiny.transformers.audio`: latents of 27 tokens come back, of
+Stable Audio 3 ten.
+"""
 
 from __future__ import annotations
 

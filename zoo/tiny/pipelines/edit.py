@@ -1,4 +1,6 @@
-"""Tiny pipelines whose models see given images beside their text: Z-Image Omni, JoyImage, LongCat-Image, OmniGen, Bria FIBO."""
+"""Tiny pipelines whose models see given images beside their text: Z-Image Omni, JoyImage, LongCat-Image, OmniGen, Bria
+FIBO.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def joyimage() -> Any:
 
 
 def joyimage_plus() -> Any:
-    """``encode_prompt_multiple_images`` is in place of Qwen 3 VL: given embeddings without a prompt, the pipeline itself fails."""
+    """``encode_prompt_multiple_images`` is in place of Qwen 3 VL: given embeddings without a prompt, the pipeline
+    itself fails.
+    """
     pipe = on_shelf("JoyImageEditPlusPipeline", "joyimage plus", vae=wan_vae())
     pipe.image_processor.get_default_height_width = lambda *_: (48, 80)
 
@@ -131,7 +135,9 @@ class _Images:
 
 
 def longcat_image_edit() -> Any:
-    """It scales what it is given to a megapixel. Here the VAE sees a sixteenth of the height and of the width, Qwen six tokens."""
+    """It scales what it is given to a megapixel. Here the VAE sees a sixteenth of the height and of the width, Qwen six
+    tokens.
+    """
     pipe = longcat_image("LongCatImageEditPipeline", _Images())
     encode = pipe.vae.encode
     pipe.vae.encode = lambda pixels: encode(functional.avg_pool2d(pixels, 16))

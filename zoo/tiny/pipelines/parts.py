@@ -1,4 +1,6 @@
-"""What tiny pipelines are made of: tokenizers, encoders of text and images, random components, images and videos of noise."""
+"""What tiny pipelines are made of: tokenizers, encoders of text and images, random components, images and videos of
+noise.
+"""
 
 from __future__ import annotations
 

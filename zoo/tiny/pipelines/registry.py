@@ -1,7 +1,8 @@
-"""Tiny diffusers pipelines of every video family, and of the image families beside FLUX.1: random weights, nothing to load.
+"""Tiny diffusers pipelines of every video family, and of the image families beside FLUX.1: random weights, nothing to
+load.
 
-Each is whole: text encoders and tokenizers (but FLUX.2 [dev]), VAE, scheduler. What they generate means nothing, but every part of the input matters
-to it, so it shows what parallel runs get wrong.
+Each is whole: text encoders and tokenizers (but FLUX.2 [dev]), VAE, scheduler. What they generate means nothing, but
+every part of the input matters to it, so it shows what parallel runs get wrong.
 """
 
 from __future__ import annotations

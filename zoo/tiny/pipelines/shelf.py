@@ -1,4 +1,6 @@
-"""Tiny pipelines on the transformers of `zoo.tiny.transformers.registry.SHELF`: embeddings of text are given, latents come back."""
+"""Tiny pipelines on the transformers of `zoo.tiny.transformers.registry.SHELF`: embeddings of text are given, latents
+come back.
+"""
 
 from __future__ import annotations
 

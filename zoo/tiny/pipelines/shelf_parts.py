@@ -1,4 +1,6 @@
-"""What pipelines on the transformers of `zoo.tiny.transformers.registry.SHELF` are made of, and sizes and text for their calls."""
+"""What pipelines on the transformers of `zoo.tiny.transformers.registry.SHELF` are made of, and sizes and text for
+their calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny transformers of sound, beside those of `zoo.tiny.transformers.registry`. Their lengths are frames × height × width."""
+"""Tiny transformers of sound, beside those of `zoo.tiny.transformers.registry`. Their lengths are frames × height ×
+width.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny transformers of images, beside those of `zoo.tiny.transformers.registry`: FLUX's relatives, CogView, HunyuanImage, DiT."""
+"""Tiny transformers of images, beside those of `zoo.tiny.transformers.registry`: FLUX's relatives, CogView,
+HunyuanImage, DiT.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,9 @@ def skyreels_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int = 1) -> dict[str, Any]:
-    """A time step for each frame; ``block`` times as many frames. Of one sample: diffusers takes no more with ``fps``."""
+    """A time step for each frame; ``block`` times as many frames. Of one sample: diffusers takes no more with
+    ``fps``.
+    """
     frames *= block
     inputs = wan_inputs(frames, height, width, timestep=torch.linspace(900, 500, frames).long().expand(2, -1))
     return {**{name: value[:1] for name, value in inputs.items()}, "fps": [0], "enable_diffusion_forcing": True}

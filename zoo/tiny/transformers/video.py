@@ -1,4 +1,6 @@
-"""Tiny transformers of video, beside those of `zoo.tiny.transformers.registry`: Kandinsky, Cosmos, EasyAnimate, ConsisID, AnyFlow."""
+"""Tiny transformers of video, beside those of `zoo.tiny.transformers.registry`: Kandinsky, Cosmos, EasyAnimate,
+ConsisID, AnyFlow.
+"""
 
 from __future__ import annotations
 
