@@ -18,8 +18,8 @@ from para_core.torch_internals import cudnn_sdp_enabled, efficient_sdp_enabled, 
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Approximate, so only where it is named, and without gradients; with them, what it stands for computes. (Of all others
-# the result is exact, in the dtype of its input.)
+# Backends that are not exact, with the exact backend that computes a call that keeps a gradient. They are never chosen
+# unless the user names them.
 EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
 # The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose

@@ -212,7 +212,8 @@ def _memory_efficient_backward(
 
 
 def _with_packed_rows(out: Tensor) -> Tensor:
-    """Return ``out`` with the memory layout ``[B, S, H, D]`` in 16 bits, which the kernel assumes without checking.
+    """Return ``out``, in 16-bit dtypes with the memory layout ``[B, S, H, D]``, which the kernel assumes without
+    checking.
 
     In 16 bits the kernel sums grad_out ∘ out itself, and steps from row to row of ``out`` by H · D_v: it takes no
     stride for rows (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).

@@ -21,13 +21,16 @@ _ABSORBS = -(2.0**24)
 
 @dataclass(frozen=True)
 class FiniteMaskedRows:
-    """A float mask, with what is needed to correct the lse of its low rows.
+    """A float mask whose low rows, those that hide every key with a finite number, are corrected for merging by lse.
+
+    A row is *low* if its maximum is below -1000. A low row is *absorbed* if that number is so large that float32 cannot
+    hold a score next to it; all keys then have equal weights.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows whose scores still count are shifted so that their maximum
-            is 0.
+        mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows that are not absorbed are shifted so that their maximum is
+            0.
         highest: ``[B or 1, H or 1, S_q or 1, 1]``, the maximum of each row of ``mask``.
-        absorbed: Same shape, True for rows in which the scores do not count.
+        absorbed: Same shape, True for absorbed rows.
     """
 
     mask: Tensor
@@ -46,7 +49,7 @@ class FiniteMaskedRows:
         return FiniteMaskedRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
 
     def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[FiniteMaskedRows]:
-        """Return one value per piece of the queries. ``cut`` splits a tensor along its rows."""
+        """Return one instance per piece of the queries. ``cut`` splits a tensor along its rows."""
         return [
             FiniteMaskedRows(*parts)
             for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)

@@ -100,7 +100,7 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # Reviews of the masks of compared calls.
+        # What the values of masks say about how their rows were counted, read once per mask.
         self.reviews = MaskReviews()
         # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded
         # through it.
@@ -300,8 +300,8 @@ def _normalized(call: SdpaCall) -> SdpaCall:
 def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
-    # Nested tensors have no shape. With the math backend switched off, the user's other switches decide whether the
-    # call is valid.
+    # Not cached: nested tensors, whose `shape` raises; and calls while the user has switched off the math backend,
+    # because his other switches, which are not part of the key, then decide whether the call is valid.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None

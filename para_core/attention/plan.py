@@ -37,7 +37,7 @@ class AttentionPlan:
 
     @lazy
     def chunks(self) -> list[UlyssesPlan]:
-        """The plans of Ulysses for each of ``ulysses_chunks`` parts of the heads."""
+        """The Ulysses plans, one for each of the ``ulysses_chunks`` parts of the heads."""
         return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
 
     @lazy

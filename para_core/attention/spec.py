@@ -58,7 +58,9 @@ class AttentionSpec:
 
     @lazy
     def with_gradients(self) -> AttentionSpec:
-        """The spec for a call that keeps a gradient, which rounds nothing."""
+        """This spec without options that round to 8 bits, for a call that keeps a gradient. The same object if it has
+        none.
+        """
         options = self.options.with_gradients
         return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 

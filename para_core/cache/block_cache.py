@@ -202,8 +202,8 @@ class BlockCache:
             return call()
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Note that the model is called next with ``arguments``, maybe on another rank, so that all ranks number the
-        branches equally.
+        """Record the arguments of the next call of the model, which may run on another rank, so that all ranks give the
+        branches the same numbers.
         """
         if self.attach().branch is None:
             self._branches.announce(arguments)

@@ -379,9 +379,9 @@ class Fusion:
         return output
 
     def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
-        """Return the arguments with latents that are valid up to ``patch``.
+        """Return the arguments with latents that are valid for patches 0 to ``patch``.
 
-        Stages after the first get zeros, from whose embeddings they learn the form of the tokens that they receive.
+        Stages after the first get zeros: they need only the shape of the embedded tokens, which they receive.
         """
         tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
