@@ -1,4 +1,4 @@
-"""Putting First Block Cache on a diffusers pipeline, and seeing what it did."""
+"""First Block Cache for diffusers pipelines and transformers, and its report."""
 
 from __future__ import annotations
 
@@ -41,31 +41,33 @@ def apply_cache_on_pipe(
     per_transformer: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Skip most blocks of this one pipeline's transformer at steps where its first block changes little.
+    """Skip most transformer blocks of ``pipe`` at steps at which its first-block residual changes little. Not exact.
 
-    The first block always runs. Where its residual differs from that of the last computed step by less than the
-    threshold (mean|change| / mean|last|), the others are skipped, and their stored residual is added. This
-    approximates; nothing else that para_core does does. Calling it again with other settings takes effect;
-    :func:`remove_cache_from_pipe` undoes it. If it is refused or fails, the pipeline keeps the cache that it had, or
-    none; on a parallel pipeline every rank calls it, and what one rank raises, all raise. Goes with
-    :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order.
+    The first block always runs. If its residual differs from that of the last computed step by less than the threshold
+    (mean|change| / mean|last|), the other blocks are skipped, and a forecast of their residual is added instead.
+
+    Calling this function again replaces the settings; :func:`remove_cache_from_pipe` undoes it. It can be combined with
+    :func:`parallelize_pipe`, ``torch.compile``, offload and LoRA, in any order. On a parallel pipeline every rank calls
+    it, and an error on one rank raises on all of them. After an error the pipeline has the cache that it had before, or
+    none.
 
     Args:
-        pipe: any diffusers pipeline on a supported transformer.
-        adapter: what is to be known of a transformer that is not supported, or instead of what is known here.
-        per_transformer: options that differ for one of several transformers, by the name of the component:
-            ``{"transformer_2": {"residual_diff_threshold": 0.1}}`` for Wan 2.2.
-        **options: each of ``para_core.CacheOptions``. ``residual_diff_threshold`` left out, or None: the default of the
-            model's family.
+        pipe (`DiffusionPipeline`): A pipeline with a supported transformer.
+        adapter (`Adapter`, *optional*): The adapter of a transformer that is not supported. It has priority over the
+            library's adapter for the same class.
+        per_transformer (`Mapping[str, Mapping[str, Any]]`, *optional*): Options of single transformers by component
+            name, which override ``options``: ``{"transformer_2": {"residual_diff_threshold": 0.1}}`` for Wan 2.2.
+        **options: The options of ``para_core.CacheOptions``. ``residual_diff_threshold`` defaults to the threshold of
+            the adapter, which is valid for ``rule="first_block"`` only.
 
     Returns:
-        ``pipe``.
+        ``pipe`` itself.
 
     Raises:
-        TypeError, ValueError: the pipeline is not supported, or an option does not fit.
+        TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
     mesh = mesh_of(pipe)
-    # The ranks of a parallel pipeline decide together, so they have the same cache, or none of them gets a new one.
+    # The ranks of a parallel pipeline decide together about a step, so either all of them get the new cache or none.
     agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
     with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreed:
@@ -83,10 +85,10 @@ def apply_cache_on_pipe(
 def _resolve(
     pipe: Any, adapter: Adapter | None, per_transformer: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, BlockCache]:
-    """Return the caches of ``pipe`` by the name of the transformer. Changes nothing.
+    """Return the caches of ``pipe`` by component name. Changes nothing.
 
     Raises:
-        TypeError, ValueError: The pipeline is not supported, or an option does not fit.
+        TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
     cases = cases_of(pipe, adapter)
     refuse(When.CACHE, *cases)
@@ -110,17 +112,23 @@ def _resolve(
 def apply_cache_on_transformer(
     transformer: Transformer, *, adapter: Adapter | None = None, **options: Any
 ) -> Transformer:
-    """:func:`para_core.apply_cache` for a transformer of diffusers whose blocks are known, in a denoising loop of your
-    own.
+    """Apply First Block Cache to a diffusers transformer that your own denoising loop calls. Not exact.
 
-    Call ``para_core.reset_cache(transformer)`` before each generation; ``para_core.remove_cache(transformer)`` undoes
-    it.
+    Like :func:`para_core.apply_cache`, with the block stack and the default threshold of the adapter. Call
+    ``para_core.reset_cache(transformer)`` before each generation. ``para_core.remove_cache(transformer)`` undoes it.
 
     Args:
-        adapter, **options: as for :func:`apply_cache_on_pipe`; what follows a schedule needs a pipeline.
+        transformer (`nn.Module`): A supported transformer. It may be compiled.
+        adapter (`Adapter`, *optional*): The adapter of a transformer that is not supported. It has priority over the
+            library's adapter for the same class.
+        **options: The options of ``para_core.CacheOptions``. ``residual_diff_threshold`` defaults to the threshold of
+            the adapter. Options that need a schedule are refused.
 
     Returns:
-        ``transformer``.
+        ``transformer`` itself.
+
+    Raises:
+        TypeError, ValueError: The transformer is not supported, or an option is invalid.
     """
     module = uncompiled(transformer)
     refuse(When.CACHE, CompatibilityContext(module, module, adapter=adapter))
@@ -146,7 +154,14 @@ def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOp
 
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`apply_cache_on_pipe`; returns ``pipe``, which is then what it was before."""
+    """Undo :func:`apply_cache_on_pipe`. A pipeline without a cache stays as it is.
+
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline.
+
+    Returns:
+        ``pipe`` itself.
+    """
     caching = caching_of(pipe)
     if caching is not None:
         unwrap(pipe, KEY)
@@ -155,8 +170,18 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def cache_report(pipe: Any) -> CacheReport:
-    """Return what the cache of ``pipe`` did in its last generation. Use ``print``, ``.plot(path)`` or
-    ``.to_json(path)``.
+    """Return a report of the cache's decision at each step of the last generation of ``pipe``.
+
+    Args:
+        pipe (`DiffusionPipeline`): A pipeline with a cache. On several ranks the report contains the steps of this
+            rank.
+
+    Returns:
+        A `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``. It has no steps before the first
+        generation.
+
+    Raises:
+        ValueError: The pipeline has no cache.
     """
     caching = caching_of(pipe)
     if caching is None:

@@ -1,1 +1,1 @@
-"""Finding the threshold of a cache, and the image metrics by which it is judged."""
+"""Calibration of the cache's threshold, and the image metrics that it uses."""

@@ -1,4 +1,4 @@
-"""Finding the threshold of a cache for a quality, or for a speed."""
+"""Search for the threshold of a cache that reaches a given quality or speed."""
 
 from __future__ import annotations
 
@@ -32,33 +32,47 @@ def calibrate_cache(
     progress: bool = True,
     **call: Any,
 ) -> Calibration:
-    """Find the threshold of this pipeline's cache that is as fast as a quality allows, or as good as a speed allows.
+    """Find the fastest threshold of a pipeline's cache that keeps a quality, or the most exact one that reaches a
+    speed.
 
-    Generates all prompts without the cache, then with each threshold that is tried, with the same random numbers.
-    ``pipe`` is left with the cache at the threshold found; after an exception it is as it was. The cache's other
-    options are those that ``apply_cache_on_pipe`` was given before, or its defaults. Another threshold compiles nothing
-    anew. On several ranks each makes the same call, and all go by what the first one measured.
+    All prompts are generated without the cache, then with each threshold, from the same random numbers. Afterwards
+    ``pipe`` has the cache with the chosen threshold; after an error it is as before. The other options of the cache are
+    those of the cache that ``pipe`` has, or the defaults. A new threshold does not recompile the transformer.
+
+    On a parallel pipeline every rank makes the same call, and the first rank's measurements decide.
 
     Args:
-        pipe: any pipeline that ``apply_cache_on_pipe`` takes.
-        prompts: one or several; a dict has the arguments of one call (``prompt``, ``image``, …).
-        target: ``"psnr"`` (dB) and ``"ssim"`` at least this, ``"lpips"`` at most: the largest threshold tried that
-            keeps it is chosen. ``"speedup"`` at least this, whole generations against those without the cache, and
-            ``"computed_steps"`` at most this, of one generation and branch, on average: the smallest.
-        metric: of the images, or of a video's frames, as numbers in 0 … 1, against those without the cache.
-        computed_steps: the same as ``metric="computed_steps"`` with this target. No clock decides, so on every machine
-            the same threshold is found.
-        thresholds: what is tried. Left out: found by bisection, between the smallest and the largest difference of
-            steps.
-        tries: at most so many are tried by bisection; each generates all prompts.
-        seed: prompt i is generated with a generator of ``seed + i``, unless the call names a ``generator``.
-        progress: show a progress bar.
-        **call: arguments of every call of ``pipe``: ``num_inference_steps``, ``height``, …
+        pipe (`DiffusionPipeline`): A pipeline that :func:`apply_cache_on_pipe` accepts, with or without a cache.
+        prompts (`str`, or a sequence of `str` and `dict`): The prompts. A dict has the arguments of one call of the
+            pipeline (``prompt``, ``image``, …).
+        target (`float`, *optional*): The value that the metric must reach. For ``"psnr"`` and ``"ssim"`` it is a
+            minimum and for ``"lpips"`` a maximum, and the largest threshold that reaches it is chosen. For
+            ``"speedup"`` it is a minimum and for ``"computed_steps"`` a maximum, and the smallest threshold that
+            reaches it is chosen. Required unless ``computed_steps`` is passed.
+        metric (`"psnr"`, `"ssim"`, `"lpips"`, `"speedup"` or `"computed_steps"`, defaults to `"psnr"`): The metric of
+            ``target``. The first three compare images or video frames, with values in 0 … 1, with those generated
+            without the cache; PSNR is in dB. ``"speedup"`` is the time of a generation without the cache divided by the
+            time with it. ``"computed_steps"`` is the mean number of computed steps per generation and branch.
+        computed_steps (`float`, *optional*): Short for ``metric="computed_steps"`` with this ``target``. The result
+            does not depend on measured times.
+        thresholds (`Sequence[float]`, *optional*): The thresholds to try. Defaults to a bisection that begins with the
+            smallest and the largest difference between steps.
+        tries (`int`, defaults to `8`): Maximum number of thresholds that the bisection tries. Each of them generates
+            all prompts.
+        seed (`int`, defaults to `0`): Prompt ``i`` is generated with the seed ``seed + i``, unless its call has a
+            ``generator``.
+        progress (`bool`, defaults to `True`): Whether to show a progress bar.
+        **call: Arguments of every call of ``pipe``: ``num_inference_steps``, ``height``, …
+
+    Returns:
+        A `Calibration` with the chosen threshold and the results of all thresholds.
 
     Raises:
-        ValueError: nothing that skips a step reaches the target; the message names the best. Or an argument does not
-            fit.
-        ImportError, RuntimeError: what the metric needs is not there.
+        TypeError: The pipeline is not supported.
+        ValueError: No threshold that skips a step reaches the target (the message names the best one), or an argument
+            is invalid.
+        ImportError: A package that the metric needs is not installed.
+        RuntimeError: The weights that ``"lpips"`` needs cannot be loaded.
     """
     calls = _calls(prompts, call)
     if (target is None) == (computed_steps is None):
@@ -109,7 +123,7 @@ def calibrate_cache(
                 caching.thresholds = before
                 if uncached:
                     remove_cache_from_pipe(pipe)
-        # Fewer may have been enough.
+        # The total was the maximum number of generations; the bisection may have needed fewer.
         bar.total = bar.n
         bar.refresh()
     return Calibration(chosen.threshold, metric, target, rows, trial.seconds)
@@ -122,17 +136,20 @@ def _bisect(
     nothing_skipped: CalibrationRow,
     tries: int,
 ) -> list[CalibrationRow]:
-    """At most ``tries`` rows: rising until the goal is crossed, then halving the interval (of the logarithms).
+    """Evaluate at most ``tries`` thresholds: double the threshold until the goal is crossed, then bisect the interval.
 
-    It begins with the differences that were seen where nothing was skipped. What is skipped changes by whole steps, so
-    it ends where both ends of the interval differ by one.
+    The first threshold is just above the largest difference in ``nothing_skipped``. The interval is halved on a
+    logarithmic scale, and the search ends when the computed steps of its two ends differ by at most one.
+
+    Returns:
+        The rows in the order of evaluation; empty if no step differed from the one before.
     """
     low, high = trial.differences
     if high <= 0.0:
         return []
     rows: list[CalibrationRow] = []
     below = nothing_skipped
-    # Only what is smaller is skipped.
+    # A step is skipped only if its difference is below the threshold, so the threshold must exceed the largest one.
     threshold = 1.01 * high
     while True:
         rows.append(evaluate(threshold))
@@ -171,7 +188,11 @@ def _progress_bar(total: int, *, shown: bool) -> Any:
 
 @contextmanager
 def _quiet(pipe: Any) -> Iterator[None]:
-    """Without the pipe's own progress bars, and without warnings about thresholds that are tried."""
+    """Hide the progress bars of ``pipe`` and the warnings about thresholds inside the ``with`` block.
+
+    Raises:
+        TypeError: ``pipe`` is not a diffusers pipeline.
+    """
     if not hasattr(pipe, "set_progress_bar_config"):
         raise TypeError(f"{original_class(pipe).__name__} is no diffusers pipeline: it has no set_progress_bar_config.")
     shown = getattr(pipe, "_progress_bar_config", None)

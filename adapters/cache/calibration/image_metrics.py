@@ -1,5 +1,5 @@
-"""Measures of the difference between images: PSNR, SSIM, LPIPS. Images are ``[N, H, W, C]`` in 0 … 1; the frames of a
-video are images.
+"""Image metrics: PSNR, SSIM and LPIPS. Images are ``[N, H, W, C]`` with values in 0 … 1; video frames count as
+images.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of several generations; their sizes may differ.
+# One tensor per generation. The image sizes of different generations may differ.
 Images = Sequence[Tensor]
 ImageMetric = Callable[[Images, Images], float]
 
 
 def as_images(output: Any) -> Tensor:
-    """Return the output of a pipeline for ``output_type="np"``, images or videos, as ``[N, H, W, C]`` float32."""
+    """Return the images or video frames that a pipeline returned for ``output_type="np"``, as ``[N, H, W, C]``
+    float32.
+    """
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 
 
 def psnr(images: Images, references: Images) -> float:
-    """Peak signal-to-noise ratio in dB, of the squared error averaged over all images; infinite where all are equal.
+    """Return the peak signal-to-noise ratio in dB, of the mean squared error of all images; infinite if all are equal.
 
-    Not the mean of each image's own ratio: one that did not change would make it infinite.
+    The errors are averaged instead of the ratios of the images, because one unchanged image would make the mean ratio
+    infinite.
     """
     pairs = zip(images, references, strict=True)
     error = torch.cat([(x.double() - y.double()).square().mean(dim=(1, 2, 3)) for x, y in pairs]).mean().item()
@@ -33,11 +36,11 @@ def psnr(images: Images, references: Images) -> float:
 
 
 def load_metric(name: str) -> ImageMetric:
-    """``"psnr"``, ``"ssim"`` or ``"lpips"``.
+    """Return the function that computes the metric ``name``: ``"psnr"``, ``"ssim"`` or ``"lpips"``.
 
     Raises:
-        ImportError: the package that it needs is not installed.
-        RuntimeError: the weights that it needs cannot be loaded.
+        ImportError: The package that the metric needs is not installed.
+        RuntimeError: The weights that the metric needs cannot be loaded.
     """
     return {"psnr": lambda: psnr, "ssim": _load_ssim, "lpips": _load_lpips}[name]()
 
@@ -51,7 +54,7 @@ def _load_ssim() -> ImageMetric:
         ) from error
 
     def ssim(images: Images, references: Images) -> float:
-        """Mean structural similarity, with the window and constants of Wang et al., 2004."""
+        """Return the mean structural similarity, with the window and constants of Wang et al., 2004."""
         options = {"channel_axis": -1, "data_range": 1.0, "gaussian_weights": True, "use_sample_covariance": False}
         pairs = _pairs(images, references)
         return _mean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
@@ -78,7 +81,7 @@ def _load_lpips() -> ImageMetric:
         ) from error
 
     def distance(images: Images, references: Images) -> float:
-        """Mean distance (AlexNet)."""
+        """Return the mean LPIPS distance with AlexNet."""
 
         def prepared(x: Tensor) -> Tensor:
             return x.movedim(-1, 0)[None] * 2 - 1

@@ -1,4 +1,4 @@
-"""The result of a calibration: the curve of thresholds, and the chosen one."""
+"""The result of a calibration: the measurements of every threshold, and the chosen threshold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
-# Of which less is wanted; and those for which the smallest threshold that reaches the target is best.
+# Metrics whose target is a maximum, and metrics for which the smallest threshold that reaches the target is chosen.
 _AT_MOST, _SMALLEST = ("lpips", "computed_steps"), ("speedup", "computed_steps")
 
 _UNITS = {"psnr": " dB", "speedup": " ×"}
@@ -24,10 +24,12 @@ class CalibrationRow:
     """The results of one threshold over all prompts.
 
     Args:
-        metrics: by name; ``psnr``, ``speedup`` and ``computed_steps`` (of one generation and branch, on average)
-            always.
-        computed, steps: steps of all branches and prompts, on the first rank: those that were computed, and all.
-        seconds: of a generation, on average: text encoders and decoder, too.
+        threshold (`float`): The threshold.
+        metrics (`Mapping[str, float]`): Values by name. Always contains ``psnr`` in dB, ``speedup``, and
+            ``computed_steps``, the mean per generation and branch; also the metric of the target.
+        computed (`int`): Number of computed steps of all branches and prompts, on the first rank.
+        steps (`int`): Number of all steps of all branches and prompts, on the first rank.
+        seconds (`float`): Mean time of a generation on the first rank, including text encoders and decoder.
     """
 
     threshold: float
@@ -38,18 +40,20 @@ class CalibrationRow:
 
     @property
     def share(self) -> float:
-        """The share of steps that were computed."""
+        """Share of the steps that were computed, in 0 … 1."""
         return self.computed / max(self.steps, 1)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of :func:`calibrate_cache`. ``print`` shows it.
+    """The result of :func:`calibrate_cache`. ``print`` shows it as a table.
 
     Args:
-        threshold: the one that was chosen.
-        rows: of all that were tried, from the smallest to the largest.
-        seconds: of a generation without the cache, on average.
+        threshold (`float`): The chosen threshold.
+        metric (`str`): The metric of the target.
+        target (`float`): The value that the metric had to reach.
+        rows (`Sequence[CalibrationRow]`): The results of all thresholds, from the smallest to the largest.
+        seconds (`float`): Mean time of a generation without the cache.
     """
 
     threshold: float
@@ -81,11 +85,11 @@ class Calibration:
         return "\n".join(lines)
 
     def to_json(self, path: str | Path) -> None:
-        """Write what was chosen, and the whole curve."""
+        """Write the chosen threshold, the target and all rows to ``path``."""
         rows = [
             {
                 "threshold": row.threshold,
-                # JSON knows no infinity.
+                # JSON has no infinity.
                 **{name: value if math.isfinite(value) else None for name, value in row.metrics.items()},
                 "computed": row.computed,
                 "steps": row.steps,
@@ -98,7 +102,9 @@ class Calibration:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Plot the metric and the share of computed steps over the thresholds. Needs matplotlib."""
+        """Write a plot of the metric and the share of computed steps over the thresholds to ``path``. Needs
+        matplotlib.
+        """
         self._figure().savefig(path)
 
     def _figure(self) -> Figure:
@@ -124,14 +130,14 @@ class Calibration:
         beside.plot([row.threshold for row in self.rows], shares, "s-", color="0.6", label="computed steps", zorder=0)
         beside.set(ylabel="share of steps that were computed", ylim=(0, 1.05))
         handles = [*axes.get_legend_handles_labels()[0], *beside.get_legend_handles_labels()[0]]
-        # Below the plot: inside it would hide points.
+        # The legend is below the plot, because it would hide points inside.
         figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=len(handles))
         return figure
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The target of a calibration."""
+    """A metric and the value that it must reach."""
 
     metric: Metric
     target: float
@@ -141,11 +147,18 @@ class Goal:
         return value <= self.target if self.metric in _AT_MOST else value >= self.target
 
     def may_rise(self, row: CalibrationRow) -> bool:
-        """Whether a larger threshold is to be tried."""
+        """Whether the search must continue with a larger threshold than that of ``row``.
+
+        Metrics of quality allow a larger threshold while the target is reached, metrics of speed need one until it is.
+        """
         return self.reached(row) != (self.metric in _SMALLEST)
 
     def choose(self, rows: Sequence[CalibrationRow]) -> CalibrationRow:
-        """Choose a row, from the smallest threshold to the largest. Rows that skip nothing are not eligible."""
+        """Return the row with the best threshold among ``rows``, which are sorted by threshold.
+
+        Raises:
+            ValueError: No row that skipped a step reaches the target.
+        """
         skipping = [row for row in rows if row.computed < row.steps]
         good = [row for row in skipping if self.reached(row)]
         if good:
@@ -170,6 +183,7 @@ class Goal:
 
 
 def require_target(metric: str, target: float) -> None:
+    """Raise ``ValueError`` if the metric is unknown or ``target`` is outside its range."""
     ranges = {name: (0.0, 1.0 if name == "ssim" else math.inf) for name in get_args(Metric)}
     if metric not in ranges:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(map(repr, ranges))}.")

@@ -1,4 +1,4 @@
-"""The generations of a calibration."""
+"""Generations and measurements of a calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from para_core.distributed.mesh import GuidedMesh
 
 
 class Trial:
-    """The generations of a calibration: without the cache, then with one threshold after the other."""
+    """Generates the prompts of a calibration and measures them, first without the cache, then with each threshold.
+
+    Args:
+        pipe: The pipeline.
+        calls: The arguments of each generation.
+        seed: Seed of the first generation; each further one adds 1.
+        image_metrics: Functions by the name of the metric.
+        mesh: The ranks that run the pipeline.
+        bar: A ``tqdm`` progress bar, updated after each generation.
+    """
 
     def __init__(
         self,
@@ -36,27 +45,30 @@ class Trial:
         self._references: list[Tensor] = []
         self._warm = False
         self.seconds = 0.0
-        # Of all steps that were compared so far, on all ranks.
+        # Smallest and largest difference of all steps that were compared so far, on all ranks.
         self.differences = (math.inf, 0.0)
-        # Whether the last threshold had a step computed that a larger one would skip.
+        # Whether the last threshold left a computed step that a larger threshold would skip.
         self.could_skip_more = True
 
     def generate_references(self) -> None:
-        """Return the measurements of a pipeline without a cache."""
-        # Once more: it may compile, and allocate memory.
+        """Generate all prompts and keep images and mean seconds for the comparison. The cache must be paused."""
+        # The first generation is not measured, because it may compile and allocate memory.
         self._generate(0)
         generated = [self._generate(index) for index in range(len(self._calls))]
         self._references = [images for images, _ in generated]
         self.seconds = float(exchange({"seconds": _mean([t for _, t in generated])}, self._mesh)[0]["seconds"])
 
     def row(self, threshold: float) -> CalibrationRow:
-        """All prompts with the cache that the pipe has."""
+        """Generate all prompts with the pipeline's cache and return the first rank's measurements.
+
+        The caller has set ``threshold`` and called :meth:`generate_references` before.
+        """
         if not self._warm:
             self._generate(0)
             self._warm = True
         images, seconds = [], []
         rows: list[CachedStep] = []
-        # Of the generations and branches.
+        # Pairs of a generation and a branch, to count computed steps per branch.
         streams: set[tuple[int, str]] = set()
         for index in range(len(self._calls)):
             generated, taken = self._generate(index)
@@ -67,7 +79,7 @@ class Trial:
             streams |= {(index, row.branch) for row in found}
         values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
         seen = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
-        # On other ranks of guidance other branches may be computed.
+        # Ranks along the batch dim may compute other branches of guidance, so differences and misses come from all.
         records = exchange(
             {
                 "values": values,
@@ -89,7 +101,7 @@ class Trial:
         return CalibrationRow(threshold, metrics, first["computed"], first["steps"], first["seconds"])
 
     def _generate(self, index: int) -> tuple[Tensor, float]:
-        """Images of one prompt, and the seconds."""
+        """Return the images of one prompt, and the seconds that the generation took."""
         call, states = self._calls[index]
         seed = self._seed + index
         for generator, state in states:
@@ -97,7 +109,7 @@ class Trial:
         generators = {} if states else {"generator": torch.Generator().manual_seed(seed)}
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
-            # Some pipelines take random numbers from the default generator, too.
+            # Some pipelines also draw random numbers from the default generator.
             torch.manual_seed(seed)
             start = time.perf_counter()
             output = self._pipe(**call, **generators, output_type="np", return_dict=False)[0]
