@@ -1,4 +1,4 @@
-"""The base of modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
+"""The base class of modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens, shard_tokens
 
-# A length that outlives a call: an int while tracing, else the first dim of a tensor without elements. Dynamo takes an
-# int that it finds on a mode for a constant, and would compile anew for every length; sizes of tensors become symbolic.
+# A length stored on a mode: an int while tracing, else the first dim of a tensor without elements. Dynamo treats an int
+# attribute of a mode as a constant and would recompile for every length, but makes sizes of tensors symbolic.
 Length = int | Tensor
-# Of each segment its name, total, and whether it is replicated, balanced.
+# One tuple per segment: name, total, replicated, balanced.
 TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
-    """:meth:`shard` and :meth:`gather` over the ranks of ``mesh``, and the memory of what was sharded while the mode is
-    entered.
+    """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
+
+    While it is entered, it keeps the layouts of the sequences that were sharded through it.
 
     Args:
-        mesh: the ranks that share a tensor.
-        assume_equal: skip the small exchange that, in eager code, turns input that is bad on one rank into an error on
-            all.
+        mesh: The ranks that share a tensor.
+        assume_equal: Whether to skip the small exchange in eager code that turns invalid input on one rank into an
+            error on all ranks.
     """
 
     def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
@@ -39,7 +40,7 @@ class ShardingMode(TorchFunctionMode):
         self._mesh = mesh
         self._assume_equal = assume_equal
         self._depth = 0
-        # The sequences that were sharded through this mode, or said to be replicated, in that order; emptied on exit.
+        # The sequences that were sharded through this mode or declared replicated, in call order; emptied on exit.
         self._known: TraceSafeLayout = ()
         self._gathered = True
 
@@ -66,32 +67,37 @@ class ShardingMode(TorchFunctionMode):
                 self._check_use()
 
     def _begin(self) -> None:
-        """Prepare the mode when it is entered and was not active before."""
+        """Run when the mode is entered for the first time, but not when it is nested in itself. Does nothing here."""
 
     def _end(self) -> None:
-        """Clean up when the mode is left."""
+        """Run when the outermost context of the mode is left. Does nothing here."""
 
     def _check_use(self) -> None:
-        """Check the use of the mode when it is left without an exception, in eager code."""
+        """Run when the mode is left without an exception in eager code; may raise or warn. Does nothing here."""
 
     def _note_state(self) -> None:
-        """React to a change of the known sequences, in eager code."""
+        """Run after the known sequences have changed in eager code. Does nothing here."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """React to a tensor that :meth:`shard` returns, in eager code."""
+        """Run on each part ``x`` that :meth:`shard` returns in eager code. Does nothing here."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
-        """Return the layout of ``total`` tokens, a value for ``sequence=`` of :meth:`shard` and :meth:`gather`.
+        """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and :meth:`gather`.
 
         Args:
-            balance: ``"causal"`` gives each rank an early and a late part, so that under a causal mask all have the
-                same work; the model must then not rely on its tokens being neighbours.
+            total (`int`): Number of tokens of the whole sequence.
+            balance (`"causal"`, *optional*): Give each rank an early and a late part of the sequence, so that all ranks
+                have equal work under a causal mask. The model must not assume that a rank's tokens are consecutive.
+                Defaults to consecutive tokens.
+
+        Raises:
+            ValueError: If ``balance`` is neither ``"causal"`` nor None.
         """
         if balance not in (None, "causal"):
             raise ValueError(f"balance is {balance!r}; expected 'causal', or None for consecutive tokens.")
         return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
 
-    # -- what is remembered
+    # -- known sequences
 
     def _set_known(self, sequences: TraceSafeLayout) -> None:
         self._known = sequences
@@ -120,8 +126,8 @@ class ShardingMode(TorchFunctionMode):
 
     def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
-            # Dynamo enters a mode that was made outside of the graph without tracing __enter__ and __exit__, so what
-            # these do is done here and in gather: the first shard after a gather belongs to another call.
+            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the graph, so shard
+            # and gather do their work. The first shard after a gather belongs to a new call of the model.
             if self._gathered:
                 self._known = ()
                 self._begin()
@@ -144,12 +150,16 @@ class ShardingMode(TorchFunctionMode):
         """Return this rank's part of ``x`` along ``dim``. Every rank passes the same whole ``x``.
 
         Args:
-            x: any shape; any length along ``dim``, also one shorter than the number of ranks.
-            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``.
-            balance: see :meth:`sequence`.
+            x (`Tensor`): A tensor of any shape. It may have fewer tokens than there are ranks.
+            dim (`int`): The dim to shard.
+            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`. Required inside a compiled
+                function. Defaults to equal parts of the length of ``x``.
+            balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed together with ``sequence``.
 
         Raises:
-            ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
+            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``.
+                In eager code all ranks raise.
+            RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError(
@@ -171,13 +181,19 @@ class ShardingMode(TorchFunctionMode):
         return part
 
     def gather(self, y: Tensor, dim: int, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return the gathered ``y`` along ``dim`` on every rank. Each rank passes its part.
+        """Return the whole tensor on every rank, gathered along ``dim``. Each rank passes its part.
 
         Args:
-            sequence: what the part is of; may be left out while only one sequence was sharded through this mode.
+            y (`Tensor`): This rank's part.
+            dim (`int`): The sharded dim.
+            sequence (:class:`SequenceLayout`, *optional*): The layout of the whole sequence. Required inside a compiled
+                function and if several sequences were sharded through this mode. Defaults to the only sequence that
+                was sharded through this mode, or to equal parts if there was none.
 
         Raises:
-            ValueError: in eager code on every rank, if a rank's part is not what ``sequence`` gives it.
+            ValueError: If ``dim`` is out of range, a rank's part does not have the length that the layout gives it, or
+                ``sequence`` is missing and several sequences are known. In eager code all ranks raise.
+            RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError(
@@ -190,7 +206,13 @@ class ShardingMode(TorchFunctionMode):
         return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``, in eager code equal on every rank, or raise on every rank."""
+        """Return the layout of ``x`` along ``dim``.
+
+        In eager code the ranks compare it, and all ranks raise if it is invalid on one of them or differs between them.
+
+        Args:
+            whole: Whether ``x`` is the whole tensor, and not this rank's part.
+        """
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
             self._mesh.check_alive()
@@ -236,7 +258,7 @@ def _difference(records: list[Record]) -> str:
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
-    """``segments`` as they are kept on what outlives a call; :func:`segments_of` gives them back."""
+    """Return ``segments`` in a form that may be stored on a mode; :func:`segments_of` is the inverse."""
     traced = torch.compiler.is_compiling()
     return tuple(
         [

@@ -1,4 +1,4 @@
-"""The user's modes: attention inside runs over a mesh, and sequences that are sharded through them are known."""
+"""Torch function modes that run attention over a mesh and keep the layouts of the sequences sharded through them."""
 
 from __future__ import annotations
 
@@ -36,45 +36,53 @@ from para_core.user_warnings import ParallelWarning, warn_user
 
 
 class UnifiedAttnMode(ShardingMode):
-    """Inside ``with UnifiedAttnMode(mesh) as cp:`` every ``scaled_dot_product_attention`` runs over the mesh.
+    """A context in which every ``scaled_dot_product_attention`` runs over the ranks of ``mesh``.
 
-    Each rank calls it with its part of the sequence, and gets its part of the result. Which part a rank holds is said,
-    in this order, by ``layout``; by what was sharded with ``cp.shard``; else every rank is taken to hold an equal part.
+    Each rank calls SDPA with its part of the sequence and gets its part of the result. The part that a rank holds is
+    determined by ``layout`` if it is passed, else by the tensors that were sharded with ``cp.shard``. Without either,
+    all ranks are assumed to hold equal parts.
 
     Args:
-        mesh: a DeviceMesh with a ``ring`` and/or ``ulysses`` dim (a slice of a larger one, too), or a ProcessGroup,
-            whose ranks then all go to Ulysses.
-        layout: the layout of the queries of every attention call inside, and of its keys unless ``key_layout`` is
-            given.
-        assume_equal: skip the small exchange that, in eager code, begins each intercepted call, each ``shard`` and each
-            ``gather``, and turns input that is bad on one rank into an error on all; and the one with which, on NCCL,
-            the mode is made, and which finds ranks that share a GPU. Nothing is exchanged in a compiled graph.
-        attn_func: computes attention on one device in place of SDPA: called as
-            ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=, scale=)`` on several ranks, with
-            ``[B, H, S, D]`` and at most one of mask and ``is_causal``, it returns ``out``, or ``(out, lse)`` with lse
-            ``[B, H, S_q]`` in float32, which a ring needs.
-        options: of :class:`AttnOptions`:
+        mesh (`DeviceMesh` or `ProcessGroup`): A mesh, or a slice of one, with a ``ring`` dim, a ``ulysses`` dim or
+            both. All ranks of a ProcessGroup are used for Ulysses.
+        layout (:class:`SequenceLayout`, *optional*): The layout of the queries of every intercepted call, and of the
+            keys unless ``key_layout`` is passed.
+        key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys. Requires ``layout``.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between ranks. In
+            eager code, one before each intercepted call, ``shard`` and ``gather`` turns invalid input on one rank into
+            an error on all ranks. On NCCL, another one in this constructor detects ranks that share a GPU. Compiled
+            graphs exchange nothing in either case.
+        attn_func (`Callable`, *optional*): A function that computes local attention in place of SDPA on several ranks.
+            It is called as ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=, scale=)`` with tensors
+            ``[B, H, S, D]`` and at most one of ``attn_mask`` and ``is_causal``. It returns ``out``, or ``(out, lse)``
+            with a float32 lse ``[B, H, S_q]``; a ring needs the lse.
+        options (*optional*): Options of :class:`AttnOptions`:
 
-            - ``ulysses_chunks``: without gradients, each rank's heads are split into so many parts, of which the next
-              one travels while one is computed.
-            - ``comm_dtype``: ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes of 16-bit tensors: query, key,
-              value and out travel rounded to 8 bits, scaled per token and head. Not exact; without gradients only.
-            - ``rotate_method``: how the keys and values of other ring ranks get here: ``"alltoall"``, passed on from
-              neighbour to neighbour, or ``"allgather"``, all in one collective, which needs memory for all of them.
-              Backward they rotate. ``"2d"``: the ring's ranks are rows and columns, queries travel along the former,
-              keys and values along the latter: fewer bytes from 4 ranks on, backward too
-              (:mod:`para_core.attention.attention_2d`).
-            - ``backend``: what computes attention on one device: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``,
-              or the Triton kernel of this package, ``"triton"``, on one rank, too. By default PyTorch chooses, by its
-              own order and the user's ``sdpa_kernel(...)``. ``"triton-int8"``: q·k in 8 bits. Not exact; without
-              gradients only.
+            - ``ulysses_chunks`` (`int`, *optional*, defaults to `1`): Number of parts into which each rank's heads are
+              split, so that one part is sent while another is computed. Has no effect on calls that keep a gradient.
+            - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes
+              sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one scale per token and
+              head. Not exact, and only for calls that keep no gradient.
+            - ``rotate_method`` (`str`, *optional*, defaults to `"alltoall"`): How keys and values reach the other ranks
+              of a ring. ``"alltoall"`` passes them on from neighbour to neighbour. ``"allgather"`` gathers them in one
+              collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
+              ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
+              It sends fewer bytes from 4 ranks on (:mod:`para_core.attention.attention_2d`).
+            - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
+              ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"triton"`` for the Triton kernel of this
+              package. ``"triton-int8"`` computes q·k in 8 bits; it is not exact, and only for calls that keep no
+              gradient. Defaults to the choice of PyTorch, which respects ``sdpa_kernel(...)``.
+
+    Raises:
+        ValueError: If the mesh has no suitable dim, a layout is for another number of ranks, ``key_layout`` is passed
+            without ``layout``, or an option has an unknown value or excludes another option.
 
     >>> import torch.distributed as dist  # doctest: +SKIP
     >>> with UnifiedAttnMode(mesh) as cp:  # doctest: +SKIP
     ...     y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
     """
 
-    # What the ranks of a plain ProcessGroup do, and which mesh dim may have one rank only.
+    # The mesh dim to which all ranks of a plain ProcessGroup belong, and the dim that must have size 1, if any.
     group_dim = "ulysses"
     _single_dim: str | None = None
 
@@ -88,7 +96,7 @@ class UnifiedAttnMode(ShardingMode):
         attn_func: AttnFunc | None = None,
         **options: Unpack[AttnKeywords],
     ) -> None:
-        # Along which branches of guidance are computed; None: nowhere.
+        # The mesh dim over which CFG branches are split; None if the mesh has none.
         self._batch: MeshDim | None = None
         if not isinstance(mesh, SequenceMesh):
             guided = guided_mesh(mesh, group_dim=self.group_dim)
@@ -104,18 +112,18 @@ class UnifiedAttnMode(ShardingMode):
             )
         self._attn_func = unintercepted(attn_func)
         self._attention = self._make_attention()
-        # Of queries and of keys, if given: decides before what was sharded.
+        # The layouts of queries and of keys that the user passed. They take precedence over sharded sequences.
         self._explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None = None
         if layout is not None:
             self._explicit = (self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout))
         elif key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
-        # Whether attention under this mode is what it is without.
+        # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
-        # Whether attention to this rank's tokens was computed that no mode intercepts.
+        # Whether the model computed attention over this rank's tokens by hand (matmul, softmax, matmul).
         self._computed_by_hand = False
-        # Whether a bound function runs in the state of its call.
+        # Whether a function returned by bound() is running with the layouts of an earlier call.
         self._is_resumed = False
 
     def _make_attention(self) -> MeshAttention:
@@ -129,8 +137,8 @@ class UnifiedAttnMode(ShardingMode):
         layouts = () if self._explicit is None else self._explicit
         explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
         self._attention.under((explicit, segments_of(self._known)))
-        # A model that is called without any shard computes the same on every rank: looked for while nothing says
-        # otherwise.
+        # A model whose inputs were never sharded computes the same result on every rank. Look for that mistake only
+        # while no layout and no sharded sequence is known.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
@@ -184,15 +192,18 @@ class UnifiedAttnMode(ShardingMode):
 
     @staticmethod
     def disable() -> TorchFunctionMode:
-        """Return a context in which no mode of this class intercepts anything."""
+        """Return a context in which no mode of this package intercepts attention: SDPA runs on this rank's tokens."""
         return Disabled()
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, run under this mode whenever it is called.
+        """Return a wrapper that runs ``function`` under this mode, also after the mode has been left.
 
-        It can be called after the mode has been left. It then has the sequences and layouts of its last call inside the
-        mode, or, without one, those of now. ``torch.utils.checkpoint`` needs no binding in eager code: inside the mode
-        it is done automatically.
+        A call after the mode has been left uses the sequences and layouts of the wrapper's last call inside the mode,
+        or those at the time of this call to ``bound`` if there was none. In eager code ``torch.utils.checkpoint`` needs
+        no ``bound``, because the mode binds checkpointed functions automatically.
+
+        Args:
+            function (`Callable`): The function to run under this mode.
         """
         state = self._known, self._explicit
 
@@ -211,7 +222,7 @@ class UnifiedAttnMode(ShardingMode):
     def _resumed(
         self, sequences: TraceSafeLayout, explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None
     ) -> Iterator[None]:
-        """Inside, this mode is on with the sequences and layouts that it had when they were read."""
+        """Enter this mode with the given sequences and explicit layouts; restore the current ones on exit."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
         try:
             with self:
@@ -219,7 +230,7 @@ class UnifiedAttnMode(ShardingMode):
                 self._explicit = explicit
                 self._set_known(sequences)
                 yield
-                # Leaving the mode here is not the end of its use.
+                # The user has not left the mode here, so the check for unused modes must not warn.
                 self.intercepted, self._computed_by_hand = True, False
         finally:
             sequences, self._explicit, self._is_resumed, intercepted = before
@@ -239,7 +250,7 @@ class UnifiedAttnMode(ShardingMode):
         if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
-            # A compiled graph runs; of its attention only the operator is seen.
+            # A compiled graph is running. Its SDPA call is compiled away, so the operator is the only sign of it.
             bind_checkpoint(self, self.bound)
         if not torch.compiler.is_compiling() and is_softmax(func):
             mesh = self._mesh
@@ -256,7 +267,7 @@ class UnifiedAttnMode(ShardingMode):
         return flex(operator, args, kwargs)
 
     def attend(self, call: SdpaCall) -> Tensor:
-        """Compute an intercepted call over the mesh."""
+        """Return the output of an intercepted SDPA call for this rank's queries, computed over the mesh."""
         self.intercepted = True
         if self._is_sdpa:
             return call.on_one_device()
@@ -264,16 +275,20 @@ class UnifiedAttnMode(ShardingMode):
             bind_checkpoint(self, self.bound)
         return self._attention(call)
 
-    # -- which rank computes which branches of guidance
+    # -- CFG branches over the batch mesh dim
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of ``x``, which holds all CFG branches (or samples) one after the other along
-        ``dim``.
+        """Return this rank's CFG branches (or samples) of ``x``, as a contiguous copy.
 
-        Over the ``batch`` mesh dim; without one, ``x`` itself. :meth:`shard` shards what this gives along its tokens.
+        The branches are split over the ``batch`` mesh dim. Without such a dim the method returns ``x`` itself. Pass the
+        result to :meth:`shard` to shard its tokens too.
+
+        Args:
+            x (`Tensor`): A tensor with all branches concatenated along ``dim``.
+            dim (`int`, *optional*, defaults to `0`): The dim of the branches.
 
         Raises:
-            ValueError: the ranks along ``batch`` cannot have equal parts.
+            ValueError: If ``dim`` is out of range, or the ``batch`` ranks cannot get equal parts.
         """
         if self._batch is None or self._batch.size == 1:
             return x
@@ -288,14 +303,19 @@ class UnifiedAttnMode(ShardingMode):
         return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
-        """Gather the parts of all ranks along ``batch``, one after the other along ``dim``: what :meth:`split_branches`
-        split.
+        """Return the concatenation of ``y`` from all ranks along ``batch``: the inverse of :meth:`split_branches`.
+
+        Without a ``batch`` mesh dim the method returns ``y`` itself.
+
+        Args:
+            y (`Tensor`): This rank's branches, of the same shape on all ranks.
+            dim (`int`, *optional*, defaults to `0`): The dim of the branches.
         """
         if self._batch is None or self._batch.size == 1:
             return y
         return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch).contiguous()
 
-    # -- which rank holds which tokens
+    # -- the tokens of each rank
 
     @overload
     def shard(
@@ -322,15 +342,21 @@ class UnifiedAttnMode(ShardingMode):
         """Return this rank's part of ``x``. Every rank passes the same whole ``x``.
 
         Args:
-            x: a tensor of any shape and length; or a ``BlockMask`` of flex attention over all tokens.
-            dim: of a tensor, the dim to shard.
-            sequence: from :meth:`sequence`; needed inside a compiled function, else read off ``x``. Of a mask, that of
-                its queries.
-            key_sequence: of a mask, that of its keys; defaults to that of its queries if there are as many.
-            balance: see :meth:`sequence`. A mask has that of the tokens that were sharded before it.
+            x (`Tensor` or `BlockMask`): A tensor of any shape and length, or a flex attention mask over all tokens.
+            dim (`int`, *optional*): The dim to shard. Required for a tensor; not allowed for a mask.
+            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`; for a mask, the layout of
+                its queries. Defaults to equal parts of the length of ``x``; for a mask, to the sharded sequence of its
+                length. Required for a tensor inside a compiled function.
+            key_sequence (:class:`SequenceLayout`, *optional*): The layout of the keys of a mask. Defaults to
+                ``sequence`` if the mask has as many keys as queries. Not allowed for a tensor.
+            balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed for a mask, which follows the layout of
+                the tokens that were sharded before it.
 
         Raises:
-            ValueError: in eager code on every rank, if ``x`` is not as long on all ranks, or not as ``sequence`` says.
+            ValueError: If the length of ``x`` differs between ranks or from ``sequence``. In eager code all ranks
+                raise.
+            TypeError: If an argument is missing or not allowed for the type of ``x``.
+            RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """
         if isinstance(x, BlockMask):
             if dim is not None or balance is not None:
@@ -369,7 +395,7 @@ class UnifiedAttnMode(ShardingMode):
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Return the layout of ``total`` tokens: the given one, that of a sharded sequence, or equal parts."""
+        """Return ``sequence`` if it is passed, else the explicit layout, that of a sharded sequence, or equal parts."""
         if sequence is not None:
             return self._checked(sequence)
         if self._explicit is not None:
@@ -379,10 +405,17 @@ class UnifiedAttnMode(ShardingMode):
         return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
 
     def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
-        """Say that every rank holds all tokens of ``x``, along ``dim``; returns ``x``.
+        """Declare that every rank holds all tokens of ``x``, and return ``x`` unchanged.
 
-        From then on, keys of that length are taken to be replicated: cross-attention to them sends nothing. Where such
-        tokens are concatenated with sharded ones, say the order with :meth:`using`.
+        The mode then treats keys of this length as replicated, so cross-attention to them sends nothing. If replicated
+        tokens are concatenated with sharded ones, pass the order with :meth:`using`.
+
+        Args:
+            x (`Tensor`): A tensor that is equal on all ranks.
+            dim (`int`, *optional*, defaults to `-2`): The dim of the tokens.
+
+        Raises:
+            ValueError: If ``dim`` is out of range.
         """
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
@@ -390,13 +423,18 @@ class UnifiedAttnMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Gather an attention mask of this rank's keys along its last dim, so that it has a column per key of the
-        sequence.
+        """Return an attention mask over this rank's keys gathered along its last dim, with one column for each key.
 
-        A mask is read like this by itself where lengths leave no doubt.
+        SDPA calls gather such a mask automatically if its length shows that it covers this rank's keys only.
 
         Args:
-            sequence: of the keys; as for :meth:`gather`.
+            mask (`Tensor`): A mask whose last dim has the keys of this rank.
+            sequence (:class:`SequenceLayout`, *optional*): The layout of the keys. Required inside a compiled function
+                and if several sequences were sharded through this mode.
+
+        Raises:
+            ValueError: If the last dim does not have the length of this rank's part. In eager code all ranks raise.
+            RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
@@ -405,8 +443,15 @@ class UnifiedAttnMode(ShardingMode):
 
     @contextmanager
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
-        """Inside, every attention call has ``layout`` for its queries, and ``key_layout`` (or the same) for its
-        keys.
+        """Return a context in which attention calls use ``layout`` instead of the layouts known to this mode.
+
+        Args:
+            layout (:class:`SequenceLayout`): The layout of the queries, and of the keys unless ``key_layout`` is
+                passed.
+            key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys.
+
+        Raises:
+            ValueError: If a layout is for another number of ranks.
         """
         before = self._explicit
         self._set_explicit((self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout)))
@@ -421,7 +466,14 @@ class UnifiedAttnMode(ShardingMode):
             self._note_state()
 
     def set_layout(self, layout: SequenceLayout) -> None:
-        """Every attention call from now on has ``layout``: :meth:`using`, for as long as the mode lives."""
+        """Use ``layout`` for the queries and keys of all later attention calls of this mode, without a context.
+
+        Args:
+            layout (:class:`SequenceLayout`): The layout of the queries and keys.
+
+        Raises:
+            ValueError: If the layout is for another number of ranks.
+        """
         self._set_explicit((self._trace_safe(layout), None))
 
     def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
@@ -432,8 +484,13 @@ class UnifiedAttnMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of the sequence of which this rank holds ``held`` tokens: the given one, a sharded one, or
-        equal parts.
+        """Return the layout of a sequence of which this rank holds ``held`` tokens.
+
+        This is the explicit layout if there is one, else that of a sharded sequence. If none is known, the parts are
+        assumed to be equal.
+
+        Raises:
+            ValueError: If ``held`` does not fit the explicit layout or any sharded sequence, or fits several.
         """
         mesh = self._mesh
         if self._explicit is not None:
@@ -454,13 +511,19 @@ class UnifiedAttnMode(ShardingMode):
 
 
 class RingAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` on a mesh without an ``ulysses`` dim (or one of size 1): keys and values travel."""
+    """:class:`UnifiedAttnMode` with ring attention only: keys and values are sent between ranks.
+
+    The ``ulysses`` mesh dim must be absent or have size 1. All ranks of a ProcessGroup form the ring.
+    """
 
     group_dim = "ring"
     _single_dim = "ulysses"
 
 
 class UlyssesAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` on a mesh without a ``ring`` dim (or one of size 1): tokens are traded for heads."""
+    """:class:`UnifiedAttnMode` with Ulysses attention only: an all-to-all exchanges tokens for heads.
+
+    The ``ring`` mesh dim must be absent or have size 1. All ranks of a ProcessGroup are used for Ulysses.
+    """
 
     _single_dim = "ring"
