@@ -1,4 +1,4 @@
-"""Parallel and cached pipelines of diffusers, and what is known about its models."""
+"""Parallel and cached diffusers pipelines, and the adapters of diffusers models."""
 
 from para_core.adapters.cache.calibration.calibrate import calibrate_cache
 from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow

@@ -17,8 +17,8 @@ from para_core.weights.stages import StagedBlock
 
 # Beginnings of the names of encoders of prompts and conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")
-# Names of layers that process one vector per sample, or only the few text tokens: they take little time for their
-# weights.
+# Names of layers that process one vector per sample or only text tokens. They take little time relative to the size of
+# their weights.
 _CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
 
 
@@ -54,10 +54,10 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformer or text encoder in the order in which they run.
+    """Return the blocks of a transformer or text encoder in the order in which they run; empty if there are none.
 
-    These are the block stack of the adapter, and those in every other outermost ``ModuleList`` with several modules of
-    one class that have parameters.
+    The blocks are the block stack of the adapter and the entries of every other outermost ``ModuleList`` that holds
+    several modules of one class with parameters.
     """
     adapter = adapter_for(module)
     groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
@@ -77,7 +77,7 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | None:
-    """Return the reason why ``module`` cannot run in stages; None if it can."""
+    """Return the reason why ``module`` cannot run in pipeline stages; None if it can."""
     adapter = adapter_for(module, adapter)
     if adapter is None or adapter.blocks is None:
         return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"

@@ -16,7 +16,8 @@ from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
-# Components that denoise. Wan 2.2 has one for each part of the steps, Ideogram 4 one for each branch of guidance.
+# Names of the components that denoise. Wan 2.2 has one for each part of the schedule, Ideogram 4 one for each branch of
+# guidance.
 TRANSFORMERS = ("transformer", "transformer_2", "unconditional_transformer")
 
 

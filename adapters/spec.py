@@ -13,7 +13,7 @@ from para_core.plans.plan import Plan
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan
 
-# Whether text tokens are sharded, or replicated.
+# Treatment of the text tokens of a sequence.
 Text = Literal["shard", "replicate"]
 
 
@@ -26,21 +26,22 @@ class Adapter:
         pipelines (`str`): Names of its pipelines as users know them, for messages.
         plan (`Plan`, *optional*): What is sharded and gathered. If text can be sharded, the plan shards it, as the
             segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
-        complete (`Callable`, *optional*): Returns the plan of a module from ``plan`` and the module, if it depends on
-            the module's config.
+        complete (`Callable`, *optional*): Function of ``plan`` and the module that returns the module's plan, if the
+            plan depends on the config of the module.
         text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens.
         blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages.
         uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.
         tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class publishes
             (``_tp_plan``).
-        frames (`Frames`, *optional*): Position of the frames in the input of a model that makes tokens from a video;
-            PipeFusion's patches then consist of frames.
+        frames (`Frames`, *optional*): Position of the frames in the input of a model that turns a video into tokens.
+            PipeFusion then splits the input into patches of whole frames.
         empty_text (`bool`, defaults to `True`): Whether the model accepts an empty text. Then only PipeFusion's first
             patch carries the text; otherwise each patch carries all of it.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines takes its steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
-        threshold_source (`str`): Who recommends this threshold.
+        threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends this
+            threshold.
     """
 
     transformer: str

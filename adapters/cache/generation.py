@@ -1,6 +1,4 @@
-"""The caches of one pipeline while it runs: whose turn it is, where it is in its schedule, and what its user is warned
-of.
-"""
+"""The caches of one pipeline during a generation: the current branch and step, the report and the warnings."""
 
 from __future__ import annotations
 
@@ -36,35 +34,36 @@ KEY = "cache of the pipeline"
 
 
 def caching_of(pipe: Any) -> PipelineCache | None:
-    """Return the :class:`PipelineCache` of ``pipe``; None without a cache."""
+    """Return the :class:`PipelineCache` of ``pipe``; None if it has no cache."""
     found = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
     return found if isinstance(found, PipelineCache) else None
 
 
 class PipelineCache:
-    """The caches of one pipeline's transformers, and its generation under way."""
+    """The caches of one pipeline's transformers by component name, and the state of its current generation."""
 
     def __init__(self) -> None:
         self.caches: dict[str, BlockCache] = {}
-        # As the user gave it with the caches.
+        # The adapter that the user passed with the caches.
         self._adapter: Adapter | None = None
         self._with_copies = False
-        # By transformer: the arguments that hold a part for each sample, and the dim of the samples.
+        # Per transformer: the arguments with a part for each sample, and their sample dim.
         self._batched: dict[str, Mapping[str, int | None]] = {}
         self._tracker = SchedulerTracker()
-        # Of its own, for other pipelines may share a transformer.
+        # Hooks of this pipeline alone, because other pipelines may share a transformer.
         self._callers: dict[str, ModelCallHook] = {}
-        # Of the generation under way.
+        # State of the current generation.
         self._pipe: Any = None
         self._thread = 0
         self._paused = False
-        # How many callbacks of the user's are under way.
+        # Number of user callbacks that are running.
         self._in_callback = 0
         self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        """Other caches from here on. What stands around the models stays, and so do graphs that were compiled with
-        it.
+        """Use ``caches`` from now on. If anything fails, the previous caches stay.
+
+        Hooks of the models are kept, so that graphs that were compiled with them stay valid.
         """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
@@ -96,14 +95,14 @@ class PipelineCache:
         return put_back
 
     def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
-        """Let ``callers``, of which some stepped aside, run again."""
+        """Use ``callers`` as this pipeline's hooks again; some of them may have been freed."""
         self._callers = callers
         for name, caller in callers.items():
             caller.run = self._around_model(name)
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The thresholds by the name of the transformer. A new value takes effect with the next call."""
+        """Thresholds by component name. A new value takes effect at the next call of the pipeline."""
         return {name: cache.threshold for name, cache in self.caches.items()}
 
     @thresholds.setter
@@ -114,9 +113,7 @@ class PipelineCache:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, the pipe runs without its cache. What stands around the models stays, and so do graphs that were
-        compiled.
-        """
+        """Run the pipeline without its cache inside the ``with`` block. Hooks and compiled graphs are kept."""
         self._paused = True
         try:
             yield
@@ -125,11 +122,16 @@ class PipelineCache:
 
     @property
     def options(self) -> CacheOptions:
-        """The threshold of the first transformer."""
+        """Options of the first transformer, with its current threshold."""
         cache = next(iter(self.caches.values()))
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run one generation: the wrapper of ``pipe.__call__``. Returns what ``call`` returns.
+
+        Raises:
+            RuntimeError: The pipeline is already running in another thread.
+        """
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
@@ -142,7 +144,7 @@ class PipelineCache:
             return call(pipe, *args, **kwargs)
 
     def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Suspend the cache during a callback, in which another pipeline that shares the models may call them."""
+        """Call ``callback`` with the cache suspended, because it may run another pipeline that shares the models."""
         self._in_callback += 1
         try:
             return callback(*args, **kwargs)
@@ -154,7 +156,8 @@ class PipelineCache:
         for name, cache in self.caches.items():
             cache.reset()
             cache.readings.clear()
-            # Before the first branch is named: another pipeline with its own first_blocks may have run here.
+            # Attach before the first branch is identified: another pipeline with other first_blocks may have replaced
+            # the hooks.
             site = cache.attach()
             component = getattr(pipe, name)
             if name not in self._callers:
@@ -162,7 +165,7 @@ class PipelineCache:
                 self._callers[name].run = self._around_model(name)
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
-                # Around what torch.compile made of it, if anything.
+                # The component may be the wrapper of torch.compile: the hook goes around the compiled call.
                 wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
         self._pipe = pipe
         try:
@@ -184,12 +187,12 @@ class PipelineCache:
             if torch.compiler.is_compiling() or not self._tracker.active:
                 return call(module, *args, **kwargs)
             if self._in_callback or self._thread != get_ident():
-                # Of another pipe, which shares the model.
+                # This call belongs to another pipeline that shares the model.
                 return call(module, *args, **kwargs)
             cache = self.caches[name]
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             batched = self._batched[name]
-            # A pipeline that does not say whether it guides may do so.
+            # A pipeline without do_classifier_free_guidance may use guidance, so assume two branches.
             guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
             tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
             cache.branches = 2 if guided else 1
@@ -203,7 +206,11 @@ class PipelineCache:
         return around
 
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Name the branch of this call of ``module``, on ranks that do not compute it as well."""
+        """Register the branch of a call of ``module`` that this rank or another one computes.
+
+        All ranks call it, so that they number the branches equally. Does nothing if the module has no cache here or no
+        generation is running.
+        """
         cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
@@ -211,13 +218,20 @@ class PipelineCache:
         cache.announce(materialize(given))
 
     def remove(self, pipe: Any) -> None:
+        """Remove the caches and their hooks from the components of ``pipe``."""
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
             self._step_aside(name, self.caches, component, uncompiled(component), cache.module)
             cache.detach()
 
     def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
-        """Remove the hook of the calls of the model called ``name``; ``caches`` are those that stay, or go with it."""
+        """Remove this pipeline's hook from the component ``name``.
+
+        Args:
+            caches: The caches that are attached, by component name. If one of them is for ``name``, its host keeps the
+                classes of ``modules`` alive.
+            modules: The instances that may have the hook. Values that are not modules are ignored.
+        """
         caller = self._callers.pop(name, None)
         if caller is None:
             return
@@ -230,15 +244,16 @@ class PipelineCache:
         caller.free()
 
     def report(self) -> CacheReport:
+        """Return the report of the last generation, over all transformers."""
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
         options = [cache.options for cache in self.caches.values()]
-        # Each once: transformers may differ.
+        # Transformers may have different rules and forecasts; each name is listed once.
         rules, forecasts = (" and ".join(dict.fromkeys(names)) for names in zip(*map(_names, options), strict=True))
         dropped = sum(cache.readings.dropped for cache in self.caches.values())
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
     def _warn_of_generation(self, name: str) -> None:
-        """Warnings about the generation that ended, each kind once."""
+        """Warn about settings that had no effect in the generation that ended. Each kind of warning appears once."""
         for component, cache in self.caches.items():
             self._warn_of_transformer(name if len(self.caches) == 1 else f"{name}'s {component}", cache)
 

@@ -28,13 +28,13 @@ class Position(NamedTuple):
 
 
 class SchedulerTracker:
-    """Follows the scheduler of a pipeline while the pipeline runs.
+    """Tracker of a pipeline's scheduler while the pipeline runs.
 
     Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the
     model twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to
-    image, video to video). Pipelines of diffusion forcing take their steps with copies of the scheduler, one for each
-    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`): there the calls of each branch are
-    counted.
+    image, video to video). Diffusion forcing pipelines take their steps with copies of the scheduler, one for each
+    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`); the tracker then counts the calls of
+    each branch.
     """
 
     def __init__(self) -> None:
@@ -130,8 +130,9 @@ class SchedulerTracker:
         return times[begin or 0 :]
 
     def _times_of_copies(self) -> list[float]:
-        """Return one timestep per step of the section, spread like those of the schedule: each frame is at another
-        one.
+        """Return one timestep per step of the section, spread evenly over the schedule.
+
+        Each frame is at a timestep of its own, so these are approximate.
         """
         total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
         return [self._times[i * len(self._times) // total] for i in range(total)]
