@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself, on a machine that has Python >= 3.11 and nothing else.
 #
 #   make demo       see it work: the same image from one process and from several, and with a cache
-#   make check      lint, types, and the tests that need one process (two minutes)
+#   make check      lint, types, and the quick tests of one process (two minutes)
 #   make test       lint, types, and the tests           (minutes, on two CPU cores)
 #   make test-long  the tests again, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
@@ -37,7 +37,7 @@ demo: $(STAMP)
 
 check: lint types
 	@echo "==> tests of one process"
-	$(BIN)/python -m pytest -m "not ranks and not long and not nodes" $(AT_ONCE) $(PYTEST)
+	$(BIN)/python -m pytest -m "not ranks and not slow and not long and not nodes" $(AT_ONCE) $(PYTEST)
 
 test: lint types
 	@echo "==> tests"

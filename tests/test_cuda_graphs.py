@@ -9,6 +9,8 @@ import torch
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -134,6 +134,7 @@ atexit.register(ending.set)  # called before it
 """
 
 
+@pytest.mark.slow
 def test_collective_threads_get_the_gil_at_exit(tmp_path):
     script = tmp_path / "ends_with_a_thread.py"
     script.write_text(LATE_THREAD)

@@ -17,6 +17,8 @@ from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines.registry import PIPELINES
 from zoo.tiny.transformers.registry import MODELS, SHELF
 
+pytestmark = pytest.mark.slow
+
 # (frames, height, width) in latent pixels: an odd number of tokens, and fewer than ranks.
 SIZES = [(3, 6, 10), (1, 2, 2)]
 

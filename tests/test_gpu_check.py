@@ -22,6 +22,8 @@ from benchmarks.gpu.timing import Kernel
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import tune
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 

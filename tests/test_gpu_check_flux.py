@@ -15,6 +15,8 @@ from benchmarks.gpu.job import Job, SectionSkipped
 from tests.tiny import relative_error
 from zoo.tiny.random_weights import fill
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 CONFIG = {**flux.TINY, "num_layers": 2, "num_single_layers": 3}

@@ -18,6 +18,8 @@ from benchmarks.gpu.job import Job, section_environment, write_section
 from benchmarks.gpu.processes import run_in_pool
 from benchmarks.gpu.runner import SECTIONS, Section, run_all
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import pytest
 import torch
 
 from benchmarks.attention import mesh as host_cost
@@ -36,6 +37,7 @@ def test_python_calls_are_counted_those_of_c_too():
     assert calls_in_python(three) - calls_in_python(lambda: None) == 3
 
 
+@pytest.mark.slow
 def test_flux_is_measured_each_way_with_few_blocks():
     rows = host_cost.measure_flux(1, width=8, text=4, image=12, blocks=(1, 1))
     assert {"unmodified", "ulysses", "ring", "ulysses, by hand", "an empty mode around it"} <= set(rows)
@@ -44,6 +46,7 @@ def test_flux_is_measured_each_way_with_few_blocks():
     assert rows["an empty mode around each attention"]["python calls"] < rows["an empty mode around it"]["python calls"]
 
 
+@pytest.mark.slow
 def test_one_call_is_measured_on_fake_group():
     rows = host_cost.measure_fake(1, ranks=2)
     expected = {f"{name}, {way}" for name in ("ulysses", "ring") for way in ("by hand", "eager", "compiled")}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Operators that the package defines, in its own namespace. torch.library has no other way to put a function into a
 # compiled graph.
 OWN_NAMESPACE = "para_core::"

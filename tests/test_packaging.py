@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"para_core": "para_core", **{name: f"para_core/{name}" for name in ("adapters", "kernels", "fleet", "cli")}}
 INSTALL = ("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.rank_pool import RankDied, RankPool, RankPoolError, RankPoolTimeout, heartbeat
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def pool():

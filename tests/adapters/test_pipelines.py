@@ -147,6 +147,7 @@ NOT_TRIED = {
 }
 
 
+@pytest.mark.slow
 def test_every_supported_pipeline_is_tried_or_named():
     on_them, on_the_shelf = set(), set()
     shelf = {model.cls for model in SHELF.values()}

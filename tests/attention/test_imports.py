@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import para_core
 
 ATTENTION = Path(para_core.__file__).parent / "attention"
@@ -30,6 +32,7 @@ for options in ({{}}, {{"comm_dtype": torch.int8}}):
 """
 
 
+@pytest.mark.slow
 def test_an_exact_call_loads_no_approximate_module():
     run = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr

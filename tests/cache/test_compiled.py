@@ -16,7 +16,7 @@ from tests.cache.test_graph import Counter
 from tests.cache.test_sizes import ALTERNATE, MODELS, run_sizes
 from tests.tiny import cpu_mesh, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 SIZES = [(1, 6, 6), (2, 8, 6)]
 
 

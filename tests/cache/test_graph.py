@@ -34,7 +34,7 @@ from zoo.tiny.pipelines.registry import PIPELINES
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 CHANGING = [1.0, 1.05, 1.09, 1.12, 1.13]
 EXPECTED = ["warmup", "hit", "hit", "miss", "hit"]
 

@@ -13,7 +13,7 @@ from para_core.cache.residuals import BranchState
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 CHANGING = {"cond": [1.0, 1.05, 1.09, 1.12, 1.13], "uncond": [5.0, 5.3, 5.4, 9.0, 9.1]}
 
 

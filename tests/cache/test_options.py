@@ -32,7 +32,7 @@ KNOWN_BEFORE = replace(
 )
 
 
-IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", "graph"], indirect=True)
+IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", pytest.param("graph", marks=pytest.mark.slow)], indirect=True)
 
 
 # In graphs in the long run; in the default run one test of each way to decide.
@@ -148,7 +148,7 @@ def test_first_and_last_blocks_always_run():
     [
         *[("eager", order) for order in (0, 1, 2)],
         *[pytest.param("graph", order, marks=pytest.mark.long) for order in (0, 1)],
-        ("graph", 2),
+        pytest.param("graph", 2, marks=pytest.mark.slow),
     ],
     indirect=["run"],
 )

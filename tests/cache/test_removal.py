@@ -13,7 +13,7 @@ from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cac
 from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 
 
 def state_of(pipe):

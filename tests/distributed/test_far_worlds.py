@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("worlds", [("8",), pytest.param(("64",), marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
     # On eight ranks "ring × 8" is Ulysses.
     methods = ["Ulysses", "ring", "ring, 2-D", *(["ring × 8"] if worlds != ("8",) else [])]

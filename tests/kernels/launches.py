@@ -12,7 +12,7 @@ from benchmarks.attention.compiled import Launch, launches
 def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:
     """Those of these kernels, as values of a test's parameter; ``rounded``: of an exchange in 8 bits."""
     return [
-        pytest.param(launch, id=launch.name, marks=() if _is_short(launch) else pytest.mark.long)
+        pytest.param(launch, id=launch.name, marks=pytest.mark.slow if _is_short(launch) else pytest.mark.long)
         for launch in launches()
         if launch.kernel in kernels and launch.rounded == rounded
     ]

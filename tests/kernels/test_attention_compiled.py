@@ -31,6 +31,8 @@ from tests.kernels.attention_compiled import (
     loop_counts_of_roles,
 )
 
+pytestmark = pytest.mark.slow
+
 LONG_128 = {arch: ConfigKey(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 

@@ -6,6 +6,8 @@ import triton.language as tl
 
 from benchmarks.attention.compiled import ARCHS, SHARED_LIMIT, compile_kernel
 
+pytestmark = pytest.mark.slow
+
 
 @triton.jit
 def scaled_product(a, b, out, num_rows, step, scale, BLOCK: tl.constexpr):

@@ -13,6 +13,8 @@ from para_core.adapters.components import blocks_of
 from tests.tiny import flux_pipe
 from tests.weights.pipes import generate, make
 
+pytestmark = pytest.mark.slow
+
 STEPS = 9
 # The tiny videos have three frames.
 PATCHES = {"qwen-image": 4}

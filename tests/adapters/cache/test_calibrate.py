@@ -18,6 +18,8 @@ from para_core.adapters.cache.generation import caching_of
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
 from zoo.tiny.pipelines.registry import PIPELINES
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a large red circle at the top left, on white", "a small blue square at the bottom, on grey"]
 CALL = {"height": 72, "width": 56, "num_inference_steps": 6, "max_sequence_length": 13}
 

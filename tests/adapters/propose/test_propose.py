@@ -218,6 +218,7 @@ def test_two_calls_of_one_size_are_an_error():
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan, image by token replacement"])
+@pytest.mark.slow
 def test_known_models_are_found_without_their_adapters(name):
     model = MODELS[name]
     proposal = propose_plan(model.build(), (model.inputs(3, 6, 6), model.inputs(3, 6, 10)))

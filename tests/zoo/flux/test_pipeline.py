@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from zoo.flux import PIPELINE
 from zoo.flux.grammar import Scene, Thing, caption
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 

@@ -36,7 +36,7 @@ from zoo.training.loop import Schedule, State, build_optimizers, fit, step_seed
 from zoo.training.losses import FlowLoss, PlainAttention, Pool, VaeLoss
 
 # Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 ROOT = Path(__file__).parents[3]
 SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
 

@@ -23,7 +23,7 @@ from zoo.video.models import (
 )
 from zoo.video.stages import Captions, build_pool, draw_batch, draw_crowded_images, encode, measure_latents
 
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 SCHEDULE = Schedule(steps=2, learning_rate=1e-3, warmup=1)
 
 
