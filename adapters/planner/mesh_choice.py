@@ -79,8 +79,7 @@ def choose_mesh(
 
     With guidance each of two branches gets half of the ranks. The ranks of a branch go to Ulysses, up to the number of
     key heads and within a host, then to the ring. Sharded weights come first: ``"tensor"`` takes the fewest ranks that
-        divide the heads; ``"fsdp"`` keeps at
-    least two ranks per branch.
+    divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
 
     Args:
         num_heads: Number of key heads; None if unknown, which limits nothing.

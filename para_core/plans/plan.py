@@ -200,8 +200,7 @@ class AttentionByHeads:
         output (`str`): The submodule whose input, of the same form, is exchanged back.
         heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
         caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Parameters of the module that hold tensors, or dicts
-        of tensors, with all heads, and
-            the dim of the heads.
+            of tensors, with all heads, and the dim of the heads.
     """
 
     segment: str

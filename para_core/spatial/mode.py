@@ -45,9 +45,8 @@ class SpatialShardMode(TorchFunctionMode):
     ...     y = rows.gather(model(rows.shard(x)))
 
     Functions that need rows of other ranks exchange them: convolutions fetch a halo, norms reduce statistics, attention
-        gathers all
-    keys. A function without a rule raises :class:`~para_core.spatial.errors.MixesRows` if one of its tensors is
-    sharded.
+    gathers all keys. A function without a rule raises :class:`~para_core.spatial.errors.MixesRows` if one of its
+    tensors is sharded.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): Ranks over which rows are sharded, in rank order, along all mesh dims.

@@ -98,7 +98,7 @@ def test_graph_records_a_table_without_host_copy(capture, dtype):
     ("table", "key"),
     [
         (exchange._on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)),
-        (norm._shares, ((5, 3, 3), torch.float32)),
+        (norm._fractions, ((5, 3, 3), torch.float32)),
         (resample._index_on, (BICUBIC,)),
         (resample._weights_on, (BICUBIC, torch.float64)),
     ],
