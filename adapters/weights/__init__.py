@@ -1,1 +1,1 @@
-"""Pipelines whose weights are sharded: which components, which blocks, and how they are loaded."""
+"""Distribute the weights of a diffusers pipeline: FSDP2, tensor parallelism, pipeline stages, PipeFusion and LoRAs."""

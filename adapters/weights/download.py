@@ -1,6 +1,4 @@
-"""The folder of a pipeline: one that is there, or of a repository on the Hub, which one rank of each node downloads
-while the others wait.
-"""
+"""Find the folder of a pipeline's files. One rank of each node downloads it from the Hub while the others wait."""
 
 from __future__ import annotations
 
@@ -14,22 +12,24 @@ from typing import Any
 from para_core.distributed.consistency import check_consistent, exchange, signature
 from para_core.distributed.mesh import GuidedMesh
 
-# Between two signs of life, in seconds: a download may take longer than a group waits for a rank.
+# Seconds between two exchanges during a download, which may take longer than the timeout of the process group.
 _INTERVAL = 1.0
 _WAITING = signature({"waiting for": "a download"})
 
 
 def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]) -> None:
-    """Download ``name`` if it is no folder, on one rank of those that have a cache in common. Every rank of ``mesh``
-    calls it.
+    """Download ``name`` on one rank per host and cache folder, and return when all downloads are complete.
+
+    Every rank of ``mesh`` calls it. A rank needs no download if ``name`` is a local folder or ``local_files_only`` is
+    set.
 
     Args:
-        pipeline: a class of diffusers.
-        name: a folder, or a repository on the Hub.
-        options: of ``pipeline.download``.
+        pipeline: A pipeline class of diffusers.
+        name: A local folder, or the name of a repository on the Hub.
+        options: Keyword arguments of ``pipeline.download``.
 
     Raises:
-        RuntimeError: on every rank, if one could not download it.
+        RuntimeError: On every rank, if a download failed on any rank.
     """
     wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
     node = {"host": socket.gethostname(), "cache": _cache_of(options)}
@@ -40,7 +40,10 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
 
 
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Return the folder of the downloaded files of ``name``, without asking the Hub, which may have newer ones."""
+    """Return the local folder of ``name``: the folder itself, or the cached files of a repository on the Hub.
+
+    It never contacts the Hub, which may have newer files than those that were downloaded.
+    """
     if Path(name).is_dir():
         return Path(name)
     return Path(pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False}))
@@ -58,16 +61,16 @@ def _started(download: Callable[[], Any]) -> Future[Any]:
     def run() -> None:
         try:
             found.set_result(download())
-        except BaseException as error:  # whatever it is, ranks wait for it
+        except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
             found.set_exception(error)
 
-    # A daemon, for who interrupts the program would otherwise wait for it.
+    # A daemon thread, because otherwise an interrupted program would wait for the download.
     Thread(target=run, name="para_core: download", daemon=True).start()
     return found
 
 
 def _wait_for_all(pending: Future[Any] | None, name: str | Path, mesh: GuidedMesh) -> None:
-    """Until no rank downloads any more; raises on all of them if one cannot."""
+    """Wait until the downloads of all ranks are complete. Raise ``RuntimeError`` on all ranks if one fails."""
     while True:
         done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
         problem = pending.exception() if done and pending is not None else None

@@ -1,8 +1,8 @@
-"""LoRAs on models whose weights are sharded: loaded, fused, taken apart and removed while they are.
+"""Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
-FSDP2 leaves the weights of adapters on every rank: they are few, and may come and go. Tensor ranks share them as they
-share the layer that they are around. A merge computes with one whole layer at a time, and writes back what each rank
-has of it.
+With FSDP2, LoRA weights stay replicated, because they are small and may be added and removed. With tensor parallelism
+they are sharded like the layer that they adapt. A merge gathers one layer at a time, and writes back the part of each
+rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from para_core.weights.stand_ins import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
-# Of diffusers and transformers. Pipelines call them, or merge layer by layer.
+# Methods of models of diffusers and transformers. Pipelines call these, or merge layer by layer.
 _ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
 _CHANGES = (
     *_ADD,
@@ -42,7 +42,10 @@ Ranks = GuidedMesh | SequenceMesh | None
 
 
 def follow_loras(module: nn.Module, ranks: Ranks) -> None:
-    """Let LoRAs of ``module``, whose weights are sharded, be changed from now on; all of ``ranks`` do so together."""
+    """Wrap the LoRA methods of ``module``, whose weights are sharded, so that they work on sharded weights.
+
+    All of ``ranks`` must then call such a method together. With None, failures are not compared between ranks.
+    """
     for method in _CHANGES:
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_change, ranks, method in _ADD), order=WrapperPriority.PLAN)
@@ -82,11 +85,13 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
 
 
 def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA that is added by a config begins with values that are computed from the weights of
-    its layer.
+    """Raise ``ValueError`` if a LoRA config initializes the LoRA from the weights of its layer (such as DoRA, PiSSA).
 
-    While a LoRA is added to a module in stages, or with sharded weights, zeros stand in for the weights that are
-    elsewhere.
+    While a LoRA is added to a module with stages or sharded weights, zeros replace the weights that this rank lacks.
+
+    Args:
+        args: Positional arguments of the call that adds the LoRA.
+        kwargs: Keyword arguments of that call.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
@@ -101,7 +106,7 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _forget(layers: list[Any], module: nn.Module) -> None:
-    """Leave alone those of ``layers`` that are no longer part of ``module``."""
+    """Remove the merge wrappers from those of ``layers`` that are no longer part of ``module``."""
     present = {id(layer) for layer in lora_layers(module)}
     for layer in layers:
         if id(layer) not in present:
@@ -109,7 +114,7 @@ def _forget(layers: list[Any], module: nn.Module) -> None:
 
 
 def _take_off(module: Any, names: set[str]) -> None:
-    """Remove all adapters but those of ``names``, without asking other ranks."""
+    """Remove all adapters except those in ``names``, without communication."""
     cls: Any = original_class(module)
     if names:
         cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
@@ -119,8 +124,9 @@ def _take_off(module: Any, names: set[str]) -> None:
 
 @contextmanager
 def _as_whole(module: nn.Module) -> Iterator[None]:
-    """Inside, adapters that are there are whole, and plain zeros of the whole shape stand in for the other weights:
-    peft makes an adapter for what a rank holds of a layer.
+    """Give the weights of ``module`` their global shapes in the ``with`` block, because peft sizes adapters by them.
+
+    The weights of existing adapters are gathered; zeros that take no memory replace the other sharded weights.
     """
     with ExitStack() as stack:
         if tensor_mesh(module) is not None:
@@ -129,7 +135,7 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
         sharded = [held for held in weights_of(module) if isinstance(held[0], DTensor)]
         for owner in module.modules():
             if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
-                # FSDP2 would take what stands in for what was loaded.
+                # FSDP2's hook would treat the zeros as newly loaded weights.
                 stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
                 owner._load_state_dict_post_hooks = OrderedDict()
         mesh = tensor_mesh(module) or shard_mesh(module)
@@ -139,8 +145,9 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
 
 
 def _place(module: nn.Module) -> None:
-    """Put adapters on the device that computes: peft puts them where the layer's weights are, which may be
-    offloaded.
+    """Move LoRA weights to the device of the mesh.
+
+    peft puts them on the device of the layer's weights, which may be offloaded to the host.
     """
     mesh = shard_mesh(module)
     if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
@@ -149,7 +156,7 @@ def _place(module: nn.Module) -> None:
 
 
 def _wrap_merges(module: nn.Module) -> None:
-    # One function for all layers: they keep a class in common, so graphs of one block fit the others.
+    # All layers get the same wrapper and so share a class: the compiled graph of one block then fits the others.
     around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
     layers = lora_layers(module)
     for method in ("merge", "unmerge"):
@@ -159,8 +166,10 @@ def _wrap_merges(module: nn.Module) -> None:
 def _with_whole(
     tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Change ``layer`` while its weights are whole: those of tensor parallelism if ``tensors_of`` is its model, else
-    those of FSDP2.
+    """Call a merge method of ``layer`` while the layer's weights are gathered.
+
+    Args:
+        tensors_of: The model of ``layer`` if tensor parallelism sharded it; None for FSDP2.
     """
     with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)

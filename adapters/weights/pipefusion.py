@@ -1,6 +1,4 @@
-"""PipeFusion on the transformers of a diffusers pipeline: which of its arguments are tokens, and where in its schedule
-it is.
-"""
+"""Apply PipeFusion to the transformers of a diffusers pipeline: find their patch plans, CFG branches and steps."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ _KEY = "pipefusion"
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
-    """Return how the arguments of ``module`` are split into patches.
+    """Return the plan by which the arguments of ``module`` are split into patches.
 
     Raises:
-        TypeError: they cannot be.
-        ValueError: the mesh does not fit.
+        TypeError: If there is no patch plan for this class of model.
+        ValueError: If the mesh has more than one rank along ``tensor``.
     """
     name = original_class(module).__name__
     plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
@@ -49,7 +47,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
 
 
 class FusedPipe:
-    """PipeFusion on the transformers of one pipeline, and its generation under way."""
+    """PipeFusion on the transformers of one pipeline, with the state of the current generation."""
 
     def __init__(
         self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
@@ -91,13 +89,13 @@ class FusedPipe:
         names = self._names[id(module)]
 
         def name_of(given: Mapping[str, Any]) -> str:
-            # None: they cannot be told apart, and all steps are computed whole.
+            # An empty name means that the CFG branches cannot be identified: all steps then compute all tokens.
             return names[-1] if names else self._branches[id(module)].name_of(given) or ""
 
         return name_of
 
     def _step_of(self, branch: str) -> tuple[int, int]:
-        # What is called outside of the pipeline, or is of no known branch, is whole.
+        # Calls outside of a generation, or of an unknown branch, compute all tokens.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.position(branch)
@@ -105,7 +103,10 @@ class FusedPipe:
 
     @contextmanager
     def generation(self, pipe: Any) -> Iterator[None]:
-        """Inside, steps are followed; when it is left, nothing is on its way any more."""
+        """Track the steps of one generation of ``pipe`` in the ``with`` block, and end all transfers on exit.
+
+        Warns if the generation has too few steps for PipeFusion.
+        """
         for module_id, branches in list(self._branches.items()):
             self._branches[module_id] = Branches(branches.conditions)
         failed = True

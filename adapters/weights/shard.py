@@ -1,4 +1,4 @@
-"""Sharding the weights of a pipeline over ranks, and putting them together again."""
+"""Shard the weights of a pipeline over ranks, and gather them again."""
 
 from __future__ import annotations
 
@@ -55,38 +55,45 @@ def shard_weights(
     components: Sequence[str] | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> Pipeline:
-    """Hold the weights of this one pipeline's transformers and text encoders once on several ranks, not once on each.
+    """Shard the weights of a pipeline's transformers and text encoders over several ranks. Every rank calls it.
 
-    ``"fsdp"``, PyTorch's FSDP2: a rank of the sequence holds 1 / n of each block, and gathers a block just before it
-    runs, the next one while it computes. Bit-equal to replicated weights.
+    With ``"fsdp"`` (PyTorch's FSDP2) each sequence rank holds 1 / n of each block. It gathers a block just before the
+    block runs, while the previous block computes. The result is bit-equal to that of replicated weights.
 
-    ``"tensor"``, PyTorch's tensor parallelism: a rank along the mesh dim ``tensor`` holds and computes 1 / n of the
-    heads and hidden units of each block of the transformers; nothing is gathered, and sums over ranks come in another
-    order. What adapters or diffusers (``_tp_plan``) name is sharded; text encoders are not: ``"fsdp"`` shards those, in
-    a second call.
+    With ``"tensor"`` (PyTorch's tensor parallelism) each rank along the mesh dim ``tensor`` holds and computes 1 / n
+    of the heads and hidden units of each transformer block. No weight is gathered; the result differs in the order of
+    sums over ranks. Only the layers that the tensor plan of an adapter or of diffusers (``_tp_plan``) names are
+    sharded. Text encoders have no such plan: shard them by ``"fsdp"`` in a second call.
 
-    For inference: parameters take no gradients afterwards. Goes with :func:`parallelize_pipe` and
-    :func:`apply_cache_on_pipe`, in any order; :func:`unshard_weights` undoes it. LoRAs may be loaded, fused and removed
-    before and afterwards; then all ranks do so. Leave ``pipe.to(device)`` out: what is sharded goes to the device of
-    the mesh block by block; move the rest (``pipe.vae.to(device)``).
+    Sharded weights are for inference: the parameters take no gradients. This function may be called before or after
+    :func:`parallelize_pipe` and :func:`apply_cache_on_pipe`; :func:`unshard_weights` undoes it. LoRAs may be loaded,
+    fused and removed at any time; once the weights are sharded, all ranks must do so together. Do not call
+    ``pipe.to(device)``: sharded components move to the device of the mesh block by block. Move the other components
+    one by one (``pipe.vae.to(device)``).
 
     Args:
-        pipe: every rank has loaded the same weights.
-        mesh: as for :func:`parallelize_pipe`; its sequence ranks shard weights, those along ``batch`` have copies; for
-            ``"tensor"``, with that dim. Or for ``"fsdp"`` another DeviceMesh without these dims, as FSDP2 takes it: of
-            one dim, or ``replicate × shard``; all of its ranks then call the pipeline equally often. Left out: the mesh
-            on which the pipeline is parallel, or as for :func:`parallelize_pipe`.
-        method: ``"fsdp"`` or ``"tensor"``.
-        components: names; left out: all that the method can shard.
-        offload_policy: ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps each rank's part of ``"fsdp"`` in host
-            memory.
+        pipe (`DiffusionPipeline`): A pipeline into which every rank has loaded the same weights.
+        mesh (`DeviceMesh`, `ProcessGroup` or `GuidedMesh`, *optional*): Ranks that share the weights, as for
+            :func:`parallelize_pipe`. ``"fsdp"`` shards over its sequence ranks, and ranks along ``batch`` hold copies.
+            ``"tensor"`` requires a mesh with a dim ``tensor``. ``"fsdp"`` also takes a `DeviceMesh` without the dims
+            of this library, of one dim or of two (``replicate × shard``); all of its ranks must then call the pipeline
+            equally often. Defaults to the mesh on which the pipeline is parallel, or else to the default of
+            :func:`parallelize_pipe`.
+        method (`"fsdp"` or `"tensor"`, *optional*, defaults to `"fsdp"`): How the weights are sharded.
+        components (`Sequence[str]`, *optional*): Names of the components to shard. Defaults to all components that
+            ``method`` can shard.
+        offload_policy (`OffloadPolicy`, *optional*): FSDP2's policy for offloading.
+            ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps this rank's part of the weights in host memory. Only
+            for ``method="fsdp"``.
 
     Returns:
-        ``pipe``.
+        ``pipe`` itself.
 
     Raises:
-        TypeError, ValueError: a component cannot be sharded, or the mesh does not fit.
-        RuntimeError: as for :func:`parallelize_pipe`.
+        TypeError: If a component cannot be sharded.
+        ValueError: If a component cannot be sharded by ``method``, or the mesh does not fit.
+        RuntimeError: Under the same conditions as :func:`parallelize_pipe`, for example if ranks hold different
+            weights.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
@@ -107,13 +114,19 @@ def shard_components(
     keep: bool = False,
     from_files: bool = False,
 ) -> list[str]:
-    """:func:`shard_weights` of a pipeline that is not refused; return the names of the components.
+    """Shard the weights like :func:`shard_weights`, without its compatibility checks.
 
     Args:
-        keep: Whether components that are sharded so already stay as they are.
-        from_files: Whether the weights are mapped from files, which are to be read as little as possible: their values
-            are not compared, and they are not held for a rollback, so the components are not put back if sharding
-            fails.
+        keep: Whether to skip components that are already sharded with the same settings.
+        from_files: Whether the weights are memory-mapped from files. Then they are read as little as possible: ranks
+            do not compare their values, and no copy is held for a rollback, so the components are not restored if
+            sharding fails.
+
+    Returns:
+        The names of the sharded components.
+
+    Raises:
+        ValueError: If a component cannot be sharded by ``method``, or the mesh does not fit.
     """
     if components is None and method == "tensor":
         components = list(transformers_of(pipe))
@@ -139,7 +152,7 @@ def shard_components(
     )
     if isinstance(ranks, GuidedMesh):
         require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
-    # A rank that raised alone would leave the others waiting in the first call.
+    # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         for name, module in chosen.items():
             if tensors_of_diffusers(module) is not None:
@@ -153,7 +166,7 @@ def shard_components(
                 require_shardable(module, lora_weights(module))
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
-    # Of mapped files, an element brings in the pages around it.
+    # Reading one element of a memory-mapped file loads whole pages, so values are not compared there.
     record = weights_record(chosen, values=not from_files)
     check_consistent(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
@@ -176,8 +189,9 @@ def shard_components(
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """Return what must be equal on all ranks: shapes, dtypes, and with ``values`` one element of each unsharded
-    weight.
+    """Return the properties of the weights that must be equal on all ranks, by parameter name.
+
+    They are the shape, the dtype and, with ``values``, the first element of each unsharded weight.
     """
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
@@ -187,7 +201,7 @@ def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> 
 
 
 def _first_element(x: Tensor) -> str:
-    # Of parts that ranks share, and of quantized weights, it is none, or asking costs a collective.
+    # A DTensor would need a collective to read an element; a quantized weight may have no element to read.
     if type(x) is not nn.Parameter or x.is_meta or x.numel() == 0:
         return ""
     return f", first {x.detach()[(0,) * x.ndim].item()!r}"
@@ -198,7 +212,7 @@ def _other_weights(records: list[Record]) -> str:
 
 
 def _is_of_fsdp(mesh: Any) -> TypeGuard[DeviceMesh]:
-    """Whether ``mesh`` has none of our dims."""
+    """Whether ``mesh`` is a DeviceMesh without any dim name of this library, to be passed to FSDP2 unchanged."""
     return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
 
 
@@ -207,8 +221,14 @@ def _tensor_size(ranks: Any) -> int:
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
-    """Raise ``ValueError`` if the mesh has no ranks for ``method``, or has ranks that would repeat the work of
-    others.
+    """Validate a mesh for sharding weights by ``method``.
+
+    Args:
+        of_transformer: Whether a transformer is among the components to shard.
+
+    Raises:
+        ValueError: If the mesh has too few ranks for ``method``, or ``"fsdp"`` would shard a transformer on a mesh
+            with tensor ranks.
     """
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
@@ -234,7 +254,7 @@ def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool =
 
 
 def _device_mesh(ranks: GuidedMesh | SequenceMesh, method: Method) -> DeviceMesh:
-    """Those of ``ranks`` that share weights."""
+    """Return the mesh of the ranks that share weights: the sequence ranks for ``"fsdp"``, else the tensor ranks."""
     sequence = ranks.sequence if isinstance(ranks, GuidedMesh) else ranks
     if method == "fsdp":
         return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
@@ -244,15 +264,25 @@ def _device_mesh(ranks: GuidedMesh | SequenceMesh, method: Method) -> DeviceMesh
 
 
 def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
-    """Those over which the weights of ``pipe`` are gathered."""
+    """Return the process groups over which FSDP2 gathers the weights of ``pipe``."""
     meshes = [shard_mesh(module) for module in components_of(pipe).values()]
     return {group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
 
 
 def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) -> Pipeline:
-    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks call it; returns ``pipe``.
+    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks that share weights must call it.
 
-    What diffusers sharded (``TensorParallelConfig``) stays so, with a warning.
+    Components that diffusers sharded (``TensorParallelConfig``) stay sharded, with a warning.
+
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline. Components whose weights are not sharded stay unchanged.
+        components (`Sequence[str]`, *optional*): Names of the components to gather. Defaults to all components.
+
+    Returns:
+        ``pipe`` itself.
+
+    Raises:
+        RuntimeError: If a sharded weight was replaced, for example by quantization, so that it cannot be gathered.
     """
     for name, module in components_of(pipe, components).items():
         if tensors_of_diffusers(module) is not None:
@@ -269,10 +299,9 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
 
 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
-    """Give every rank all weights of the components in ``names``, or of all, and return a function that shards them
-    again as they were.
+    """Gather the weights of the components in ``names`` (None: of all), and return a function that shards them again.
 
-    All ranks call both. A component that is not there any more is left out.
+    Both are collective calls. Names that the pipeline no longer has are ignored.
     """
     present = components_of(pipe)
     chosen = {name: module for name, module in present.items() if names is None or name in names}
@@ -287,7 +316,7 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """Return the wrappers of the methods of ``pipe`` that move or save its components. Installs them if necessary."""
+    """Return the :class:`Placement` whose wrappers guard moving and saving ``pipe``. Installs them if necessary."""
     placement = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
     if not isinstance(placement, Placement):
         placement = Placement()

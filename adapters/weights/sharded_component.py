@@ -1,6 +1,4 @@
-"""One component of a pipeline whose weights are sharded: applying it, undoing it, and what its methods refuse
-meanwhile.
-"""
+"""Shard and gather the weights of one pipeline component, and refuse methods that would fail on sharded weights."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 KEY = "weights"
 _FUSED = "projections that are fused or taken apart now would not be"
-# What goes wrong by these methods of diffusers and transformers once weights are sharded.
+# Methods of diffusers and transformers that fail on sharded weights, and the reason that the error message gives.
 _LATE = {
     **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
     "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
@@ -41,12 +39,16 @@ _LATE = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedComponent:
-    """Return how the weights of ``module`` are sharded.
+    """A component of a pipeline, with the settings by which its weights are sharded.
 
     Args:
-        mesh: The ranks that share them.
-        ranks: All ranks that load and change LoRAs together; None: not known, because others sharded the module.
-        plan: Of tensor parallelism.
+        module: The component.
+        method: The method of sharding.
+        mesh: The ranks that share the weights.
+        ranks: All ranks that load and change LoRAs together. None if they are unknown, because the user's own code
+            sharded the module.
+        plan: The tensor plan; None for ``"fsdp"``.
+        offload_policy: FSDP2's policy for offloading; None keeps the weights on the device.
     """
 
     module: nn.Module
@@ -57,7 +59,7 @@ class ShardedComponent:
     offload_policy: OffloadPolicy | None = None
 
     def apply(self) -> None:
-        """Shard the weights, which every rank holds."""
+        """Shard the weights, which every rank must hold in full. All ranks call it."""
         if self.plan is None:
             shard_blocks(
                 self.module,
@@ -71,7 +73,7 @@ class ShardedComponent:
         follow_loras(self.module, self.ranks)
 
     def is_applied(self) -> bool:
-        """Whether the module is sharded in this manner now."""
+        """Whether the module is already sharded with these settings. Always false with an offload policy."""
         earlier = sharded_component(self.module)
         return (
             earlier is not None
@@ -82,11 +84,11 @@ class ShardedComponent:
         )
 
     def replace_earlier(self, rollback: ExitStack, *, hold_weights: bool) -> None:
-        """Shard the weights in this manner in place of an earlier one; if a rank fails, all ranks raise.
+        """Gather the weights if they are sharded, and shard them with these settings. If a rank fails, all ranks raise.
 
         Args:
-            rollback: Gets what puts the module back to where it is now. All ranks call that together.
-            hold_weights: Whether ``rollback`` holds the whole weights, and puts the same tensors back.
+            rollback: Receives callbacks that restore the current state of the module. All ranks run it together.
+            hold_weights: Whether ``rollback`` holds the gathered weights and restores the same tensors.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):
@@ -100,14 +102,14 @@ class ShardedComponent:
             self.apply()
 
     def _put_back(self, held: _HeldWeights) -> None:
-        """Undo :meth:`apply` wherever it stopped on this rank. No other rank is asked."""
+        """Undo a complete or partial :meth:`apply` on this rank, without communication."""
         discard_shards(self.module)
         discard_tensors(self.module)
         leave_loras(self.module)
         held.put_back()
 
     def refuse_late(self, placement: Placement) -> None:
-        """Let methods that would fail on sharded weights, or lose them, raise."""
+        """Wrap methods of the module that would fail on sharded weights, or lose them, so that they raise."""
         wrap_method(self.module, "to", KEY, _Move(self, placement).move, order=WrapperPriority.PLAN)
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
@@ -115,7 +117,7 @@ class ShardedComponent:
 
 
 class _HeldWeights:
-    """The parameters and buffers of a module, whatever takes their place later."""
+    """A record of a module's parameters and buffers, from which they can be restored after they were replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = [
@@ -139,22 +141,22 @@ def _dicts_of(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
-    """Return how ``module`` is sharded; None if it is not."""
+    """Return the settings by which ``module`` is sharded; None if it is not sharded."""
     move = getattr(wrapper(module, "to", KEY), "__self__", None)
     if isinstance(move, _Move):
         return move.component
-    # By the user's own fully_shard, of which the policy is not known.
+    # The user's own fully_shard may have sharded it. Its offload policy is unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
     return None if mesh is None else ShardedComponent(module, "fsdp", mesh, None)
 
 
 def is_distributed(module: nn.Module) -> bool:
-    """Whether ranks share the weights of ``module``."""
+    """Whether the weights of ``module`` are sharded, by FSDP2 or by tensor parallelism."""
     return is_sharded(module) or tensor_mesh(module) is not None
 
 
 def gather_component(module: nn.Module) -> None:
-    """Give every rank all weights of ``module``. All ranks call it."""
+    """Gather the weights of ``module``: every rank holds all of them again. All ranks call it."""
     if is_sharded(module):
         gather_blocks(module)
     if tensor_mesh(module) is not None:
@@ -171,17 +173,19 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
 
 
 class Placement:
-    """Keeps track of the placement of one pipeline's sharded weights: FSDP2 remembers the dtype and the device of what
-    it sharded, and would fail in the next call after ``module.to(...)``. Model offload (accelerate's) moves the other
-    components, and leaves these alone.
+    """Guards against moving or saving the sharded components of one pipeline.
+
+    FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)`` would
+    fail. Model offload (accelerate's) may move the other components; sharded ones stay in place.
     """
 
     def __init__(self) -> None:
         self._offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``pipe.enable_model_cpu_offload``, which moves all components to the host first. It runs behind each
-        generation, too.
+        """Wrap ``pipe.enable_model_cpu_offload``: sharded components ignore the moves to the host inside this call.
+
+        Pipelines call the method again after each generation.
         """
         before, self._offloading = self._offloading, True
         try:
@@ -190,14 +194,19 @@ class Placement:
             self._offloading = before
 
     def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``pipe.save_pretrained``, which would write other components before it comes to a sharded one."""
+        """Wrap ``pipe.save_pretrained``: raise ``RuntimeError`` before any file is written if a component is
+        sharded.
+        """
         for module in components_of(pipe).values():
             if is_distributed(module):
                 _too_late(_LATE["save_pretrained"], call, module)
         return call(pipe, *args, **kwargs)
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Around ``module.to``."""
+        """Wrap ``module.to``: raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
+
+        A move by model offload is ignored instead.
+        """
         device, dtype, *_ = parse_to(*args, **kwargs)
         held = list(module.parameters()) if is_sharded(module) else []
         kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
@@ -218,7 +227,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """Wrap ``module.to`` of one component."""
+    """The wrapper of ``module.to`` of one component. It also records how the component is sharded."""
 
     component: ShardedComponent
     placement: Placement

@@ -1,4 +1,4 @@
-"""The blocks of a transformer of diffusers as stages take them: in order, with their streams, and what each costs."""
+"""Run a diffusers transformer in pipeline stages, and keep LoRAs working while blocks of other stages are freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from para_core.weights.stand_ins import stand_ins, weights_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"
-# What needs the weights of all blocks, or would move them.
+# Methods of a model that need the weights of all blocks, or would move them.
 _TOO_LATE = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
@@ -43,7 +43,7 @@ _TOO_LATE = {
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }
-# The same of a pipeline: it would change its other components first.
+# The same methods of a pipeline, which would change other components before it reaches the transformer.
 _TOO_LATE_FOR_PIPE = {
     "to": "moving it",
     "enable_model_cpu_offload": "offloading it",
@@ -51,8 +51,8 @@ _TOO_LATE_FOR_PIPE = {
     "enable_group_offload": "offloading it",
     "save_pretrained": "saving it",
 }
-# What changes LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so blocks that are not
-# here get stand-ins.
+# Methods that change LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so the blocks that
+# this rank has freed need stand-ins during that call.
 _ADD_LORA = ("load_lora_adapter", "add_adapter")
 _CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
@@ -64,19 +64,25 @@ def hold_stage(
     require_equal: RequireEqual | None = None,
     mesh: GuidedMesh | None = None,
 ) -> None:
-    """Run a transformer in stages over ``dim``; :func:`free_other_stages` then keeps this rank's blocks alone.
+    """Run a transformer in stages over ``dim``. Weights stay in place until :func:`free_other_stages` is called.
 
-    LoRAs may be loaded, fused and unloaded before and afterwards; then all ranks of ``mesh`` call it.
+    LoRAs may be loaded, fused and unloaded before and afterwards. Afterwards all ranks of ``mesh`` must do so together.
+
+    Args:
+        module: The transformer.
+        dim: The mesh dim ``pipe``.
+        adapter: The adapter of the model; None looks it up.
+        require_equal: Called with the arguments of each call, by name, to raise if ranks differ.
+        mesh: All ranks that call this function; None if failures need not be raised on all ranks.
     """
-    # The stages meet when they are made. A rank that has failed before meets the others here, in an exchange of the
-    # same kind.
+    # Creating the stages communicates. A rank that fails before it must report this to the others here, or they wait.
     with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, what), order=WrapperPriority.PLAN)
-    # Group offload moves blocks and layers one by one.
+    # Group offload moves blocks and layers one by one, so each layer must refuse to move.
     elsewhere = [part for block in others(stages) for part in block.modules()]
     wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=WrapperPriority.PLAN)
     for method in (*_ADD_LORA, *_CHANGE_LORA):
@@ -86,8 +92,9 @@ def hold_stage(
 
 
 def free_other_stages(module: nn.Module) -> None:
-    """Free the weights of the blocks of other stages. Every rank has called :func:`hold_stage` before any calls
-    this.
+    """Free the weights of the blocks of other stages. Does nothing if ``module`` has no stages.
+
+    Every rank must have returned from :func:`hold_stage` before any rank calls this function.
     """
     stages = stages_of(module)
     if stages is not None:
@@ -95,9 +102,7 @@ def free_other_stages(module: nn.Module) -> None:
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
-    """Let ``pipe``, whose transformers run in stages, refuse what these would refuse, before it changes another
-    component.
-    """
+    """Wrap methods of ``pipe`` that its staged transformers refuse, so that they raise before any component changes."""
     for method, what in _TOO_LATE_FOR_PIPE.items():
         if hasattr(pipe, method):
             wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=WrapperPriority.PLAN)
@@ -109,7 +114,7 @@ def release_pipe(pipe: Any) -> None:
 
 
 def release_stage(module: nn.Module) -> None:
-    """Undo :func:`hold_stage`, if it was called: all ranks hold all blocks again, and all of them call this."""
+    """Undo :func:`hold_stage`: all ranks hold all blocks again. All ranks call it. Does nothing without stages."""
     if stages_of(module) is not None:
         gather_stages(module)
         for part in module.modules():
@@ -117,8 +122,9 @@ def release_stage(module: nn.Module) -> None:
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """:func:`release_stage`, and return a function that runs ``module`` in the same stages again, wrappers of its
-    methods excepted.
+    """Call :func:`release_stage`, and return a function that runs ``module`` in the same stages again.
+
+    That function does not restore the wrappers that refuse methods or follow LoRAs.
     """
     stages = stages_of(module)
     release_stage(module)
@@ -131,7 +137,7 @@ def suspend_stage(module: nn.Module) -> Callable[[], None]:
 
 
 def require_stages_fit(module: nn.Module, dim: MeshDim, adapter: Adapter | None = None) -> None:
-    """Raise ``ValueError`` unless ``module`` can run in stages over ``dim``."""
+    """Raise ``ValueError`` if ``module`` has fewer blocks than stages, or a weight that ranks cannot send."""
     blocks = stack_of(module, adapter)
     require_sendable(module, blocks)
     balanced([block.cost for block in blocks], dim.size)
@@ -160,7 +166,7 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
 
 
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
-    """Remember the bits of the freed ``weights``, for the comparison between ranks."""
+    """Return a callback for :func:`free_others` that records the bits of ``weights``, to compare them between ranks."""
     numbers = {id(x) for x in weights}
 
     def freeing(weight: Tensor, stand_in: Tensor) -> None:
@@ -173,7 +179,10 @@ def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
 def _change_lora(
     mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Change LoRAs that are loaded. On the meta device this costs nothing, but there is no value to read."""
+    """Call a method that changes loaded LoRAs.
+
+    Freed blocks are on the meta device, so changing them costs nothing, but peft must not read their values.
+    """
     stages: Any = stages_of(module)
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
@@ -186,7 +195,7 @@ def _change_lora(
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Merge without the look for NaN, which the stage of this block takes."""
+    """Merge without the check for NaN. The stage that holds this block does the check."""
     bound = inspect.signature(call).bind(layer, *args, **kwargs)
     bound.arguments["safe_merge"] = False
     return call(*bound.args, **bound.kwargs)
@@ -195,8 +204,9 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 def _add_lora(
     mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Add a LoRA to all blocks, and free what belongs to the blocks of other stages: its bits are compared before
-    each call.
+    """Add a LoRA to all blocks, and free its weights in the blocks of other stages.
+
+    Their bits are recorded first, because each call of the model compares them between ranks.
     """
     stages: Any = stages_of(module)
     with _on_all(mesh):
@@ -209,8 +219,9 @@ def _add_lora(
 
 @contextmanager
 def _stand_ins(stages: Stages) -> Iterator[None]:
-    """Inside, weights of other stages' blocks are zeros on this rank's device. Afterwards what was added or written is
-    freed.
+    """Replace the weights of other stages' blocks by zeros on this rank's device in the ``with`` block.
+
+    On exit, weights that were added or written are freed.
     """
     device = next(stages.blocks[stages.own.start].block.parameters()).device
     of_lora = {id(x) for x in lora_weights(stages.module)}
