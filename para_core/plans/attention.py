@@ -1,4 +1,4 @@
-"""Attention inside a plan's region: the plan says of each call what its queries and keys consist of."""
+"""Attention under a plan, which names the segments of the queries and keys of each attention call."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 
-# Of one model; more lengths are forgotten together.
+# Maximum number of entries that are cached per model. One more empties the cache first.
 _MOST_KNOWN = 64
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
 class KnownAttention:
-    """The :class:`MeshAttention` of each entry of a plan and its lengths, kept from call to call of a model.
+    """The :class:`MeshAttention` of each plan entry and its segments, kept between the calls of a model.
 
-    An object and not a dictionary, because a graph that is handed a dictionary is traced again whenever its length
-    changes.
+    This is an object instead of a dictionary, because a graph with a dictionary argument is traced again whenever the
+    length of the dictionary changes.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,16 @@ class KnownAttention:
 
 
 class PlannedAttention:
-    """The computation of ``scaled_dot_product_attention`` in one call of a model. Off until tokens have been sharded.
+    """The attention function of one call of a model. Inactive until tokens have been sharded.
 
     Args:
-        attending: what the first, second, … attention call consists of; the last stands for all further ones.
-        known: of the model, kept from call to call.
-        attn_func: as :class:`MeshAttention` takes it.
-        bind: returns a function that activation checkpointing runs again in the backward, bound to this call of the
-            model.
+        mesh: The ranks that hold the sequence.
+        options: Options of attention on a mesh.
+        attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
+        known: The cache of the model, kept between its calls.
+        attn_func: Local attention, as :class:`MeshAttention` takes it.
+        bind: Returns a function that activation checkpointing runs again in the backward, bound to this call of the
+            model. None if nothing needs to be bound.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class PlannedAttention:
         self.bind = bind
         self.mesh, self.options, self.known, self.attn_func = mesh, options, known, attn_func
         self.attending = attending
-        # Of the call under way: what was sharded, or found to be replicated.
+        # Sharded and replicated segments of the current call of the model.
         self.segments: TraceSafeLayout = ()
-        # Lists: what is set of an attribute before torch.cond (which a cache brings) and again behind it, Dynamo 2.13
-        # forgets.
+        # These are lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a cache uses) and
+        # again after it.
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
-        # Of this call of the model, by the identity of a plan's own values.
+        # Results of _find in this call of the model, by the identity of the plan's Attention.
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
@@ -82,17 +84,22 @@ class PlannedAttention:
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """Return this value for attention calls with the segments ``attending``, counted from 0."""
+        """Return a copy for attention calls with the segments ``attending``, whose calls are counted from 0."""
         inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
     def bind_checkpoint(self) -> None:
-        """Bind the function of a ``torch.utils.checkpoint`` whose forward runs right now, if one does."""
+        """Bind the function of the ``torch.utils.checkpoint`` whose forward is running. Does nothing without one."""
         if not torch.compiler.is_compiling() and self.bind is not None:
             bind_checkpoint(self.known, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
+        """Return the output for this rank's queries, over all keys of the sequence or on one device if none is sharded.
+
+        Raises:
+            ValueError: The plan does not fit the number of queries or keys.
+        """
         self.bind_checkpoint()
         query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
@@ -114,11 +121,11 @@ class PlannedAttention:
             return over_mesh(call.with_tensors(query, key, value, attn_mask))
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
         out = over_mesh(call.with_tensors(query, key, value, valid[..., None, :]))
-        # A row that sees nothing is zero.
+        # The rows of invalid tokens attend to nothing, so their output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
     def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Run the operator of ``flex_attention`` that a mode intercepted."""
+        """Return the output of an intercepted ``flex_attention`` operator, over the mesh if its keys are sharded."""
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
             self._calls += 1
@@ -129,7 +136,7 @@ class PlannedAttention:
         return FlexOverMesh(self.mesh, layouts, self.options, assume_equal=True)(operator, args, kwargs)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
-        """None where nothing that it attends to was sharded."""
+        """Return the attention on the mesh for a plan entry; None if none of its keys are sharded."""
         if torch.compiler.is_compiling():
             return self._find(attention)
         if id(attention) not in self._found:
@@ -163,13 +170,18 @@ def planned_layouts(
     num_keys: int,
     ordered: bool = True,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys, from this rank's numbers of tokens.
+    """Return the layouts of queries and keys.
 
     Args:
-        segments: which were sharded, or found to be replicated; any other is held by every rank.
+        attention: The plan entry of the attention call.
+        segments: Sharded and replicated segments. One segment of ``attention`` that is not among them is replicated,
+            with the remaining tokens.
+        num_queries: Number of queries on this rank.
+        num_keys: Number of keys on this rank.
+        ordered: Whether positions in the sequence matter. Not used: a plan always fixes the order of the segments.
 
     Raises:
-        ValueError: the plan says something else of their number.
+        ValueError: The numbers of tokens do not fit the segments.
     """
     query_layout = _layout_of(attention.queries, segments, mesh, num_queries, "query")
     if attention.keys is not None:
@@ -190,10 +202,10 @@ def _layout_of(
 ) -> SequenceLayout:
     known = {segment.name: segment for segment in segments}
     local = sum([known[name].size(mesh.rank, mesh.ranks) for name in names if name in known])
-    # What is left is of the one segment that was never sharded.
+    # The remaining tokens belong to the one segment that was never sharded.
     rest = held - local
     unknown = [name for name in names if name not in known]
-    # Of a length that depends on data nothing is known while tracing.
+    # A length that depends on data is unknown while tracing, so it cannot be checked.
     if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
         raise ValueError(
             f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
@@ -204,11 +216,11 @@ def _layout_of(
     return SequenceLayout(tuple(found), mesh.ranks)
 
 
-# -- ways to intercept
+# -- interception
 
 
 class PlannedAttnMode(TorchFunctionMode):
-    """Intercepts attention for :class:`PlannedAttention`: in graphs, and where autograd runs things again later."""
+    """Mode that passes attention calls to a :class:`PlannedAttention`, in graphs and in recomputation by autograd."""
 
     def __init__(self, planned: PlannedAttention) -> None:
         super().__init__()
@@ -218,7 +230,7 @@ class PlannedAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # Nothing of this is read while tracing: what is becomes a guard.
+        # Nothing here is read while tracing, because every value that is read becomes a guard of the graph.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             bind = self.planned.bind
             if bind is not None:
@@ -230,27 +242,29 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """The interception of attention in one call of a model, from its beginning to its end.
+    """The interception of attention during one call of a model.
 
     Args:
-        at_dispatcher: see :func:`~para_core.modes.interceptor.at_the_dispatcher`, which the host pays nothing for; else
-            a mode.
+        planned: The attention function of this call.
+        at_dispatcher: Whether to intercept with :func:`~para_core.modes.interceptor.at_the_dispatcher`, which costs no
+            host time; otherwise with a :class:`PlannedAttnMode`.
     """
 
     def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
         self.planned = planned
         self.mode = None if at_dispatcher else PlannedAttnMode(planned)
-        # At the dispatcher: what attention becomes now, the innermost last.
+        # Attention functions of the nested attending_to contexts, the innermost last; used at the dispatcher.
         self._attending = [planned]
 
     def entered(self) -> AbstractContextManager[Any]:
+        """Return the context manager in which attention is intercepted."""
         if self.mode is not None:
             return self.mode
         return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Inside, attention is what it is on one device."""
+        """Run attention on one device inside the ``with`` block."""
         active = self.planned.active
         before, active[0] = active[0], False
         try:
@@ -265,7 +279,7 @@ class Interception:
 
     @contextmanager
     def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:
-        """Inside, attention calls consist of this; they are counted anew."""
+        """Use the segments ``attending`` for attention calls inside the ``with`` block, counted from 0."""
         planned = self.planned.within(attending)
         if self.mode is None:
             self._attending.append(planned)
@@ -274,8 +288,7 @@ class Interception:
             finally:
                 self._attending.pop()
         else:
-            # A mode of its own, which goes before the outer one: a branch of torch.cond may change nothing from
-            # outside.
+            # A second mode inside the outer one, because a branch of torch.cond must not change state from outside.
             with PlannedAttnMode(planned):
                 yield
         if planned.intercepted[0]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of diffusers under a plan: what the backward computes again is intercepted again."""
+"""Activation checkpointing of diffusers under a plan: attention is also intercepted in the recomputation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from para_core.modes.recomputation import Bind
 
 @contextmanager
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Inside, ``bind`` is applied to each function that diffusers' activation checkpointing will run again in the
-    backward.
+    """Apply ``bind`` to each function that diffusers' activation checkpointing runs again in the backward.
 
-    While a graph is traced nothing is to be done: it holds its own recomputation.
+    It applies to checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing if ``bind`` is
+    None or gradients are disabled, or while tracing, because a graph contains its own recomputation.
     """
     checkpointing = _checkpointing(module) if bind is not None else []
     for submodule, checkpoint in checkpointing:
@@ -30,7 +30,10 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
 
 
 def refuse_checkpointing(module: nn.Module) -> None:
-    """Raise ``RuntimeError`` where blocks will run again in the backward: attention alone is intercepted there."""
+    """Raise ``RuntimeError`` if activation checkpointing of ``module`` is on and gradients are enabled.
+
+    The recomputation in the backward intercepts attention only, so sums and halos over ranks would be missing.
+    """
     if _checkpointing(module):
         raise RuntimeError(
             f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
@@ -41,6 +44,7 @@ def refuse_checkpointing(module: nn.Module) -> None:
 
 
 def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Return submodules with activation checkpointing and their functions; empty without gradients or while tracing."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []
     return [

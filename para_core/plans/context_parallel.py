@@ -1,4 +1,4 @@
-"""Plans under the names that diffusers and MindONE gave them: ``apply_context_parallel(module, config, plan)``."""
+"""Context parallelism with the names and arguments of diffusers and MindONE, on top of plans."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from para_core.plans.region import apply_plan, remove_plan
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """Sizes of the ring and of Ulysses, and how a ring passes keys on.
+    """Options of :func:`apply_context_parallel`: the sizes of ring and Ulysses, and the exchange in a ring.
 
     Args:
-        ring_degree, ulysses_degree: ranks along each mesh dim, 1 if left out. Without ``mesh`` their product is the
-            number of all ranks.
-        convert_to_fp32: of the partial results of a ring, which are merged in float32 here, whatever this says.
-        rotate_method: ``"alltoall"`` passes keys and values on round the ring, ``"allgather"`` gathers them at once,
-            ``"2d"`` gathers queries along rows of ranks and keys along columns.
-        mesh: with a ``ring`` and a ``ulysses`` dim of these sizes (or of any, where no degree is given).
+        ring_degree (`int`, *optional*): Number of ranks along ``ring``. Defaults to 1, or the size in ``mesh``.
+        ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in ``mesh``.
+            Without ``mesh`` the product of both degrees must be the number of all ranks.
+        convert_to_fp32 (`bool`, defaults to `True`): Has no effect: the partial results of a ring are always merged in
+            float32.
+        rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes keys and
+            values from rank to rank around the ring, ``"allgather"`` gathers them at once, and ``"2d"`` gathers queries
+            along rows of ranks and keys along columns.
+        mesh (`DeviceMesh`, *optional*): A mesh with the dims ``ring`` and ``ulysses``. Defaults to a new mesh of all
+            ranks.
     """
 
     ring_degree: int | None = None
@@ -39,24 +43,28 @@ class ContextParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Holds a :class:`ContextParallelConfig`."""
+    """A wrapper of a :class:`ContextParallelConfig`, with the attribute name that diffusers uses."""
 
     context_parallel_config: ContextParallelConfig
 
 
 def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan | Mapping[str, Any]) -> None:
-    """Run this one module over several ranks, split and gathered as ``plan`` says, from now on.
+    """Run ``module`` on several ranks with its tokens sharded and gathered by ``plan``. Every rank calls it.
+
+    :func:`remove_context_parallel` undoes it.
 
     Args:
-        parallel_config: a :class:`ContextParallelConfig`, or a :class:`ParallelConfig` that holds one; those of
-            diffusers too. Their ``ulysses_anything`` and ``ring_anything`` are always on here.
-        plan: ours, or a diffusers ``_cp_plan``.
+        module (`nn.Module`): The module, changed in place.
+        parallel_config (`ContextParallelConfig` or `ParallelConfig`): The sizes of the mesh. The classes of diffusers
+            with these names are also accepted; their ``ulysses_anything`` and ``ring_anything`` are always on.
+        plan (`Plan` or `Mapping[str, Any]`): A plan, or a diffusers ``_cp_plan``.
 
     Raises:
-        TypeError: ``parallel_config`` is something else.
-        ValueError: it asks for tensor parallelism, its degrees do not fit the ranks, or the plan does not fit the
-            module.
-        RuntimeError: several ranks, and no process group; or two of them have the same GPU, which NCCL refuses.
+        TypeError: ``parallel_config`` is of another type.
+        ValueError: ``parallel_config`` contains tensor parallelism, its degrees do not fit the ranks, or the plan does
+            not fit the module.
+        RuntimeError: Several ranks are needed and no process group is initialised, or two ranks of NCCL have the same
+            GPU.
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
         raise ValueError(
@@ -75,7 +83,12 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
 
 
 def remove_context_parallel(module: nn.Module, plan: Plan | Mapping[str, Any] | None = None) -> None:
-    """Give ``module`` back as it was before :func:`apply_context_parallel`; ``plan`` need not be said again."""
+    """Undo :func:`apply_context_parallel`.
+
+    Args:
+        module (`nn.Module`): The module, changed in place.
+        plan (`Plan` or `Mapping[str, Any]`, *optional*): Not used. It is accepted because diffusers' function takes it.
+    """
     remove_plan(module)
 
 

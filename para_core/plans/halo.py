@@ -1,6 +1,4 @@
-"""Rows of the ranks beside, for a module that mixes neighbouring rows: put on what it is given, taken off what it
-returns.
-"""
+"""Halo exchange: add rows of neighbouring ranks to the input of a module, and remove them from its output."""
 
 from __future__ import annotations
 
@@ -14,11 +12,12 @@ from para_core.plans.plan import Halo
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
-    """``x`` between the last rows of the rank before and the first of the rank behind; the first and last rank have one
-    side.
+    """Return ``x`` with ``halo.size`` rows of the previous rank before it and as many of the next rank after it.
+
+    The first and the last rank get rows on one side only. Collective.
 
     Raises:
-        ValueError: a rank has fewer rows than its neighbours need.
+        ValueError: A rank has fewer rows than its neighbours need.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -28,31 +27,36 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # Around a Ulysses group in a circle: at its ends stands what is needed at the ends of the next one.
+    # The exchange within a Ulysses group is a circle, so its first and last rank hold the rows that the neighbouring
+    # groups need at their ends.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)
         before, behind = from_before if first else before, from_behind if last else behind
-    # What nobody uses is cut off here, and not left out: its backward is a collective, too, which all ranks have to
-    # meet in.
+    # The outer ranks cut off the rows that they do not need instead of not receiving them, because all ranks must also
+    # take part in the collective of the backward.
     start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, behind], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
 
 
 def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
-    """Remove the halo rows added by :func:`add_halo`: return this rank's ``rows`` of ``y``."""
+    """Return ``y`` without the halo rows added by :func:`add_halo`: the ``rows`` rows of this rank."""
     return y.narrow(halo.dim, halo.size if mesh.rank > 0 else 0, rows)
 
 
 def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """Return the ``last`` of the previous rank and the ``first`` of the next one, in a circle. All have equal sizes."""
+    """Return ``last`` of the previous rank and ``first`` of the next rank of ``dim``, in a circle.
+
+    ``first`` and ``last`` have equal shapes on all ranks.
+    """
     if dim.size == 1:
         return last, first
     before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size
     size = first.numel()
     sizes = [size * ((rank == before) + (rank == behind)) for rank in range(dim.size)]
-    # Peers are served in their order; of two ranks each is before and behind the other, and gets both from it.
+    # An all-to-all orders its parts by peer. With two ranks the peer is both the previous and the next rank, and sends
+    # both parts.
     sent = [first, last] if before <= behind else [last, first]
     arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
     one, other = (part.view(first.shape) for part in arrived.split([size, size]))

@@ -1,6 +1,4 @@
-"""A self-attention module on all tokens, with a share of the heads on each rank: the exchange around its
-projections.
-"""
+"""Exchange of tokens for heads around a self-attention module that each rank runs on all tokens and some heads."""
 
 from __future__ import annotations
 
@@ -19,13 +17,18 @@ from para_core.plans.plan import AttentionByHeads
 
 
 class HeadExchange:
-    """One call of the module: ``[B, S_local, heads * D]`` of its projections to ``[B, S, own heads * D]``, and back.
+    """The exchange in one call of the module: ``[B, S_local, heads * D]`` to ``[B, S, own heads * D]``, and back.
 
-    Tokens are exchanged for heads over the ``ulysses`` mesh dim, and then those of its block over ``ring``.
+    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``.
 
     Args:
-        segment: sharded, in consecutive parts.
-        heads: of all ranks.
+        attention: The plan entry of the module.
+        segment: The segment of the tokens, sharded in consecutive parts.
+        mesh: The ranks that hold the sequence.
+        heads: Number of heads on all ranks together.
+
+    Raises:
+        ValueError: There are fewer heads than ranks.
     """
 
     def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, heads: int) -> None:
@@ -40,8 +43,7 @@ class HeadExchange:
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order in which tokens become
-        # heads.
+        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order of the exchanges.
         of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
         first, count = of_ulysses[mesh.ulysses.index]
         of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
@@ -54,14 +56,18 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the output of a projection for all tokens and this rank's heads."""
+        """Return the output ``x`` of a projection for all tokens and this rank's heads. Collective."""
         self._entered += 1
         for dim, tokens, heads in self._steps:
             x = _to_heads(x, tokens, heads, dim)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Undo :meth:`enter`."""
+        """Return ``x`` for this rank's tokens and all heads: the inverse of :meth:`enter`. Collective.
+
+        Raises:
+            RuntimeError: The module did not call each of its projections once.
+        """
         if self._entered != len(self.attention.projections):
             raise RuntimeError(
                 f"an attention module called {self._entered} of its projections "
@@ -74,7 +80,7 @@ class HeadExchange:
 
     @contextmanager
     def own_heads(self, module: nn.Module) -> Iterator[None]:
-        """Inside, ``module`` has this rank's number of heads."""
+        """Set the number of heads of ``module`` to this rank's number inside the ``with`` block."""
         setattr(module, self.attention.heads, self.own[1])
         try:
             yield
@@ -84,8 +90,12 @@ class HeadExchange:
     def own_caches(
         self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the module, with this rank's heads of the tensors that it keeps keys in: views, which
-        it may write to.
+        """Return the module's arguments with its key-value caches narrowed to this rank's heads.
+
+        The narrowed tensors are views, so the module can write to its caches.
+
+        Args:
+            parameters: Names of the module's positional parameters.
         """
         given = list(args)
         kwargs = dict(kwargs)
@@ -106,7 +116,7 @@ class HeadExchange:
 
 
 def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """``[B, own tokens, all heads * D]`` to ``[B, all tokens, own heads * D]``."""
+    """Exchange ``[B, own tokens, all heads * D]`` for ``[B, all tokens, own heads * D]`` over one mesh dim."""
     if dim.size == 1:
         return x
     batch, width = x.shape[0], x.shape[2] // sum(heads)
@@ -127,7 +137,7 @@ def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> T
 
 
 def _to_tokens(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """Undo :func:`_to_heads`."""
+    """Exchange ``[B, all tokens, own heads * D]`` for ``[B, own tokens, all heads * D]`` over one mesh dim."""
     if dim.size == 1:
         return x
     batch, width = x.shape[0], x.shape[2] // heads[dim.index]

@@ -1,8 +1,8 @@
 """Key-value caches of decoders under a plan: after a call every rank holds the keys and values of all tokens.
 
-In a call whose tokens are sharded each rank adds its own tokens to the cache. Afterwards they are gathered, so that a
-single new token, which no plan shards, attends to all of them on every rank. Knows ``DynamicCache`` of transformers by
-its attributes.
+In a call whose tokens are sharded, each rank adds its own tokens to the cache. They are gathered after the call, so
+that a single new token, which no plan shards, attends to all tokens on every rank. The ``DynamicCache`` of transformers
+is recognised by its attributes, without importing transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import SequenceMesh
 
-# Name of a segment without a length: keys of earlier calls may stand in front of those of this one.
+# Name of the segment of keys from earlier calls, which precede the keys of this call. Its length is not fixed.
 PAST = "past of a key-value cache"
 
 
@@ -31,10 +31,10 @@ class _Before:
 
 
 class CachesOfCall:
-    """The caches that a call was given, to be completed after it, with those that it returns.
+    """The content of the key-value caches in a call's arguments before the call.
 
     Args:
-        arguments: of the call.
+        arguments: Values of the call's arguments.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -42,10 +42,16 @@ class CachesOfCall:
         self.hold_tokens = any(before.values is not None for before in self._layers.values())
 
     def gather(self, given: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
-        """Gather what each rank has added to the caches in ``given`` and ``output``.
+        """Gather the tokens that each rank added to the caches in ``given`` and ``output``. Changes the caches.
+
+        Args:
+            given: Values of the call's arguments.
+            output: The output of the call.
+            segments: Segments of the call. Does nothing if none is sharded.
 
         Raises:
-            ValueError: a cache is of another kind, or it is not clear which tokens it holds.
+            ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more
+                than one segment.
         """
         sharded = [segment for segment in segments if not segment.replicated]
         caches = _caches_in([*given, output]) if sharded else []
@@ -94,7 +100,7 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
             f"{sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a cache "
             "(use_cache=False)."
         )
-    # The last ones are of this call: what was held before is the same on all ranks.
+    # The last tokens are those of this call; the earlier ones are equal on all ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
     for name, old in (("keys", before.keys), ("values", before.values)):
         part = getattr(layer, name)

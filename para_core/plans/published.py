@@ -1,4 +1,4 @@
-"""Plans that diffusers publishes with its models: a ``_cp_plan``, read as ours."""
+"""Conversion of the plans that diffusers publishes with its models (``_cp_plan``)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any
 
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
-# The token streams in the models of diffusers that publish a plan: what attention sees is made of these.
+# Names of the token streams in diffusers models that publish a plan. Attention calls consist of these segments.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
 def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
-    """Read a diffusers ``_cp_plan``: ``ContextParallelInput`` and ``ContextParallelOutput`` by module name.
+    """Return the :class:`Plan` for a diffusers ``_cp_plan``.
 
-    ``hidden_states`` and ``encoder_hidden_states`` are streams of tokens, of which one that is never sharded is held by
-    every rank. As in all of diffusers, a module named ``attn1`` attends among the former, and ``attn2`` from there to
-    the latter; any other attends to both, jointly.
+    The segments are ``hidden_states`` and ``encoder_hidden_states``; one that the plan does not split is replicated. As
+    everywhere in diffusers, a module named ``attn1`` is self-attention over ``hidden_states``, ``attn2`` is
+    cross-attention from there to ``encoder_hidden_states``, and any other module attends to both jointly.
+
+    Args:
+        cp_plan: ``ContextParallelInput`` and ``ContextParallelOutput`` by module name.
 
     Raises:
-        ValueError: the plan never splits ``hidden_states`` or gathers nothing, or holds something else.
+        ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of another kind.
     """
     inner: dict[str, dict[str | int, ShardRule]] = {}
     outputs: dict[str, Sequence[Gather | None]] = {}

@@ -1,4 +1,4 @@
-"""Sharing the samples of a batch among the ranks of a mesh dim: what a rank is given, and what all of them gave."""
+"""Sharding of the samples of a batch over a mesh dim, and gathering of the outputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from para_core.torch_internals import tree_leaves
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples of a tensor along ``dim``, or of a list (``dim`` None); None if ``value`` is
-    neither.
+    """Return the number of samples of ``value``; None if it is unknown.
+
+    Args:
+        value: A tensor with samples along ``dim``, or a list or tuple with an entry for each sample. The entries must
+            contain tensors of equal shapes.
+        dim: The dim of the samples; None for a list or tuple.
     """
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
@@ -26,11 +30,14 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
 
 
 def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Return this rank's part of ``total`` samples, of a tensor or of each one in a dict or list. Others are returned
-    whole.
+    """Return ``value`` with this rank's part of the samples. Values without ``total`` samples are returned unchanged.
 
     Args:
-        dim: None: ``value`` is a list with an entry for each sample.
+        value: A tensor, or a dict, list or tuple of tensors, with samples along ``dim``. If ``dim`` is None, a list or
+            tuple with an entry for each sample.
+        dim: The dim of the samples, or None.
+        total: Number of samples on all ranks, a multiple of the size of ``batch``.
+        batch: The mesh dim over which samples are sharded.
     """
     if dim is None:
         if not isinstance(value, (tuple, list)) or len(value) != total:
@@ -48,7 +55,7 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether it is a tensor, or a dict or list with one in it."""
+    """Whether ``value`` is a tensor, or a dict, list or tuple that contains a tensor at any depth."""
     if isinstance(value, Mapping):
         return any(holds_tensor(item) for item in value.values())
     if isinstance(value, (tuple, list)):
@@ -57,10 +64,13 @@ def holds_tensor(value: Any) -> bool:
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """``output``, a tensor, a tuple or list, or a ModelOutput, with the samples of all ranks, of which each has as
-    many.
+    """Return ``output`` with the samples of all ranks of ``batch``. Collective. A ``ModelOutput`` is changed in place.
 
-    A list of tensors in it has one for each sample, all of one shape.
+    Args:
+        output: A tensor with samples along dim 0, a list with one tensor per sample, all of one shape, or a tuple or
+            ``ModelOutput`` of these.
+        samples: Number of samples on each rank, equal on all ranks.
+        batch: The mesh dim over which samples are sharded.
     """
 
     def gather(value: Any) -> Any:

@@ -17,9 +17,7 @@ ImageMetric = Callable[[Images, Images], float]
 
 
 def as_images(output: Any) -> Tensor:
-    """Return the images or video frames that a pipeline returned for ``output_type="np"``, as ``[N, H, W, C]``
-    float32.
-    """
+    """Return images or video frames of a pipeline with ``output_type="np"`` as ``[N, H, W, C]`` float32."""
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 
