@@ -32,8 +32,7 @@ def calibrate_cache(
     progress: bool = True,
     **call: Any,
 ) -> Calibration:
-    """Find the fastest threshold of a pipeline's cache that keeps a quality, or the most exact one that reaches a
-    speed.
+    """Find the threshold of a pipeline's cache that is fastest at a given quality, or most exact at a given speed.
 
     All prompts are generated without the cache, then with each threshold, from the same random numbers. Afterwards
     ``pipe`` has the cache with the chosen threshold; after an error it is as before. The other options of the cache are

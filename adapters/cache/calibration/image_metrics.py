@@ -1,6 +1,4 @@
-"""Image metrics: PSNR, SSIM and LPIPS. Images are ``[N, H, W, C]`` with values in 0 … 1; video frames count as
-images.
-"""
+"""Image metrics: PSNR, SSIM and LPIPS, for images or video frames ``[N, H, W, C]`` with values in 0 … 1."""
 
 from __future__ import annotations
 

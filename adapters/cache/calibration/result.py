@@ -102,9 +102,7 @@ class Calibration:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Write a plot of the metric and the share of computed steps over the thresholds to ``path``. Needs
-        matplotlib.
-        """
+        """Plot the metric and the share of computed steps over the thresholds into ``path``. Needs matplotlib."""
         self._figure().savefig(path)
 
     def _figure(self) -> Figure:
