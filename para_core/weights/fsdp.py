@@ -1,7 +1,6 @@
-"""Weights sharded over ranks by PyTorch's FSDP2: each block is gathered just before it runs, and freed behind it.
+"""Shard weights by PyTorch's FSDP2: each block is gathered just before it runs, and freed afterwards.
 
-Bit-equal to replicated weights: what a block computes with is what was sharded. For inference: the parameters take no
-gradients.
+The result is bit-equal to that of replicated weights. For inference: the parameters take no gradients.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors
 from para_core.weights.tensor import write_part
 
-# Parameters outside of the blocks that have fewer elements stay on every rank: pipelines read some of them themselves
-# (the last norm of CLIP), and gathering them is not worth a collective.
+# Parameters outside of the blocks with fewer elements than this stay on every rank. Pipelines read some of them
+# directly (the last norm of CLIP), and they are too small to justify a collective.
 LARGE = 2**20
-# Where a module keeps which of its parameters took gradients; it goes with :func:`gather_blocks`.
+# The attribute of a module that holds its Gradients until :func:`gather_blocks`.
 _GRADIENTS = "_para_core_fsdp_gradients"
 
 
@@ -39,23 +38,24 @@ def shard_blocks(
     offload_policy: OffloadPolicy | None = None,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard each of ``blocks`` over ``mesh``; while one computes, the next is gathered.
+    """Shard each of ``blocks`` over ``mesh``. While one block computes, the next one is gathered.
 
-    What is large outside of them (embeddings of text) is gathered for the whole of a call of ``module``.
+    Large parameters outside of the blocks (text embeddings) are sharded too, and gathered for a whole call of
+    ``module``.
 
     Args:
-        module: called as a whole, with the same weights and equally often on all ranks of ``mesh``.
-        blocks: of ``module``, in the order in which they run.
-        mesh: of one dim, or ``replicate × shard`` (HSDP).
-        offload_policy: ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
-        replicated: parameters of ``module`` that stay on every rank.
+        module: The model. All ranks of ``mesh`` must hold the same weights and call the model equally often.
+        blocks: Blocks of ``module``, in the order in which they run.
+        mesh: A mesh of one dim, or of two, ``replicate × shard`` (HSDP).
+        offload_policy: FSDP2's policy for offloading. ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
+        replicated: Parameters of ``module`` that stay on every rank.
 
     Raises:
-        ValueError: a weight is of a kind that FSDP2 does not take. Nothing has changed then.
+        ValueError: If FSDP2 cannot shard a weight of this type. The module is then unchanged.
     """
     require_shardable(module, replicated)
     policy, kept = offload_policy or OffloadPolicy(), set(replicated)
-    # FSDP2 wants one dtype of what takes gradients, and diffusers keeps some parameters in float32.
+    # FSDP2 requires one dtype for parameters that take gradients, but diffusers keeps some parameters in float32.
     gradients = Gradients()
     gradients.stop(module)
     module.__dict__[_GRADIENTS] = gradients
@@ -64,7 +64,7 @@ def shard_blocks(
     with unwrapped([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-        # Of one root, so that blocks share streams and can be gathered ahead.
+        # One root module, so that blocks share streams and can be prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
             # Before the wrappers return, because each later private subclass takes its name from this class.
@@ -72,7 +72,7 @@ def shard_blocks(
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
-        # FSDP2 moves what it shards, and no more.
+        # FSDP2 moves only the parameters that it shards.
         for parameter in small:
             parameter.data = parameter.data.to(mesh.device_type)
 
@@ -81,9 +81,8 @@ def _private_class(fsdp_class: type, written: type) -> type:
     """Return the subclass of ``fsdp_class`` that has the name of the class that the model's author wrote.
 
     diffusers' ``compile_repeated_blocks`` and transformers' output recorders look blocks up by the name of their class,
-    and FSDP2 names its classes anew. FSDP2 keeps one class per original class for the whole process, so renaming that
-    one would rename it for the user's own models, too. Blocks of one class share their private class, and so their
-    graphs.
+    and FSDP2 renames the class. It keeps one class per original class for the whole process, so renaming that class
+    back would also affect the user's own models. Blocks of one class share their private class, and so their graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
@@ -104,7 +103,7 @@ def _private_class(fsdp_class: type, written: type) -> type:
     return private
 
 
-# By the class of FSDP2, as long as a module has the private class.
+# FSDP2's class to the private class, which lives as long as a module uses it.
 _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
@@ -119,10 +118,10 @@ def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
 
 
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
-    """Raise unless each weight is a plain tensor (or a part of one), or of a kind that tells FSDP2 what to gather of
-    it.
+    """Raise ``ValueError`` if FSDP2 cannot shard a weight of ``module``.
 
-    ``replicated`` are not sharded, and may be of any kind.
+    A weight must be a plain parameter, a DTensor, or a tensor with ``fsdp_pre_all_gather``. The parameters in
+    ``replicated`` are not checked.
     """
     kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
@@ -140,18 +139,18 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
 
 @runtime_checkable
 class _Gathered(Protocol):
-    """A tensor that says what FSDP2 gathers of it."""
+    """A tensor that defines what FSDP2 gathers of it, as some quantized weights do."""
 
     fsdp_pre_all_gather: Callable[..., Any]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module`` runs under FSDP2, by us or another."""
+    """Whether FSDP2 shards ``module``, by :func:`shard_blocks` or by the user's own ``fully_shard``."""
     return isinstance(module, FSDPModule)
 
 
 def shard_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the ranks over which the blocks of ``module`` are sharded; None if they are not."""
+    """Return the mesh over which FSDP2 sharded ``module`` or its blocks; None if no parameter is sharded."""
     parameters = (x for part in module.modules() if isinstance(part, FSDPModule) for x in part.parameters())
     return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
 
@@ -174,7 +173,10 @@ def gather_blocks(module: nn.Module) -> None:
 
 
 def discard_shards(module: nn.Module) -> None:
-    """Undo what :func:`shard_blocks` did before it failed, on this rank alone; the caller puts the parameters back."""
+    """Undo a partial or complete :func:`shard_blocks` on this rank, without communication.
+
+    The caller must restore the parameters.
+    """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
         for part in parts:
@@ -184,17 +186,17 @@ def discard_shards(module: nn.Module) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Let :func:`gather_blocks` leave what ``module`` has now without gradients."""
+    """Forget which parameters of ``module`` took gradients: :func:`gather_blocks` then restores none of them."""
     if _GRADIENTS in module.__dict__:
         module.__dict__[_GRADIENTS].forget()
 
 
-# A sharded parameter by the id of its module and its name; while its block runs, FSDP2 has another one there.
+# Sharded parameters by (id of the module, name). While a block runs, FSDP2 replaces them by gathered ones.
 Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the parameters of ``layer`` that FSDP2 has sharded, for :func:`whole_blocks`. Not while its block runs."""
+    """Return the sharded parameters of ``layer``, for :func:`whole_blocks`. Do not call it while the block runs."""
     return {
         (id(owner), name): x
         for owner in layer.modules()
@@ -205,8 +207,13 @@ def sharded_parameters(layer: nn.Module) -> Sharded:
 
 @contextmanager
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
-    """Inside, the parameters of ``layer`` are whole, and may be written to; what they hold at the end is what is
-    sharded from then on. Every rank comes here.
+    """Gather the parameters of ``layer`` in the ``with`` block, where they may be written to. All ranks must enter it.
+
+    On exit, the values that the parameters then have are sharded again.
+
+    Args:
+        layer: The module whose parameters are gathered.
+        sharded: The result of :func:`sharded_parameters`, needed if FSDP2 has gathered the block already.
     """
     held = []
     for owner in layer.modules():
@@ -226,7 +233,7 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return for each sharded parameter its names and the gathered tensor."""
+    """Return (module, name, gathered parameter) for each sharded parameter. Shared parameters are gathered once."""
     found: dict[int, nn.Parameter] = {}
     places = []
     for owner in module.modules():
@@ -245,15 +252,21 @@ def _whole(parameter: DTensor) -> torch.Tensor:
         inner = {name: _whole_rows(getattr(local, name), local.shape[0], parameter) for name in names}
         made: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
         return made.detach()
-    # Offloaded parts are gathered on the device, where the group is.
+    # Offloaded parts are gathered on the device of the mesh, because its group may not support host tensors.
     on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
     found: torch.Tensor = on_mesh.full_tensor()
     return found.to(parameter.device).detach()
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Gather the tensors of a quantized weight: the rows of all ranks, or, of what has no row for each of the weight's,
-    what every rank has.
+    """Gather the rows of a tensor inside a quantized weight.
+
+    A tensor without one row per row of the weight is equal on all ranks, and is returned unchanged.
+
+    Args:
+        inner: This rank's part of the tensor.
+        rows: Number of rows of this rank's part of the weight.
+        parameter: The weight, which defines the global number of rows, the mesh and the placements.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner

@@ -1,6 +1,4 @@
-"""The parameters of a model that take gradients: none while its weights are distributed, the same ones as before
-afterwards.
-"""
+"""Turn gradients off while the weights of a model are distributed, and restore them afterwards."""
 
 from __future__ import annotations
 
@@ -10,19 +8,17 @@ from para_core.torch_internals import parameter_slots
 
 
 class Gradients:
-    """Turns gradients off for the parameters of a model, and on again.
+    """A switch that turns gradients off for the parameters of a model, and on again.
 
-    A parameter is remembered by its module and name: FSDP2, tensor parallelism and stages put other objects in its
-    place. What a user puts there is of another class (quantized weights), and keeps what it has.
+    It identifies a parameter by module and name, because FSDP2, tensor parallelism and stages replace the object. A
+    parameter that the user replaced by one of another class (a quantized weight) keeps its own ``requires_grad``.
     """
 
     def __init__(self) -> None:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for the parameters of ``module`` that take some now. Call it again for parameters that
-        came later.
-        """
+        """Turn gradients off for all parameters of ``module``. Call it again after parameters were added."""
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter.requires_grad:
@@ -38,9 +34,9 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        """Let :meth:`restore` turn nothing on that was stopped before this call.
+        """Forget the parameters that :meth:`stop` has turned off, so that :meth:`restore` leaves them off.
 
-        peft freezes all that is there when it adds an adapter; on a distributed model, where nothing takes gradients,
-        that leaves no trace.
+        Call it after peft adds an adapter: peft freezes all other parameters, but on a distributed model, where none
+        takes gradients, that leaves no trace.
         """
         self._enabled.clear()

@@ -1,4 +1,4 @@
-"""The ranks over which weights are sharded, as a mesh of one dim with a process group of its own."""
+"""Build the mesh over which weights are sharded: one dim, with its own process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS_DIM = "weights"
 
 
 def timeout_of(mesh: SequenceMesh) -> timedelta | None:
-    """Return the timeout of the groups of ``mesh``; None for one rank."""
+    """Return the timeout of the first process group of ``mesh``; None if it has one rank and so no group."""
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None
@@ -32,10 +32,10 @@ def timeout_of(mesh: SequenceMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Those of a mesh that FSDP2 takes, as :func:`~para_core.distributed.consistency.check_consistent` takes them.
+    """Convert a mesh for FSDP2 to the form that :func:`~para_core.distributed.consistency.check_consistent` requires.
 
     Raises:
-        ValueError: it has more than two dims, or this rank is not part of it.
+        ValueError: If it has more than two dims, or this rank is not part of it.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -53,7 +53,7 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
-    """Global ranks of the sequence ranks of ``mesh``, in their order. Every one of them calls this."""
+    """Return the global ranks of the sequence ranks of ``mesh``, in order. All of them call it."""
     ranks = _ranks_of(mesh.ulysses)
     if mesh.ring.group is None:
         return ranks
@@ -67,15 +67,17 @@ def _ranks_of(dim: MeshDim) -> list[int]:
 
 
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh of one dim, ``"weights"``, over ``ranks``. It is made once.
+    """Return a mesh of one dim, ``"weights"``, over ``ranks``. Its process group is created once and reused.
 
-    Its group is not that of attention: NCCL orders what one communicator does, and the weights of the next block would
-    wait for the exchange of this one's tokens.
+    Attention uses another group, because NCCL runs the collectives of one communicator in order: the weights of the
+    next block would wait for the token exchange of this block.
 
     Args:
-        timeout: how long it waits for a rank that does not answer; left out: as PyTorch has it.
+        ranks: Global ranks, in order.
+        device_type: Device type of the mesh, such as ``"cuda"``.
+        timeout: How long the group waits for a rank that does not answer. Defaults to keeping the group's timeout.
     """
-    # The system's default backend, which serves the devices that the user's groups serve.
+    # The group uses the default backend, which supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
     if timeout is not None:
         set_group_timeout(group, timeout)

@@ -1,9 +1,9 @@
-"""Weights in stages: ranks along the mesh dim ``pipe`` hold consecutive blocks of a model, and hand tokens on. Exact.
+"""Pipeline stages: ranks along the mesh dim ``pipe`` hold consecutive blocks of a model and pass tokens on. Exact.
 
-Each rank runs the model's own code. A block that is another stage's returns what it was given; before the first own
-block tokens come from the stage before, and what the first block behind the own ones is given goes to the next stage:
-so what a model does between blocks is done once. Embeddings, and what follows the blocks, are computed on every rank;
-the result is that of the last stage.
+Each rank runs the model's own code. Blocks of other stages return their inputs. The first own block receives its
+inputs from the previous stage, and the inputs of the first block after the own ones are sent to the next stage.
+Operations between blocks therefore take effect once. Every rank computes the layers before and after the blocks; the
+output is that of the last stage.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
 from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
 
-# Called with the arguments of a call, by name; raises where ranks differ.
+# Called with the arguments of a call, by name. Raises if ranks differ.
 RequireEqual = Callable[[Mapping[str, Any]], None]
-# Called with a weight, and with what takes its place on the meta device.
+# Called with a weight, and with the tensor on the meta device that replaces it.
 Freeing = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """A block of the stack, as stages run it.
+    """A block of the stack, with its token streams and its cost.
 
     Args:
-        block: The block. Blocks are given in the order in which they run.
-        streams: Parameters of its ``forward`` whose new values it returns, in that order. With one stream it returns
-            the tensor itself.
-        cost: Cost of computing it, in any unit.
+        block: The block.
+        streams: Names of the parameters of ``forward`` whose new values the block returns, in the order of its outputs.
+            With one stream it returns the tensor itself.
+        cost: Relative cost of computing the block, in any unit.
     """
 
     block: nn.Module
@@ -59,14 +59,15 @@ class StagedBlock:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Consecutive blocks for each stage, at least one, so that the slowest stage costs least; of equals, more to the
-    first ones.
+    """Return the range of block indices of each stage, at least one block each, that minimizes the largest cost.
+
+    Of several optimal splits, it returns the one with more blocks in earlier stages.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
 
     Raises:
-        ValueError: there are fewer blocks than stages.
+        ValueError: If there are fewer blocks than stages.
     """
     if num_stages > len(costs):
         raise ValueError(
@@ -74,7 +75,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
             f"max_pipe_dim_size={len(costs)} at most."
         )
     before = [0.0, *accumulate(costs)]
-    # Of the first `end` blocks in so many stages: what the slowest one costs, and where the last one begins.
+    # starts[n][end]: the cost of the slowest stage if n + 1 stages hold the first `end` blocks, and the first block of
+    # the last of these stages.
     best = [(total, 0) for total in before]
     starts = [best]
     for stage in range(1, num_stages):
@@ -94,10 +96,14 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 class Stages:
-    """One model's blocks over the ranks of ``dim``; for eager code, one thread, and inference.
+    """A model whose blocks are distributed over the ranks of ``dim``. For eager code, one thread, and inference.
 
     Args:
-        require_equal: called with the arguments of each call, outside of :func:`known_equal_stages`.
+        module: The model.
+        blocks: Its blocks, in the order in which they run.
+        dim: The mesh dim ``pipe``.
+        require_equal: Called with the arguments of each call outside of :func:`known_equal_stages`; None skips the
+            comparison.
     """
 
     def __init__(
@@ -106,9 +112,9 @@ class Stages:
         self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
         self.ranges = balanced([one.cost for one in blocks], dim.size)
         self.own = self.ranges[dim.index]
-        # The caller has seen to it that all ranks call alike.
+        # Whether the caller has already verified that all ranks pass the same arguments.
         self.inputs_verified = False
-        # Whether calls are of all tokens: their result then goes to every rank.
+        # Whether calls compute all tokens. Their output is then sent to every rank.
         self.whole = True
         # Whether the weights of the blocks of other stages are freed, on every rank.
         self.freed = False
@@ -126,7 +132,7 @@ class Stages:
         return next(stage for stage, own in enumerate(self.ranges) if index in own)
 
     def install(self) -> None:
-        """Put what is done at it around the model, and around each block at which something is done."""
+        """Wrap the model, its blocks of other stages, and the first own block unless this is the first stage."""
         wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
         foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
         for index, one in enumerate(self.blocks):
@@ -142,10 +148,16 @@ class Stages:
             around = _Around(StagedBlock(found[0], streams, 0), None)
             wrap_alike(found, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
 
-    # -- around the model
+    # -- wrapper of the model
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and return the last stage's output on every rank."""
+        """Run a call of the model, and return the last stage's output on every rank.
+
+        If ``whole`` is false, the output of this rank is returned without communication.
+
+        Raises:
+            RuntimeError: If the model was compiled as a whole.
+        """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for "
@@ -167,24 +179,27 @@ class Stages:
         return output
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        # The blocks that a cache skips may be all of this stage.
+        # A cache may skip all blocks of this stage, and a call that intercepts no attention would otherwise raise.
         attention_is_skipped(self.module)
         index = next(index for index, one in enumerate(self.blocks) if one.block is block)
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Return on all ranks the tensors of ``tree`` as they are on ``stage``."""
+        """Send the tensors of ``tree`` from ``stage`` to all other ranks, and return the tree with these tensors."""
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
-    # -- around a block
+    # -- wrappers of a block
 
     def _received(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Run the first own block with the tokens of the previous stage. Its inputs on this rank give their form."""
+        """Run the first own block with the tokens of the previous stage.
+
+        The inputs on this rank only define the shapes and dtypes of the received tensors.
+        """
         arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in given]
         return compute([None if one is None else one.wait() for one in arriving])
 
     def _sent(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Run the first block after the own ones."""
+        """Send the inputs of the first block after the own ones to the next stage, instead of running the block."""
         for x in given:
             if x is not None:
                 self.links.send(x, self.dim.index + 1)
@@ -192,7 +207,7 @@ class Stages:
 
 
 class _Around:
-    """A wrapper of one block. It returns ``do(inputs, compute)``, or the inputs of the block if ``do`` is None."""
+    """A wrapper of one block that returns ``do(inputs, compute)``, or the inputs if ``do`` is or returns None."""
 
     def __init__(self, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
         self._do, self._streams, self._parameters = do, one.streams, parameters_of(one.block)
@@ -230,17 +245,24 @@ def hold_stages(
     require_equal: RequireEqual | None = None,
     freeing: Freeing | None = None,
 ) -> Stages:
-    """Run ``module`` in stages over ``dim`` from now on, and free the weights of the blocks of other stages (meta
-    device).
+    """Run ``module`` in stages over ``dim``, and free the weights of other stages' blocks.
 
-    Every rank of ``dim`` has loaded the same weights, or, of blocks of other stages, none. The parameters take no
-    gradients until :func:`gather_stages`.
+    All ranks of ``dim`` call it. Every rank must have loaded the same weights; those of other stages' blocks may be on
+    the meta device. The parameters take no gradients until :func:`gather_stages` undoes this.
 
     Args:
-        freeing: called with each weight that is freed, and the one on the meta device that takes its place.
+        module: The model.
+        blocks: Its blocks, in the order in which they run.
+        dim: The mesh dim ``pipe``.
+        require_equal: Called with the arguments of each call, by name, to raise if ranks differ.
+        freeing: Called with each weight before it is freed, and with the tensor on the meta device that replaces it.
+
+    Returns:
+        The stages that were installed.
 
     Raises:
-        ValueError: a weight is of a kind that a rank cannot send to another. Nothing has changed then.
+        ValueError: If there are fewer blocks than stages, or a weight is of a kind that a rank cannot send to another.
+            The module is then unchanged.
     """
     require_sendable(module, blocks)
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
@@ -251,7 +273,10 @@ def hold_stages(
 def install_stages(
     module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
 ) -> Stages:
-    """:func:`hold_stages`, but free nothing yet: :func:`gather_stages` then needs no other rank."""
+    """Run ``module`` in stages as :func:`hold_stages` does, but free no weights.
+
+    Until :func:`free_others` is called, :func:`gather_stages` needs no communication.
+    """
     stages = Stages(module, blocks, dim, require_equal)
     stages.install()
     stages.gradients.stop(module)
@@ -259,15 +284,16 @@ def install_stages(
 
 
 def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Run a model, all of whose weights this rank holds, in ``stages`` again, and free the weights of the blocks of
-    other stages.
-    """
+    """Run a model in ``stages`` again after :func:`gather_stages`, and free the weights of other stages' blocks."""
     stages.install()
     free_others(stages, freeing)
 
 
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Free what blocks of other stages hold of weights: all, or what came since."""
+    """Move the weights of other stages' blocks to the meta device.
+
+    Call it again to free weights that were added later. ``freeing`` is called with each weight and its replacement.
+    """
     stages.freed = True
     stages.gradients.stop(stages.module)
     for block in others(stages):
@@ -283,13 +309,14 @@ def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
 
 
 def others(stages: Stages) -> list[nn.Module]:
-    """Run a block of another stage."""
+    """Return the blocks of other stages."""
     return [one.block for index, one in enumerate(stages.blocks) if index not in stages.own]
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
-    """Raise ``ValueError`` unless each weight of ``blocks`` is a plain tensor, or consists of such: others cannot be
-    sent back by its owner.
+    """Raise ``ValueError`` if a weight of ``blocks`` is of a kind that its owner cannot send to other ranks.
+
+    A weight must be a plain tensor, or consist of plain tensors (``__tensor_flatten__``).
     """
     names = {id(x): name for name, x in module.named_parameters()}
     for one in blocks:
@@ -311,10 +338,12 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def gather_stages(module: nn.Module) -> None:
-    """Undo :func:`hold_stages`: every rank holds all blocks again, sent by those that do. All ranks of the dim call it.
+    """Undo :func:`hold_stages`: each rank receives the blocks it had freed from the ranks that own them.
+
+    All ranks of the dim call it. Does nothing if ``module`` has no stages.
 
     Raises:
-        RuntimeError: the ranks are gone, and the weights with them.
+        RuntimeError: If blocks were freed and the process group was destroyed, so that they cannot be received.
     """
     stages = stages_of(module)
     if stages is None:
@@ -336,7 +365,7 @@ def _gather_weights(stages: Stages) -> None:
         owner = stages.owner(index)
 
         def sent(x: Tensor, owner: int = owner) -> Tensor:
-            # As it lies in memory: a kernel may add in another order where it does not.
+            # empty_like keeps the strides of the owner's weight. With others a kernel may sum in another order.
             whole = torch.empty_like(x, device=device) if owner != stages.dim.index else x
             arrived = stages.links.from_rank(whole, owner)
             return whole if owner == stages.dim.index else whole.copy_(arrived)
@@ -344,7 +373,7 @@ def _gather_weights(stages: Stages) -> None:
         for weight, owners in weights_of(one.block):
             whole = map_plain_tensors(sent, weight.detach())
             if owner != stages.dim.index:
-                # peft turns on the gradients of an adapter that is made active, of a weight on the meta device too.
+                # Keep requires_grad, because peft enables it for active adapters, also on the meta device.
                 if isinstance(weight, nn.Parameter):
                     whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
                 put_weight(owners, whole)
@@ -364,8 +393,9 @@ def _require_ranks(stages: Stages) -> None:
 
 @contextmanager
 def known_equal_stages(module: nn.Module) -> Iterator[None]:
-    """Inside, all ranks call ``module`` with the same arguments, so its calls do not compare them. Every rank of its
-    stages enters.
+    """Skip the comparison of arguments between ranks for calls of ``module`` in the ``with`` block.
+
+    Every rank of its stages must enter the block, and must pass the same arguments. Has no effect without stages.
     """
     stages = stages_of(module)
     if stages is None:

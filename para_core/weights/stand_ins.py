@@ -1,6 +1,4 @@
-"""Plain zeros in place of weights that this rank has none or a part of, while something reads their shapes, dtypes and
-device.
-"""
+"""Replace weights that this rank lacks, or holds in part, by zeros while code reads their shapes, dtypes and device."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from para_core.torch_internals import buffer_slots, parameter_slots
 from para_core.weights.subclasses import map_plain_tensors, plain_tensors
 
-# The dicts (of a module's parameters or buffers) in which a weight stands, with its name there.
+# The dicts (parameters or buffers of a module) that hold a weight, each with the name of the weight in it.
 Owners = list[tuple[dict[str, Any], str]]
 
 
 def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
-    """Return the parameters and buffers of ``module``, in the same order on every rank; one that stands at several
-    places comes once.
+    """Return the parameters and buffers of ``module``, each with its owners, in the same order on every rank.
+
+    A weight that several modules share occurs once.
     """
     held: dict[int, tuple[Tensor, Owners]] = {}
     for owner in module.modules():
@@ -33,7 +32,7 @@ def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
 
 
 def put_weight(owners: Owners, x: Tensor) -> None:
-    """Put ``x`` at all places of a weight."""
+    """Replace a weight by ``x`` in all of its ``owners``."""
     for tensors, name in owners:
         tensors[name] = x
 
@@ -42,12 +41,14 @@ def put_weight(owners: Owners, x: Tensor) -> None:
 def stand_ins(
     weights: Iterable[tuple[Tensor, Owners]], device: torch.device, writable: Collection[int] = ()
 ) -> Iterator[None]:
-    """Inside, zeros on ``device`` take the place of ``weights``; afterwards the weights are back wherever nothing else
-    was put or written.
+    """Replace ``weights`` by zeros on ``device`` in the ``with`` block.
+
+    On exit, each weight is restored unless its zeros were replaced, or written to if it is writable.
 
     Args:
-        writable: ids of weights in whose place something may be written; the zeros in place of the others take no
-            memory.
+        weights: Weights with their owners, from :func:`weights_of`.
+        device: Device of the zeros.
+        writable: Ids of weights whose zeros may be written to. The zeros of other weights take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""Tensors that consist of others, as quantized weights do (``__tensor_flatten__``): the plain ones inside, and the same
-put together anew.
-"""
+"""Read and map the plain tensors inside tensor subclasses with ``__tensor_flatten__``, such as quantized weights."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 
 def consists_of_tensors(x: Tensor) -> bool:
-    """Whether ``x`` holds its values in other tensors, and says in which ones. A DTensor counts as plain."""
+    """Whether ``x`` is a tensor subclass with ``__tensor_flatten__``. A DTensor counts as plain."""
     return hasattr(type(x), "__tensor_flatten__") and not isinstance(x, DTensor)
 
 
 def plain_tensors(x: Tensor) -> list[Tensor]:
-    """``x`` itself, or the plain tensors that it consists of, in a fixed order."""
+    """Return the plain tensors of which ``x`` consists, in a fixed order; ``[x]`` if it is plain."""
     if not consists_of_tensors(x):
         return [x]
     names, _ = _flattened(x)
@@ -25,8 +23,10 @@ def plain_tensors(x: Tensor) -> list[Tensor]:
 
 
 def map_plain_tensors(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``change(x)``, or, of a tensor that consists of others, one of the same kind that consists of what ``change``
-    makes of these.
+    """Apply ``change`` to the plain tensors of ``x``, and return a tensor of the same class that consists of the
+    results.
+
+    If ``x`` is plain, return ``change(x)``.
     """
     if not consists_of_tensors(x):
         return change(x)
@@ -43,5 +43,5 @@ def _flattened(x: Any) -> tuple[list[str], Any]:
 
 
 def is_plain_weight(x: Tensor) -> bool:
-    """Whether ``x`` is a parameter or a tensor of PyTorch's own, and no subclass of it."""
+    """Whether the class of ``x`` is exactly ``Tensor`` or ``nn.Parameter``."""
     return type(x) in (Tensor, nn.Parameter)

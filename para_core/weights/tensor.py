@@ -1,9 +1,8 @@
-"""Tensor parallelism of the linear layers that a plan names: by columns (outputs) and by rows (inputs), as Megatron-LM
-shards them (arXiv:1909.08053).
+"""Tensor parallelism: shard the linear layers of a plan by columns (outputs) or by rows (inputs).
 
-Each rank holds and computes some heads of each block; two all-reduces of its tokens a stream and block put them
-together. Equal to one device up to the order of a sum. Attention sees the heads of this rank, and is sharded over a
-sequence as ever.
+The sharding is that of Megatron-LM (arXiv:1909.08053). Each rank holds and computes some heads of each block, and two
+all-reduces per stream and block sum the results. The output equals the single-device output up to the order of sums.
+Attention runs on the heads of this rank, and may also be sharded over the sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors,
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
-# Where a module keeps what was done to it; it goes with the module.
+# The attribute of a module that holds its _Record.
 _RECORD = "_para_core_tensor"
 
 
@@ -48,29 +47,30 @@ class _Record:
     gradients: Gradients = field(default_factory=Gradients)
     # (module, parameter, dim, sizes of the parts that lie side by side)
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    # (module, attribute, what it counts on one device)
+    # (module, attribute, its value before sharding)
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
-    # Linear layers by rows (False) and by columns (True) that are not wrapped yet.
+    # Linear layers sharded by rows (False) and by columns (True) that are not wrapped yet.
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # One object for all layers, so that those of one class share a class. The layers know the mesh from it: Dynamo
-        # cannot look for a DTensor inside of a quantized weight.
+        # All layers share these objects, so that layers of one class also share their wrapped class. They hold the
+        # mesh, because Dynamo cannot read it from a DTensor inside a quantized weight.
         self.columns = partial(_linear_by_columns, self.mesh)
         self.rows = partial(_linear_by_rows, self.mesh)
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` over ``mesh``, of one dim. Every rank has the same weights, and calls it.
+    """Shard the linear layers of ``module`` over the one-dim ``mesh``. All its ranks call it, with equal weights.
 
     Raises:
-        ValueError: the ranks do not divide the heads, or the channels, of a layer. Nothing has changed then.
+        ValueError: If ``plan`` does not fit, for example because the number of ranks does not divide the number of
+            heads. The module is then unchanged.
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     linears, attending = _linears(module, plan), _attending(module, plan)
-    # Kept from the beginning, for :func:`discard_tensors`.
+    # Stored before the first change, so that :func:`discard_tensors` can undo a failure.
     record = module.__dict__[_RECORD] = _Record(mesh, plan)
     record.gradients.stop(module)
     for found, style in linears.values():
@@ -98,13 +98,17 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
 
 
 def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the ranks among which :func:`shard_tensors` sharded ``module``; None if it did not."""
+    """Return the mesh over which :func:`shard_tensors` sharded ``module``; None if it is not sharded."""
     record: _Record | None = module.__dict__.get(_RECORD)
     return None if record is None else record.mesh
 
 
 def gather_tensors(module: nn.Module) -> None:
-    """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it."""
+    """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it.
+
+    Raises:
+        RuntimeError: If a sharded weight was replaced by one that PyTorch cannot gather. The module is then unchanged.
+    """
     record: _Record = module.__dict__[_RECORD]
     _forget_removed(module, record)
     for owner, name, *_ in record.shards:
@@ -122,7 +126,8 @@ def gather_tensors(module: nn.Module) -> None:
         weight = _parameter(owner, name)
 
         def gathered(inner: Any, length: int = weight.shape[dim], dim: int = dim, parts: Any = parts) -> Tensor:
-            # What a quantized weight consists of, too: scales may have one value for a row, or column, of the parts.
+            # The tensors inside a quantized weight are gathered as well. Only those that have one entry per channel
+            # of the sharded dim, as scales may, are reordered.
             whole: Tensor = inner.full_tensor()
             fits = inner.ndim > dim and inner.shape[dim] == length
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
@@ -133,14 +138,17 @@ def gather_tensors(module: nn.Module) -> None:
 
 
 def discard_tensors(module: nn.Module) -> None:
-    """Undo what :func:`shard_tensors` did before it failed, on this rank alone; the caller puts the parameters back."""
+    """Undo a partial or complete :func:`shard_tensors` on this rank, without communication.
+
+    The caller must restore the parameters.
+    """
     record: _Record | None = module.__dict__.pop(_RECORD, None)
     if record is not None:
         _compute_whole(record)
 
 
 def _compute_whole(record: _Record) -> None:
-    """Let the modules of ``record`` compute with whole weights again."""
+    """Restore the counts, and remove the wrappers, of the modules in ``record``."""
     for counted, name, number in record.counts:
         setattr(counted, name, number)
     for wrapped in record.wrapped:
@@ -150,17 +158,18 @@ def _compute_whole(record: _Record) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Let :func:`gather_tensors` leave what ``module`` has now without gradients."""
+    """Forget which parameters of ``module`` took gradients: :func:`gather_tensors` then restores none of them."""
     if _RECORD in module.__dict__:
         module.__dict__[_RECORD].gradients.forget()
 
 
 def shard_new_loras(module: nn.Module) -> None:
-    """Shard what was added to the layers of ``module`` since :func:`shard_tensors`, and forget what was removed. Every
-    rank calls it.
+    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and forget those that were removed.
+
+    Every rank calls it.
 
     Raises:
-        ValueError: an adapter of another kind than LoRA was added. Nothing has changed then.
+        ValueError: If an added adapter is no plain LoRA. The module is then unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
     layers = _linears(module, record.plan)
@@ -181,8 +190,13 @@ def _forget_removed(module: nn.Module, record: _Record) -> None:
 
 @contextmanager
 def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the parameters of ``layers``, of a sharded ``module``, are whole; what they hold at the end is sharded as
-    before. Every rank comes here.
+    """Gather the sharded parameters of ``layers`` in the ``with`` block. All ranks of the mesh must enter it.
+
+    On exit, the values that the parameters then have are sharded again.
+
+    Args:
+        module: The model that :func:`shard_tensors` sharded.
+        layers: Modules inside ``module``.
     """
     record: _Record = module.__dict__[_RECORD]
     own = {id(part) for layer in layers for part in layer.modules()}
@@ -226,7 +240,7 @@ def _attending(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
 
 
 def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
-    """Raise ``ValueError`` unless ``ranks`` ranks can share ``module`` by ``plan``."""
+    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Has no side effects."""
     cls, linears, attending = unwrapped_class(module).__name__, _linears(module, plan), _attending(module, plan)
     if not linears:
         raise ValueError(f"the tensor plan of {cls} names no module that it has.")
@@ -263,13 +277,14 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
 
 
 def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
-    """Raise if attention computes with other linear layers than the plan's: these would make, or take, the heads of all
-    ranks.
+    """Raise ``ValueError`` if attention has linear layers outside of the plan.
+
+    Such a layer would compute the heads of all ranks.
     """
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
             for name, part in attention.named_modules(prefix=at):
-                # Parts of an adapter are shared as the layer is that they are around.
+                # The matrices of a LoRA are sharded like the layer that it adapts.
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
@@ -282,7 +297,7 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
 
 
 def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
-    """Sizes of what lies side by side; empty where it is one part."""
+    """Return the sizes of the parts that are concatenated along the sharded dim; empty if there is one part."""
     relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
     if len(relative) < 2:
         return ()
@@ -291,12 +306,12 @@ def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
 
 
 def base_linear(layer: nn.Module) -> Any:
-    """Return the layer inside an adapter of peft; ``layer`` itself if it is none."""
+    """Return the layer that a peft adapter wraps; ``layer`` itself if it is no adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def _low_rank(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the two matrices of each LoRA of ``layer``."""
+    """Return the matrices A and B of each LoRA of ``layer``; empty if it has none."""
     first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
     if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
         return []
@@ -304,7 +319,7 @@ def _low_rank(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
-    """Raise ``ValueError`` if ``layer`` is an adapter that ranks cannot compute by parts."""
+    """Raise ``ValueError`` if ``layer`` is an adapter that cannot be sharded, which is any but a plain LoRA."""
     if not hasattr(layer, "base_layer"):
         return
     pairs = _low_rank(layer)
@@ -326,8 +341,9 @@ def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
-    """Shard the LoRAs of a layer like the layer: by their outputs, or by their inputs, whose product of few channels is
-    summed over the ranks.
+    """Shard the LoRAs of a layer like the layer: B by its outputs (colwise), or A by its inputs (rowwise).
+
+    The low-rank product of a rowwise A is summed over the ranks. LoRAs that are already sharded are skipped.
     """
     for first, second in _low_rank(layer):
         matrix = second if style.along == "colwise" else first
@@ -340,7 +356,7 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
     dims = {"weight": 0 if colwise else 1, **({} if linear.bias is None else {"bias": 0 if colwise else None})}
     for name, dim in dims.items():
         whole = _parameter(linear, name).detach()
-        # A rank's part of each of what lies side by side: PyTorch shards in one run.
+        # A rank takes a share of each part, but a DTensor is sharded contiguously, so the shares are reordered first.
         ordered = whole if dim is None else _ordered(whole, dim, parts, record.mesh.size())
         _replace(linear, name, _distributed(ordered, record.mesh, dim))
         record.shards.append((linear, name, dim or 0, () if dim is None else parts))
@@ -348,7 +364,7 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
 
 
 def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: bool = False) -> Tensor:
-    """``x`` so that the n-th run along ``dim`` is what rank n takes of each part; or ``back``."""
+    """Reorder ``x`` so that the n-th chunk along ``dim`` holds rank n's share of each part. ``back`` undoes it."""
     if not parts:
         return x
     shares = [size // ranks for size in parts]
@@ -370,8 +386,9 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
-    """Return this rank's part of ``x`` along ``dim``; all of it if ``dim`` is None. Every rank has the same ``x``."""
-    # A copy: a view would keep the whole of it. On the device of the mesh, which may have no room for the whole.
+    """Return ``x``, which is equal on all ranks, as a DTensor sharded along ``dim``, or replicated if it is None."""
+    # Copy the part, because a view would keep all of ``x`` in memory. Only the part moves to the device of the mesh,
+    # which may lack the memory for all of ``x``.
     own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     placement = Replicate() if dim is None else Shard(dim)
     local = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
@@ -386,7 +403,7 @@ def _own_part(
 
 
 def _wrap_linears(record: _Record) -> None:
-    """Let the linear layers that were sharded last compute with this rank's part."""
+    """Wrap the linear layers of ``record.sharded``, so that they compute with this rank's part, and clear the lists."""
     for colwise, linears in record.sharded.items():
         _wrap_forward(linears, record.columns if colwise else record.rows, record)
         linears.clear()
@@ -394,42 +411,41 @@ def _wrap_linears(record: _Record) -> None:
 
 def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
     wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
-    # What hooks (offload, casting) put on an instance hides its class's method.
+    # A forward that a hook (offload, casting) set on an instance hides the method of its class, so wrap it as well.
     record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
     record.wrapped += modules
 
 
 def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
-    """Return this rank's outputs ``[..., C_out of this rank]`` of ``x`` ``[..., C_in]``, which every rank has."""
+    """Return the output channels of this rank, ``[..., C_out / n]``, for ``x`` ``[..., C_in]``, equal on all ranks."""
     weight, bias = linear.weight, linear.bias
     if torch.is_grad_enabled():
-        # Each rank finds a part of the gradient of x.
+        # The gradient of x is the sum of the gradients that the ranks compute.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     if consists_of_tensors(weight):
-        # The weight consists of DTensors, so its layer is given one.
+        # The tensors inside a quantized weight are DTensors, so the input must be a DTensor too.
         out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
         return out
     return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
 def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
-    """Return all outputs ``[..., C_out]``, the sum of what each rank computes of its ``x``
-    ``[..., C_in of this rank]``.
-    """
+    """Return all output channels ``[..., C_out]``: the sum over ranks, each with its own ``x`` ``[..., C_in / n]``."""
     weight, bias = linear.weight, linear.bias
     if consists_of_tensors(weight):
         part, bias = call(linear, DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)), None
     else:
-        # DTensor computes no product here: under torch.compile it cannot trace one whose length is a product of three
-        # symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
+        # The product is computed on plain tensors. Under torch.compile, DTensor cannot trace a product whose length
+        # is a product of three symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
         part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
     out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
     return out if bias is None else out + bias.to_local()
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """RMS norm of ``x``, ``[B, S, channels of this rank]``, over the channels of all ranks, in float32 as PyTorch
-    computes it.
+    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks.
+
+    It is computed in float32, as PyTorch does, and has the shape and dtype of ``x``.
     """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]

@@ -1,6 +1,4 @@
-"""Tensor plans: how the linear layers of a model are sharded over tensor ranks, in diffusers' form (``_tp_plan``) or
-ours.
-"""
+"""Tensor plans: tables of the linear layers of a model that tensor ranks shard, and conversion from diffusers' form."""
 
 from __future__ import annotations
 
@@ -11,14 +9,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer.
+    """The sharding of one linear layer.
 
     Args:
-        along: ``"colwise"``: each rank computes some of its outputs. ``"rowwise"``: each takes some of its inputs, and
-            the results are summed over the ranks.
-        parts: relative sizes of what lies side by side along that dim (query, key and value; the two halves of a gate),
-            each of which is sharded. Empty: one part.
-        parts_from: name of an attribute of the module that says them.
+        along (`"colwise"` or `"rowwise"`): The sharded dim. With ``"colwise"`` each rank computes some output channels.
+            With ``"rowwise"`` each rank takes some input channels, and the results are summed over the ranks.
+        parts (`tuple[int, ...]`, *optional*, defaults to `()`): Relative sizes of the parts that are concatenated along
+            the sharded dim (query, key and value; the two halves of a gate). Each part is sharded separately. Empty
+            means one part.
+        parts_from (`str`, *optional*, defaults to `""`): Name of the attribute of the module that holds the relative
+            sizes. Used if ``parts`` is empty.
     """
 
     along: Literal["colwise", "rowwise"]
@@ -31,20 +31,20 @@ COLUMNS, ROWS = Linear("colwise"), Linear("rowwise")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The tensor-parallel plan of one model: each rank computes some heads, and some of the hidden units behind
-    attention.
+    """The tensor-parallel plan of one model: each rank computes some heads and some feed-forward hidden units.
 
-    In names of modules, ``*`` stands for any one part. A name that a model does not have, or not in each block, is
-    passed over.
+    Module names are patterns in which ``*`` matches one part of a dotted name. Names that match no module are ignored.
 
     Args:
-        linears: name of a linear layer to how it is sharded.
-        heads: modules whose attribute ``heads`` counts the heads that this rank computes.
-        counts: modules with such an attribute, which counts the hidden units that this rank computes.
-        norms: RMS norms over the channels of all heads: the sum of squares, a number for each token, is reduced over
-            the ranks.
-        positions: modules each of whose outputs has along this dim all heads, or the channels of all, of which a rank
-            takes its own.
+        linears (`Mapping[str, Linear]`): Names of linear layers, and the sharding of each.
+        heads (`tuple[str, ...]`, *optional*, defaults to `()`): Modules whose attribute ``heads`` is divided by the
+            number of ranks.
+        counts (`Mapping[str, str]`, *optional*, defaults to `{}`): Names of modules, and of an attribute of each that
+            is divided by the number of ranks, such as a number of hidden units.
+        norms (`tuple[str, ...]`, *optional*, defaults to `()`): RMS norms over the channels of all heads. Their sum of
+            squares, one number per token, is reduced over the ranks.
+        positions (`Mapping[str, int]`, *optional*, defaults to `{}`): Names of modules that return a tuple of tensors
+            for all heads, and the dim of heads or channels. Each rank takes its part of each tensor along this dim.
     """
 
     linears: Mapping[str, Linear]
@@ -55,11 +55,14 @@ class TensorPlan:
 
 
 def published_tensor_plan(published: Mapping[str, Any]) -> TensorPlan:
-    """Diffusers' ``_tp_plan``: ``"colwise"``, ``"rowwise"``, ``PackedColwiseParallel`` or ``PackedRowwiseParallel`` by
-    name.
+    """Convert diffusers' ``_tp_plan`` to a :class:`TensorPlan`.
+
+    Args:
+        published: Names of linear layers, and the style of each: ``"colwise"``, ``"rowwise"``,
+            ``PackedColwiseParallel`` or ``PackedRowwiseParallel``.
 
     Raises:
-        ValueError: it holds another style.
+        ValueError: If it holds another style.
     """
     return TensorPlan({name: _published(name, style) for name, style in published.items()})
 
