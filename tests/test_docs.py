@@ -153,7 +153,7 @@ def modules_with_examples():
 
 @pytest.mark.parametrize("module", [*modules_with_examples(), "para_core.kernels.merge_reference"])
 def test_doctests_pass(module):
-    results = doctest.testmod(import_module(module))
+    results = doctest.testmod(import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0
     assert results.failed == 0
 
