@@ -1,1 +1,1 @@
-"""Modes: which calls are intercepted. How attention is computed is in :mod:`para_core.attention`."""
+"""Torch function modes that intercept attention calls. :mod:`para_core.attention` computes the intercepted calls."""

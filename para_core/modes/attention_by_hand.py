@@ -1,6 +1,4 @@
-"""Attention written out as matmul, softmax, matmul, which no mode intercepts: how a mode notices that a model computes
-it.
-"""
+"""Detection of attention that a model computes as matmul, softmax, matmul, which no mode can intercept."""
 
 from __future__ import annotations
 
@@ -25,12 +23,15 @@ def is_softmax(func: Callable[..., Any]) -> bool:
 
 
 def scores_of_own_tokens(args: Sequence[Any], kwargs: Any, segments: Sequence[Segment], rank: int, ranks: int) -> bool:
-    """Whether this softmax is over scores ``[..., S_local, S_local]`` of tokens that were sharded: its last dim, of as
-    many keys as queries.
+    """Whether a softmax call computes attention weights ``[..., S_local, S_local]`` over this rank's tokens.
+
+    True if the softmax is over the last dim of a tensor with 3 or more dims, and the last two dims both have the length
+    of this rank's part of a sharded segment, or of all segments together.
 
     Args:
-        args, kwargs: of the softmax.
-        segments: what was sharded through the mode, or said to be replicated.
+        args: The positional arguments of the softmax call.
+        kwargs: The keyword arguments of the softmax call.
+        segments: The segments that were sharded through the mode or declared replicated.
     """
     scores = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")

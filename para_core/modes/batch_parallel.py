@@ -1,4 +1,4 @@
-"""Each rank has samples of its own: attention is SDPA's, and only masks need to know."""
+"""A mode for batch parallelism: each rank computes whole samples, and only attention masks must be sharded."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from para_core.torch_internals import no_frame_of_its_own
 
 
 class BatchParallelAttnMode(ShardingMode):
-    """Inside ``with BatchParallelAttnMode(mesh) as cp:`` every rank holds some of the samples of a batch, whole.
+    """A context in which each rank computes some samples of a batch.
 
-    ``x = cp.shard(x, dim=0)`` shards the batch, ``cp.gather(y, dim=0)`` puts it together; uneven parts, and ranks
-    without a sample, are right. Attention sends nothing: sample i of the batch attends to sample i. What the mode does
-    to ``scaled_dot_product_attention``: from an ``attn_mask`` for the whole batch it takes this rank's samples. What is
-    no ``scaled_dot_product_attention`` (``flash_attn``, fused encoders) is right as it is.
+    ``x = cp.shard(x, dim=0)`` shards the batch and ``cp.gather(y, dim=0)`` gathers it. Parts may be uneven, and a rank
+    may hold no sample. Attention sends nothing, because samples do not attend to each other. The mode only changes the
+    masks of ``scaled_dot_product_attention``: it takes this rank's samples of an ``attn_mask`` for the whole batch.
+    Other attention functions (``flash_attn``, fused encoders) need no change.
 
     Args:
-        mesh: a DeviceMesh with a ``batch`` dim, of which the other dims are left to other modes (enter it inside of a
-            :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``, so that it meets masks first); or a ProcessGroup.
-        assume_equal: skip the small exchange with which, in eager code, each ``shard`` and ``gather`` begins.
+        mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. To combine it
+            with a :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``, enter this mode inside of that one, so that
+            it shards masks first.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchange that precedes each
+            ``shard`` and ``gather`` in eager code and turns invalid input on one rank into an error on all ranks.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:

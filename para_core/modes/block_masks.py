@@ -1,8 +1,8 @@
-"""A ``BlockMask`` of flex attention over all tokens, made into that of the rows that one rank computes.
+"""Sharding of a ``BlockMask`` of flex attention: the rows of the mask that one rank computes.
 
-``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. So a sharded
-mask states this rank's lengths, while its blocks are those of all rows that the rank's ring block computes, over all
-keys of the sequence.
+``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. A sharded
+mask therefore has the lengths of this rank's query and key, but its blocks cover all rows that the rank computes after
+the Ulysses exchange, over all keys of the sequence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ MaskMod = Callable[..., Tensor]
 
 
 class ShardedMaskMod:
-    """The ``mask_mod`` of a sharded mask: what a mode needs to know of it, since flex attention hands on nothing else.
+    """The ``mask_mod`` of a sharded mask, which carries its layouts because flex attention passes on nothing else.
+
+    Calling it raises RuntimeError, because it is only called if no mode or plan intercepted ``flex_attention``.
 
     Args:
-        of_rows: ``(b, h, row, key)``, with rows counted among those that
-            :func:`~para_core.attention.flex_exchange.enter` gives.
-        layout_ids: of :func:`layout_id`, of the queries and of the keys.
+        of_rows: The ``mask_mod`` ``(b, h, row, key)`` to compute with. Rows are indices into the query that
+            :func:`~para_core.attention.flex_exchange.enter` returns.
+        query_layout: The layout of the queries.
+        key_layout: The layout of the keys.
+        layout_ids: The :func:`layout_id` of the queries and of the keys.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ def is_sharded(mask: BlockMask) -> bool:
 
 
 def layout_id(layout: SequenceLayout) -> int:
-    """Return a number from 0 to 2³¹ - 2 that differs between layouts."""
+    """Return a hash of ``layout`` from 0 to 2³¹ - 2, equal on all ranks for equal layouts."""
     number = layout.ranks
     for segment in layout.segments:
         kind = 2 * segment.replicated + segment.balanced
@@ -64,10 +68,10 @@ def shard_block_mask(
     """Return the rows of ``mask`` that this rank computes, as a mask for this rank's query and key.
 
     Args:
-        mask: over all tokens of ``query_layout`` and ``key_layout``.
+        mask: A mask over all tokens of ``query_layout`` and ``key_layout``.
 
     Raises:
-        ValueError: ``mask`` was sharded before, or has other lengths.
+        ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.
     """
     totals = query_layout.total, key_layout.total
     if is_sharded(mask):
@@ -79,7 +83,7 @@ def shard_block_mask(
             f"{totals[1]} tokens of their sequences. Make it with create_block_mask(..., Q_LEN={totals[0]}, "
             f"KV_LEN={totals[1]})."
         )
-    # Keys that every rank holds are attended to without an exchange: then a rank's rows are its own tokens.
+    # Replicated keys need no exchange, so a rank computes the rows of its own tokens.
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
     blocks = _Blocks(mask, rows)
     ids = (0, 0) if torch.compiler.is_compiling() else (layout_id(query_layout), layout_id(key_layout))
@@ -91,20 +95,21 @@ def shard_block_mask(
         blocks.full[1],
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=ShardedMaskMod(blocks.mask_mod, query_layout, key_layout, ids),
-        # All keys: torch 2.15 takes the number of columns from here, and the blocks have the columns of all.
+        # torch 2.15 derives the number of block columns from this length, and the blocks cover all keys.
         seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
     )
-    # flex_attention compares these with the query and the key that it is given, which are this rank's.
+    # flex_attention compares these lengths with those of its query and key, which are this rank's parts.
     sharded.seq_lengths = size, key_layout.size(mesh.rank)
     return sharded
 
 
 class _Blocks:
-    """Blocks and ``mask_mod`` of some rows of a mask.
+    """The blocks and the ``mask_mod`` of some rows of a mask.
 
     Args:
-        rows: their positions, ascending.
+        mask: The mask over all tokens.
+        rows: The positions of the rows as runs, ascending.
     """
 
     def __init__(self, mask: BlockMask, rows: Sequence[Run]) -> None:
@@ -123,7 +128,7 @@ class _Blocks:
         self.mask_mod = (
             of_positions if aligned else _and_blocks(of_positions, partial | full, positions, mask.BLOCK_SIZE)
         )
-        # Which blocks of rows of the whole mask each block of these rows touches.
+        # touched[i, j] is 1 if row block i of the result contains a row of row block j of the whole mask.
         number = max(1, -(-num_rows // row_block))
         touched = torch.zeros(number, partial.shape[-2], device=partial.device)
         touched[torch.arange(num_rows, device=partial.device) // row_block, positions // row_block] = 1.0
@@ -135,8 +140,9 @@ class _Blocks:
 
 
 def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which blocks need ``mask_mod``, and which are fully visible: two bool tensors
-    ``[B, H, blocks of queries, blocks of keys]``.
+    """Return the blocks that need ``mask_mod`` and the fully visible blocks.
+
+    Both are bool tensors ``[B, H, blocks of queries, blocks of keys]``.
     """
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
@@ -145,7 +151,7 @@ def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
-    # Entries behind the number of blocks of a row are undefined: these go to a column that is cut off.
+    # Entries of a row beyond its number of blocks are undefined, so they go to an extra column that is cut off.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
     places = torch.where(valid, indices, columns).long()
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.bool, device=indices.device)
@@ -153,7 +159,7 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a table of blocks as the numbers and indices of a ``BlockMask``."""
+    """Return a bool table of blocks in the format of a ``BlockMask``: blocks per row, and their column indices."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers, indices
@@ -175,10 +181,10 @@ def _at_positions(mask_mod: MaskMod, rows: Sequence[Run], positions: Tensor) -> 
 
 
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
-    """``mask_mod`` where ``table`` has the block, in terms of the whole mask's blocks.
+    """Return ``mask_mod`` restricted to the blocks of the whole mask that are True in ``table``.
 
-    A block of these rows may touch several blocks of the whole mask. A kernel then asks ``mask_mod`` about all keys
-    that any of them has, also about keys that one of them leaves out.
+    A row block of one rank may contain rows of several row blocks of the whole mask. The kernel then evaluates
+    ``mask_mod`` for the union of their key blocks, which includes keys that some of these rows must not see.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

@@ -1,4 +1,4 @@
-"""Attention over a mesh as plain functions: ``scaled_dot_product_attention``'s signature, plus ``mesh=``."""
+"""Attention over a mesh as functions with the signature of ``scaled_dot_product_attention`` plus ``mesh=``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _attention(
     attn_func: AttnFunc | None = None,
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
-    # Read here: a mode that reads a mesh on NCCL asks who shares a GPU, which once per call would be too often.
+    # A mode that is constructed from a DeviceMesh on NCCL exchanges which ranks share a GPU, too costly for each call.
     ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
     mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
@@ -50,7 +50,14 @@ def _form(
     attention: Callable[Concatenate[type[UnifiedAttnMode], _P], Tensor],
     doc: str,
 ) -> Callable[_P, Tensor]:
-    """``attention`` (an argument, so that its type is known) under modes of this ``kind``, as a function of its own."""
+    """Return a public function that calls ``attention`` with ``kind`` as its first argument.
+
+    Args:
+        name: The name of the function.
+        kind: The mode class that computes the call.
+        attention: The implementation. It is an argument so that type checkers infer the signature.
+        doc: The docstring of the function.
+    """
 
     def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         return attention(kind, *args, **kwargs)

@@ -1,10 +1,10 @@
-"""torch's fused encoder kernels are off in this process while any thread is inside a mode.
+"""Disable torch's fused encoder kernels in this process while any thread is inside a mode.
 
-In eager code torch leaves them when a mode is on. Dynamo takes them all the same, and shows them to no mode: so they
-are off while a mode is entered, also while one is entered in a graph that is being traced.
+In eager code torch does not use these kernels while a mode is on. Dynamo does, and passes them to no mode. They are
+therefore disabled while a mode is entered, also while a mode is entered in a graph that is being traced.
 
-The switch (``torch.backends.mha``) is one for the whole process, so its holders are counted for the whole process: the
-first one in remembers how it was, the last one out puts it back.
+The switch (``torch.backends.mha``) belongs to the process, so its holders are counted per process: the first holder
+saves the state of the switch, and the last one restores it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from para_core.torch_internals import CompileContext, TraceId
 
 class _Holder(NamedTuple):
     thread: int
-    trace: TraceId | None  # what Dynamo traces right now, and the how-manieth time; None in eager code
+    trace: TraceId | None  # the current Dynamo trace and its attempt; None in eager code
 
 
 class _CountedSwitch:
@@ -46,17 +46,18 @@ class _CountedSwitch:
             if not self._holders:
                 return
             self._drop_stale(own)
-            # A graph that gathers what it did not shard releases what it never held.
+            # A graph that gathers without having sharded releases a hold that it never took.
             self._holders[own] -= 1
             self._holders = +self._holders
             if not self._holders:
                 torch.backends.mha.set_fastpath_enabled(self._was_on)
 
     def _drop_stale(self, own: _Holder) -> None:
-        """Dynamo may stop tracing in the middle, to begin again or with an error, and then nothing is released.
+        """Remove the holders of traces that Dynamo has aborted.
 
-        It traces in one thread at a time: what another trace holds is stale while one is running, and what a trace of
-        this thread holds is stale in eager code.
+        Dynamo may stop a trace with an error or to restart it, and then nothing is released. It traces in one thread at
+        a time. During a trace, the holders of all other traces are therefore stale; in eager code, those of this thread
+        are.
         """
         for holder in list(self._holders):
             if holder.trace not in (None, own.trace) and (own.trace is not None or holder.thread == own.thread):
@@ -67,25 +68,25 @@ def _this_holder() -> _Holder:
     return _Holder(threading.get_ident(), CompileContext.current_trace_id())
 
 
-# As the switch itself: one for the process.
+# One instance for the process, like the switch itself.
 _SWITCH = _CountedSwitch()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def switch_off() -> None:
-    """Forbid torch's fused encoder kernels until :func:`put_back`; while a graph is traced, this runs then."""
+    """Disable torch's fused encoder kernels until :func:`put_back`. In compiled code this runs during tracing."""
     _SWITCH.hold()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def put_back() -> None:
-    """Undo one :func:`switch_off`; the last one, in whatever thread, allows what was allowed before the first."""
+    """Undo one :func:`switch_off`. Undoing the last one, from any thread, restores the state before the first."""
     _SWITCH.release()
 
 
 @contextmanager
 def held_off(needed: bool) -> Iterator[None]:
-    """Inside, torch's fused encoder kernels are forbidden, if that is ``needed``."""
+    """Return a context in which torch's fused encoder kernels are disabled if ``needed``, else one without effect."""
     if needed:
         switch_off()
     try:

@@ -1,16 +1,16 @@
 """Infer the sequence of a tensor from its length. Pure values: no torch.distributed, no tensors.
 
-What a mode knows are the sequences that were sharded through it, or said to be replicated. A tensor is of one of them,
-or of several that were concatenated in the order in which they are known, adjacent or not: 2 ** n - 1 candidates.
+A mode knows the sequences that were sharded through it or declared replicated. A tensor holds one of these n sequences,
+or a concatenation of some of them in the order in which they became known: 2 ** n - 1 candidates.
 
-**When a length decides.** Two candidates conflict if they have as many tokens on some rank, but not on all, or not in
-all. If the one that fits on this rank conflicts with another one, that is an error; and because the test looks at all
-ranks, it is an error on every rank, whichever candidate each of them found. Candidates that are as long on every rank
-differ in their order only, which matters to a mask and to ``is_causal``.
+**Ambiguity.** Two candidates conflict if they have equal lengths on some rank but not on all ranks, or different
+totals. If the candidate that fits on this rank conflicts with another one, that is an error. The test covers all ranks,
+so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths on every rank
+differ only in their order, which matters for a mask and for ``is_causal``.
 
-**What it costs.** The sums of all choices of the first n lengths are the bits of one integer, which takes one shift for
-each length, up to the length that is looked for. From these only choices that sum to that length are followed: n steps
-for each. On every rank these are compared one by one, and mostly there is one.
+**Cost.** The sums of all choices among the first k lengths are stored as the bits of one integer, computed with one
+shift per length. The search then follows only choices that sum to the wanted length, in n steps each. These choices are
+compared on every rank; usually there is only one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from itertools import accumulate, chain, islice
 
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 
-# Candidates of one length that are compared one by one before it is an error.
+# Maximum number of candidates of one length to compare. More are an error.
 _MAX_COMPARED = 4096
-# Sequences of which all concatenations are compared where lengths are symbolic.
+# Maximum number of sequences whose concatenations are all compared if lengths are symbolic.
 _MAX_SYMBOLIC = 8
-# Sequences of which an error lists all concatenations.
+# Maximum number of sequences whose concatenations are all listed in an error.
 _MAX_LISTED = 3
 
 
@@ -36,12 +36,13 @@ def sequence_of_length(
     """Return the segment, or the concatenation of segments, of which ``rank`` holds ``held`` tokens.
 
     Args:
-        segments: what is known, in the order in which it became known; at least one.
-        kind: what the tensor is, for messages.
-        ordered: whether it matters where in the sequence a token is.
+        held: Number of tokens on ``rank``.
+        segments: The known segments in the order in which they became known; at least one.
+        kind: The name of the tensor in error messages.
+        ordered: Whether the call depends on the positions of tokens in the sequence.
 
     Raises:
-        ValueError: no candidate fits; or more than one does, on this rank or on another one.
+        ValueError: No candidate fits, or several fit on some rank, or the order of the segments is needed and unknown.
     """
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:
@@ -53,10 +54,10 @@ def sequence_of_length(
 def sequence_of_symbolic_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """:func:`sequence_of_length` under ``torch.compile``: lengths are compared, but never hashed or shifted by.
+    """Do the work of :func:`sequence_of_length` with symbolic lengths, which can be compared but not hashed.
 
     Raises:
-        ValueError: also if there are more sequences than can be compared so.
+        ValueError: As :func:`sequence_of_length`; or there are more than 8 sequences, too many to compare.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -72,11 +73,11 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of ``total`` tokens: that of the segment or concatenation of this length, or equal parts if
-    there is none.
+    """Return the layout of the known segment with ``total`` tokens, or equal parts if nothing has this length.
 
     Raises:
-        ValueError: several have as many, or their order is not known; or there are more segments than can be compared.
+        ValueError: Several segments or a concatenation of segments have ``total`` tokens, so that their order is
+            unknown; or there are more than 8 segments, too many to compare.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -102,7 +103,7 @@ def _checked(
 ) -> SequenceLayout:
     for other in others:
         alike = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
-        # As many tokens on every rank are another sequence still, if one of the two counts replicated tokens once.
+        # Equal lengths on every rank do not imply equal totals, because a total counts replicated tokens only once.
         if any(alike) and not (all(alike) and fitting.total == other.total):
             raise ValueError(
                 f"{kind} has {held} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
@@ -120,7 +121,7 @@ def _checked(
     return fitting
 
 
-# Messages are written only for an error: they would make lengths constants of a graph.
+# Messages are formatted only when an error is raised: formatting a symbolic length makes it a constant of the graph.
 
 
 def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
@@ -142,7 +143,7 @@ def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: in
 
 
 def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
-    """Each segment alone, and each choice of several in their order."""
+    """Return the layouts of all candidates: each nonempty choice of segments, concatenated in their order."""
     chosen: list[tuple[Segment, ...]] = [()]
     for segment in segments:
         chosen = chosen + [(*before, segment) for before in chosen]
@@ -152,13 +153,17 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 def _rivals(
     fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
-    """Every other candidate that is as long as ``found`` on some rank."""
-    # Ranks on which every segment is as long tell the same.
+    """Yield the other candidates whose length equals that of ``fitting`` on some rank.
+
+    Raises:
+        ValueError: There are too many of them to compare.
+    """
+    # Ranks with equal lengths of all segments give the same candidates, so one of them is enough.
     columns = {
         tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
     }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
-        return  # what is as long on one rank is as long on all
+        return  # Equal lengths on one rank then are equal lengths on all ranks.
     choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != fitting_choice:
@@ -172,11 +177,11 @@ def _rivals(
 
 
 def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of each nonempty choice of ``sizes`` that sums to ``total``. The latest index counts most."""
+    """Yield indices of each nonempty choice of ``sizes`` with sum ``total``, choices without the last size first."""
     up_to = (1 << total + 1) - 1
-    # Of none, the first, the first two, … of ``sizes``: bit i is set if a choice sums to i.
+    # Bit i of sums[k] is set if a choice among the first k sizes sums to i.
     sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
-    # What is yet to be chosen among the first so many, what that must sum to, and what was chosen after these.
+    # Stack of (number of sizes not yet decided, sum that these must give, indices chosen from the other sizes).
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
     while open_:
         first, left, chosen = open_.pop()

@@ -1,11 +1,10 @@
-"""Activation checkpointing inside a mode: what ``torch.utils.checkpoint`` runs again in the backward must run under the
-mode again.
+"""Activation checkpointing inside a mode: functions that the backward recomputes must run under the mode again.
 
-The backward runs when the mode has been left, or inside ``Tensor.backward``, in which modes are off.
-``torch.utils.checkpoint`` is Python that no mode sees, so the function that it keeps is replaced when the mode sees the
-first sign of it: with ``use_reentrant=True`` its ``no_grad``, with ``use_reentrant=False`` its hooks on saved tensors.
-Read in torch 2.13 (``torch/utils/checkpoint.py``); where its variables have other names, an error names what a user can
-do.
+The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. No mode sees
+``torch.utils.checkpoint`` itself, which is plain Python. The function that it stores is therefore replaced at the first
+operation that reveals it: its ``no_grad`` with ``use_reentrant=True``, its hooks on saved tensors with
+``use_reentrant=False``. Written for torch 2.13 (``torch/utils/checkpoint.py``). If the variables of the reentrant
+version have other names, an error tells the user to bind the function.
 """
 
 from __future__ import annotations
@@ -23,26 +22,25 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-# From a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of modes outside of this
-# one.
+# Maximum distance from a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of outer
+# modes.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
-# Takes a function and returns it, run under a mode as it is now.
+# Returns a wrapper that runs a function under a mode in the mode's current state.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward, in which functions are recomputed."""
+    """Whether this thread is running a backward pass."""
     return current_graph_task_id() != -1
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
-    """Bind the function of a ``checkpoint(..., use_reentrant=True)`` that switches gradients off right now, if one
-    does.
+    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is disabling gradients, if one is.
 
     Raises:
-        RuntimeError: the function cannot be replaced.
+        RuntimeError: The function cannot be replaced.
     """
     frame, depth = sys._getframe(1), 0
     while frame.f_back is not None and depth < _MOST_FRAMES:
@@ -59,14 +57,18 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 
 
 def bind_checkpoint(owner: object, bind: Bind) -> None:
-    """Bind the functions of each ``checkpoint(..., use_reentrant=False)`` whose forward runs right now, if any does.
+    """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    Called at every attention call in eager code, also without gradients: a checkpoint runs those parts again, too.
-    ``owner`` tells whether a function was bound before.
+    Must be called at every attention call in eager code, also without gradients, because a checkpoint recomputes those
+    parts too.
+
+    Args:
+        owner: The mode. A function that is already bound to it is not bound again.
+        bind: Binds a function to the mode.
     """
     frame = _frame_of(top_saved_tensors_hooks(True))
     if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
-        # Whoever bound the innermost one has bound those around it.
+        # The call that bound the innermost checkpoint has also bound the outer ones.
         return
     for hooks in all_saved_tensors_hooks():
         frame = _frame_of(hooks)
@@ -77,7 +79,7 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
 
 def _frame_of(hooks: Any) -> Any:
-    """Return the checkpoint to which hooks on saved tensors belong; None if they are of something else."""
+    """Return the checkpoint frame that registered ``hooks`` on saved tensors, or None if it was not a checkpoint."""
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)

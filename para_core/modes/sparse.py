@@ -1,4 +1,4 @@
-"""Modes under which a query sees a part of the keys: blocks that a user names, or keys that a criterion keeps."""
+"""Modes for sparse attention: over blocks that the user selects, or over the keys that a criterion keeps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from para_core.modes.unified import UnifiedAttnMode
 
 
 class BlockSparseAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which query i sees key j only where ``block_mask[i // block_size, j // block_size]``
-    is True.
+    """:class:`UnifiedAttnMode` with a block-sparse mask.
 
-    Positions are those in the whole sequence, whatever rank holds them: the result is that of one device with the mask
-    written out for every token. ``attn_mask`` and ``is_causal`` of a call hold in addition; a query that sees nothing
-    gives zeros. Blocks that are not seen are not computed, and what no token of a ring rank sees is not sent to it.
-    Ulysses trades heads of all tokens as ever.
+    Query i sees key j only if ``block_mask[i // block_size, j // block_size]`` is True, with positions in the whole
+    sequence. The result equals the result on one device with the mask expanded to all tokens. ``attn_mask`` and
+    ``is_causal`` of a call apply in addition. A query that sees no key gives zeros. Masked blocks are not computed, and
+    a ring rank does not receive blocks that none of its queries sees. Ulysses still exchanges all tokens.
 
     Args:
-        mesh: see :class:`UnifiedAttnMode`.
-        block_mask: bool ``[blocks of queries, blocks of keys]``, alike for all heads and samples. On one rank, too, it
-            needs as many blocks as every attention call inside has; use :meth:`disable` around calls that it is not
-            meant for.
-        block_size: tokens per block, or ``(of queries, of keys)``; the last block may be shorter.
-        options: as of :class:`UnifiedAttnMode`.
+        mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
+        block_mask (`Tensor`): A bool tensor ``[blocks of queries, blocks of keys]``, used for all heads and samples.
+            Its number of blocks must fit every attention call inside, also on a single rank. Use :meth:`disable` for
+            calls with other lengths.
+        block_size (`int` or pair of `int`): Tokens per block, or the pair (tokens of queries, tokens of keys). The last
+            block may be shorter.
+        options (*optional*): The options of :class:`UnifiedAttnMode`.
+
+    Raises:
+        ValueError: If ``block_mask``, ``block_size`` or an option is invalid.
     """
 
     def __init__(
@@ -44,25 +47,27 @@ class BlockSparseAttnMode(UnifiedAttnMode):
 
 
 class SparseKVAttnMode(UnifiedAttnMode):
-    """:class:`UnifiedAttnMode` in which each head attends to a share of the keys, those that observed queries attend to
-    most.
+    """:class:`UnifiedAttnMode` in which each head attends only to the keys with the highest attention weights.
 
-    The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
+    The criterion is that of SnapKV (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
 
-    1. ``window`` queries are observed, evenly spread: the middles of ``window`` equal parts of the sequence (all, if it
-    is not longer).
-    2. The vote of a key is the sum of its attention weights (softmax over all keys that mask and ``is_causal`` show)
-    over these.
-    3. The ``ceil(share * S_k)`` keys with most votes are kept, of equal ones the earlier.
+    1. Observe ``window`` queries: the middles of ``window`` equal parts of the sequence, or all queries if the sequence
+       is not longer than that.
+    2. Score each key by the sum of its attention weights over the observed queries. The softmax covers all keys that
+       the mask and ``is_causal`` allow.
+    3. Keep the ``ceil(share * S_k)`` keys with the highest scores. Among equal scores, earlier keys come first.
 
-    The result is that of one device with all other keys masked out, on any mesh. In a ring only kept keys and values
-    travel.
+    The result equals the result on one device with all other keys masked out, on any mesh. A ring sends only the kept
+    keys and values.
 
     Args:
-        mesh: see :class:`UnifiedAttnMode`.
-        share: of the keys, 0 < share <= 1.
-        window: observed queries.
-        options: as of :class:`UnifiedAttnMode`.
+        mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
+        share (`float`): The share of the keys to keep, ``0 < share <= 1``.
+        window (`int`, *optional*, defaults to `64`): Number of observed queries.
+        options (*optional*): The options of :class:`UnifiedAttnMode`.
+
+    Raises:
+        ValueError: If ``share``, ``window`` or an option is invalid.
     """
 
     def __init__(

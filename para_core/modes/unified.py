@@ -44,7 +44,7 @@ class UnifiedAttnMode(ShardingMode):
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): A mesh, or a slice of one, with a ``ring`` dim, a ``ulysses`` dim or
-            both. All ranks of a ProcessGroup are used for Ulysses.
+            both. :meth:`split_branches` uses its ``batch`` dim. All ranks of a ProcessGroup are used for Ulysses.
         layout (:class:`SequenceLayout`, *optional*): The layout of the queries of every intercepted call, and of the
             keys unless ``key_layout`` is passed.
         key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys. Requires ``layout``.
