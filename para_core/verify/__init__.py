@@ -1,1 +1,1 @@
-"""Comparing a model on virtual ranks (threads of this process) with the unmodified model."""
+"""Comparison of a model on virtual ranks (threads of this process) with the unmodified model."""

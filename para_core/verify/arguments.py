@@ -1,4 +1,4 @@
-"""The arguments of check_parallel: which of a model's inputs are sharded, and along which dim."""
+"""Validation of the arguments of ``check_parallel``, and the choice of the inputs and dims to shard."""
 
 from __future__ import annotations
 
@@ -35,8 +35,14 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
 def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
     """Return the token dim of each sharded input, by its index among all leaves of the inputs.
 
+    Args:
+        module: The model.
+        given: The arguments of its call.
+        dim: The dim of the tokens, or a dim for each parameter name. None means dim 1.
+
     Raises:
-        TypeError, ValueError: there is nothing to shard.
+        TypeError: ``dim`` has the wrong type.
+        ValueError: ``dim`` names an unknown argument or is out of range, or no input is a tensor with this dim.
     """
     leaves = given.leaves()
     if isinstance(dim, Mapping):
@@ -62,12 +68,14 @@ def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int
 
 
 def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]:
-    """Return the dims of inputs that ``plan`` shards, or that go with what it shards; empty if it shards inside of the
-    model.
+    """Return the token dim of each input that ``plan`` splits, by its index among all leaves of the inputs.
+
+    Inputs that belong to a segment of the attention sequence come first. The result is empty if the
+    plan shards inside the model only.
     """
     leaves, named = given.leaves(), _named_leaves(module, given)
     splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
-    # What attention sees comes first: its length is that of the sequence.
+    # Inputs with a segment come first, because the first entry determines the length of the attention sequence.
     order = sorted(splits, key=lambda name: splits[name].segment is None)
     return {
         index: splits[name].dim % leaves[index].ndim
@@ -78,7 +86,7 @@ def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]
 
 
 def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
-    """Return the indices of the leaves of each argument, by its parameter's name."""
+    """Return the indices of each argument's leaves among all leaves, by the parameter's name."""
     bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""``check_parallel``: a model on virtual ranks against the unmodified model, in one call and one process."""
+"""``check_parallel``: compare a model on virtual ranks with the unmodified model, in one process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from para_core.verify.virtual_ranks import device_of, first_error
 
 Method = Literal["ring", "ulysses"]
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
-# ‖out − ref‖ / ‖ref‖ up to which a result is exact, by the type of the numbers in which the model computes.
+# The largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype in which the model computes.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# Characters of an error in a line of the report; the first difference has all of it.
+# Maximum number of characters of an error in a line of the report; the first difference contains the whole error.
 _WIDTH = 100
 
 
@@ -34,9 +34,11 @@ class CheckedCase:
     """One run on virtual ranks, compared with the unmodified model.
 
     Args:
-        tokens: length of the sharded sequence; None if nothing was sharded.
-        error: ``‖out − ref‖ / ‖ref‖``, the largest of all output tensors; None if the run failed.
-        failure: the error that ended the run, or why its output cannot be compared.
+        method (`"ring"` or `"ulysses"`): The parallel method.
+        ranks (`int`): Number of ranks.
+        tokens (`int`, *optional*): Length of the sharded sequence; None if nothing was sharded.
+        error (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors; None if the run failed.
+        failure (`str`, *optional*): The error that ended the run, or the reason why its output cannot be compared.
     """
 
     method: Method
@@ -55,14 +57,15 @@ class CheckedCase:
 
 @dataclass(frozen=True)
 class ParallelCheck:
-    """The result of :func:`check_parallel`. Print it to read it; it is true if every case is exact.
+    """The result of :func:`check_parallel`. Its ``str`` is a report; its truth value is :attr:`exact`.
 
     Args:
-        model: name of the model's class.
-        cases: one for each method, number of ranks and length.
-        tolerance: the largest error that counts as exact.
-        first_difference: the first module whose results differ, of the first case that is not exact; None if all are.
-        notes: what was not checked, and why.
+        model (`str`): Name of the model's class.
+        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length.
+        tolerance (`float`): The largest error that counts as exact.
+        first_difference (:class:`Difference`, *optional*): The first module whose output differs in the first case that
+            is not exact; None if all cases are exact.
+        notes (`tuple` of `str`, *optional*): Checks that were skipped, with the reason.
     """
 
     model: str
@@ -73,7 +76,7 @@ class ParallelCheck:
 
     @property
     def exact(self) -> bool:
-        """Whether every case ran, and its error is within the tolerance."""
+        """Whether every case ran and has an error within the tolerance."""
         return all(self.is_exact(case) for case in self.cases)
 
     @property
@@ -109,28 +112,30 @@ def check_parallel(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> ParallelCheck:
-    """Compare ``model`` on virtual ranks with the unmodified model, for ring and for Ulysses, at an even and an uneven
-    length.
+    """Compare ``model`` on virtual ranks with the unmodified model.
 
-    The ranks are threads of this process, so it needs neither a process group nor several devices. Copies of the model
-    run, which share its weights, in eval mode and without gradients: the model itself, its buffers and the random state
-    stay as they are. A wrong result is traced to the first module whose output differs; an error on a rank is part of
-    the report.
+    Each number of ranks is checked with ring and with Ulysses, at an even and an uneven length. The ranks are threads
+    of this process, so neither a process group nor several devices are needed. Each rank runs a copy of the model that
+    shares its weights, in eval mode and without gradients. The model itself, its buffers and the random state do not
+    change. A wrong result is traced to the first module whose output differs. An error on a rank does not raise; it is
+    part of the report.
 
-    Use the number of ranks and the lengths that you will run with: some models change what they compute with the length
-    that a rank holds. In float16 and bfloat16 only coarse differences show; check a float32 copy if you can.
+    Use the numbers of ranks and the lengths of your real runs, because some models compute differently depending on the
+    length that a rank holds. In float16 and bfloat16 only large differences can be detected; check a float32 copy if
+    you can.
 
     Args:
         model (`nn.Module`): The model. Its weights must not be zeros, because zeros hide errors.
         inputs, kwargs (`Any`): The arguments of the call. ``model(*inputs, **kwargs)`` is the reference.
         dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The token dim of the inputs that
-            are sharded with ``cp.shard`` under ``UnifiedAttnMode``. An int: every tensor that is as long along this dim
-            as the first tensor is sharded. A dict: the named arguments are sharded; every rank gets all others whole.
-        plan (:class:`Plan` or `_cp_plan`, *optional*): Apply this instead of the mode.
-        forward (`Callable`, *optional*): Your own lines instead, for a model that makes its tokens itself:
-            ``forward(cp, model, *inputs, **kwargs)`` is called under ``UnifiedAttnMode`` as ``cp``, and uses
-            ``cp.shard`` and ``cp.gather``. It must take everything from its arguments. It returns what the model
-            returns, or one tensor of that.
+            are sharded with ``cp.shard`` under ``UnifiedAttnMode``. With an int, every tensor that has the length of
+            the first tensor along this dim is sharded. With a dict, the named arguments are sharded, and every rank
+            gets all others whole.
+        plan (:class:`Plan` or `_cp_plan`, *optional*): A plan to apply instead of entering the mode.
+        forward (`Callable`, *optional*): A function that replaces the call of the model, for a model that creates its
+            tokens itself. It is called as ``forward(cp, model, *inputs, **kwargs)`` under the ``UnifiedAttnMode``
+            ``cp``, and shards and gathers with ``cp.shard`` and ``cp.gather``. It must take all tensors from its
+            arguments. It returns the output of the model, or one tensor of it.
         ranks (`int` or sequence of `int`, defaults to `(2, 3)`): Numbers of ranks.
         tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to 1e-4 for
             float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16.
@@ -139,7 +144,7 @@ def check_parallel(
         :class:`ParallelCheck`, true if every case is exact.
 
     Raises:
-        TypeError: If ``model`` is no module, or an argument has the wrong type.
+        TypeError: If ``model`` is not a module, or an argument has the wrong type.
         ValueError: If the model is already parallel, more than one of ``dim``, ``plan`` and ``forward`` is given, or
             nothing can be sharded along ``dim``.
 
@@ -166,15 +171,15 @@ def check_parallel(
 
 
 class _Checker:
-    """One check under way: the reference of each length, and the cases."""
+    """The state of one :func:`check_parallel` call: the reference output of each length, and notes."""
 
     def __init__(self, module: nn.Module, given: Inputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._given, self._run, self._tolerance = module, given, run, tolerance
         self._name = original_class(module).__name__
         self._references: dict[int | None, tuple[Inputs, list[Tensor]] | None] = {}
         self._notes: list[str] = []
-        # The sequence that is sharded, and the leaves that hold it: known after the first run where forward= or a plan
-        # shards.
+        # The token dims of the sharded leaves, and their length. If forward= or a plan shards inside the model, they
+        # are known only after the first run.
         self._dims: dict[int, int] = dict(run.dims)
         self._total = run.total(given)
 
@@ -182,7 +187,7 @@ class _Checker:
         cases: list[CheckedCase] = []
         wrong: tuple[CheckedCase, Inputs] | None = None
         for ranks in numbers:
-            # The given length comes first: its run tells what is sharded.
+            # The full length comes first, because its run shows which inputs are sharded.
             for shorten in (False, True):
                 for method in _METHODS:
                     case, inputs = self._case(method, ranks, shorten)
@@ -244,7 +249,7 @@ class _Checker:
         return self._references[key]
 
     def _shorter_reference(self, total: int, length: int) -> tuple[Inputs, list[Tensor]] | None:
-        """Return the first ``length`` tokens, and what the model alone returns for them; None if it fails."""
+        """Return inputs with the first ``length`` tokens and the model's output for them; None if the model fails."""
         error = None
         for only_tokens in (True, False):
             inputs = self._given.shortened(self._dims, total, length, only_tokens=only_tokens)
@@ -256,7 +261,7 @@ class _Checker:
         return None
 
     def _learn(self, result: RankRun) -> None:
-        """Note which inputs the first run has sharded, for others to be shortened."""
+        """Store the inputs that the first run sharded, so that later runs can shorten them."""
         if result.sharded:
             _, _, total = result.sharded[0]
             self._total = total
@@ -283,7 +288,7 @@ class _Checker:
 
 
 def _mesh(method: Method, ranks: int) -> tuple[int, int]:
-    """Ring size and Ulysses size."""
+    """Return the ring size and the Ulysses size."""
     return (ranks, 1) if method == "ring" else (1, ranks)
 
 
@@ -293,7 +298,10 @@ def _error_of(
     """Return the largest error of all output tensors, or the reason why they cannot be compared.
 
     Args:
-        some: whether the ranks may return only some of what the model alone returns.
+        outputs: The output tensors of each rank.
+        expected: The output tensors of the unmodified model.
+        segments: The segments that were sharded or replicated.
+        some: Whether the ranks may return only some of the expected tensors.
     """
     if not outputs[0]:
         return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."
@@ -302,7 +310,7 @@ def _error_of(
         return f"the ranks return {numbers} tensors, and the model alone {len(expected)}."
     largest = 0.0
     of_ranks = [*zip(*outputs, strict=True)]
-    # forward= may return one tensor of several.
+    # forward= may return one of several output tensors, so look for the expected tensor with matching shapes.
     wholes = expected if len(of_ranks) == len(expected) else [_fitting(parts, expected, segments) for parts in of_ranks]
     for parts, whole in zip(of_ranks, wholes, strict=True):
         error = None if whole is None else relative_error(parts, whole, segments)

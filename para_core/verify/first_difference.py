@@ -1,4 +1,4 @@
-"""The first module whose results differ on several ranks, from recordings of one call, and what is known about it."""
+"""Find the first module whose output differs on several ranks, from recordings of one call, and describe it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ class Difference:
     """The first event in which a run on several ranks differs from the run alone.
 
     Args:
-        module: name of the module, as in ``model.named_modules()``; "" for the model itself or for code around it.
-        kind: name of its class.
-        reason: what differs.
-        facts: what is known about it: its attention calls, settings that have to do with lengths.
-        error: of the first tensor that differs, estimated; None if it was not compared.
+        module (`str`): Name of the module, as in ``model.named_modules()``; "" for the model itself or for code
+            outside of it.
+        kind (`str`): Name of the module's class.
+        reason (`str`): A description of the difference.
+        facts (`tuple` of `str`, *optional*): Details for debugging: the module's attention calls, its settings that
+            depend on lengths, and advice.
+        error (`float`, *optional*): The estimated relative error of the first event that differs; None if no tensors
+            were compared.
     """
 
     module: str
@@ -48,11 +51,17 @@ def first_difference(
     tolerance: float,
     failure: str | None = None,
 ) -> Difference:
-    """Compare the events of all ranks with those of the run alone, in the order of time.
+    """Return the first event, in order of time, in which the ranks differ from the run alone.
+
+    If all events agree, the result describes ``failure``, or code outside of the modules.
 
     Args:
-        segments: the sequences that were sharded or replicated.
-        failure: the error that ended the run on several ranks, if one did.
+        module: The unmodified model.
+        alone: The recording of the unmodified model.
+        ranks: The recording of each rank.
+        segments: The segments that were sharded or replicated.
+        tolerance: The largest relative error that counts as equal.
+        failure: The error that ended the run on several ranks, or None.
     """
     columns = _comparable([alone, *ranks])
     running: list[str] = []
@@ -69,7 +78,7 @@ def first_difference(
         elif event.kind == "return" and event.module in running:
             del running[running.index(event.module) :]
     if failure is not None:
-        # The rank that failed is where least has returned.
+        # A rank with modules that have not returned is one that failed.
         stopped = next((one.running for one in ranks if one.running), [])
         return _of(module, stopped, failure, alone, ranks, None)
     reason = (
@@ -81,7 +90,10 @@ def first_difference(
 
 
 def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
-    """Their events, without modules that were not called in all of them: ``forward=`` may call parts of the model."""
+    """Return the events of each recording, without modules that were not called in all of them.
+
+    ``forward=`` may call only parts of the model.
+    """
     called = [{event.module for event in one.events if event.kind == "call"} for one in recordings]
     common = set.intersection(*called)
     return [
@@ -91,13 +103,13 @@ def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
 
 
 def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segment]) -> float:
-    """Return the largest error of an event's tensors. Tensors whose shapes cannot be compared count as equal."""
+    """Return the largest relative error of an event's tensors. Tensors with incompatible shapes count as equal."""
     if any(len(part.digests) != len(event.digests) for part in parts):
         return 0.0
     largest = 0.0
     for i, whole in enumerate(event.digests):
         if _is_mask(whole):
-            # Its rows or columns may rightly be of another number. What a wrong one does shows where it is used.
+            # A correct mask may have other numbers of rows or columns. A wrong mask shows in the attention output.
             continue
         error = _digest_error(whole, [part.digests[i] for part in parts], segments)
         largest = max(largest, error or 0.0)
@@ -192,7 +204,7 @@ def _attention_of(name: str, recording: Recording) -> list[AttentionRecord]:
 
 
 def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
-    """Attributes of the module and of its config that have to do with which tokens see each other."""
+    """Return attributes of the module and of its config that affect which tokens see each other, as text."""
     facts = []
     config = getattr(module, "config", None)
     of_config = vars(config) if hasattr(config, "__dict__") else {}

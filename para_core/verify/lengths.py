@@ -1,4 +1,4 @@
-"""Shortening the inputs of a model along the dims of its tokens."""
+"""Inputs of a model that can be shortened along their token dims, and the lengths to check."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class Inputs:
         return Inputs(args, kwargs)
 
     def copied(self) -> Inputs:
-        """Return copies of all tensors and objects, because a model may change its inputs."""
+        """Return these inputs with all leaves copied, because a model may change its inputs."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
     def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> Inputs:
         """Return these inputs with the first ``length`` of ``total`` tokens.
 
         Args:
-            dims: of the leaves that are sharded, by index, the dim of their tokens. Of any other tensor all dims of
-                size ``total`` are shortened, such as both of a mask.
-            only_tokens: of a tensor that is sharded, shorten the dim of its tokens alone: another one of that size may
-                hold channels. Without it a mask of which the rows are sharded has its columns shortened, too.
+            dims: The token dim of each sharded leaf, by its index. Other tensors are shortened along all dims of size
+                ``total``, such as the rows and columns of a mask.
+            total: Number of tokens in these inputs.
+            length: Number of tokens in the result.
+            only_tokens: Whether to shorten sharded tensors along their token dim only, because another dim of size
+                ``total`` may hold channels. If False, a mask with sharded rows has its columns shortened too.
         """
 
         def shorten(index: int, leaf: Any) -> Any:
@@ -62,16 +64,15 @@ def _copied(leaf: Any) -> Any:
         return leaf.detach().clone()
     try:
         return copy.deepcopy(leaf)
-    # What cannot be copied is passed as it is.
+    # deepcopy may raise anything. An object that cannot be copied is passed on unchanged.
     except Exception:
         return leaf
 
 
 def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """``total`` itself, and a shorter length: one that ``ranks`` do not divide if they divide it, else the next that
-    they divide.
+    """Return ``total`` and a shorter length, one of them divisible by ``ranks`` and the other not.
 
-    None of fewer tokens than ranks, of which many models cannot compute an empty part.
+    The shorter length is omitted if it is less than ``ranks``, because many models fail on an empty part.
     """
     shorter = total - 1 if total % ranks == 0 else total - total % ranks
     return (total, shorter) if shorter >= ranks else (total,)

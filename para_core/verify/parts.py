@@ -1,4 +1,4 @@
-"""Find which entries of a whole tensor each rank holds, and compare its part with them."""
+"""Comparison of the ranks' parts of a tensor with the whole tensor, which includes finding their positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.distributed.layout import Segment, SequenceLayout
 
-# Of a joint sequence. More would be tried in too many orders.
+# Maximum number of segments in a joint sequence. With more there would be too many orders to try.
 _MOST_SEGMENTS = 3
 
 
@@ -28,12 +28,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
-    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity for NaN, None if the shapes do not fit each other.
+    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity for NaN, None if the shapes do not fit.
 
     Args:
-        parts: each rank's tensor: all of ``whole``, or its part along one dim.
-        segments: the sequences that are known to be sharded or replicated. If they could be concatenated in several
-            orders, the order with the smallest error counts.
+        parts: The tensor of each rank: a copy of ``whole``, or the rank's part of it along one dim.
+        whole: The whole tensor.
+        segments: The segments that were sharded or replicated. If several orders of concatenation fit, the smallest
+            error is returned.
     """
     dim = _sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
     if dim is None:
@@ -51,7 +52,7 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
 
 
 def _sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """Return the dim in which parts differ from the whole; -1 if there is none, None if there are several."""
+    """Return the dim in which shapes of parts differ from that of the whole: -1 for no dim, None for several dims."""
     if any(len(part) != len(whole) for part in parts):
         return None
     dims = {dim for part in parts for dim, size in enumerate(part) if size != whole[dim]}
@@ -62,7 +63,7 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     difference = size = 0.0
     for part, whole in pairs:
         x, y = _comparable(part), _comparable(whole)
-        # Logits of forbidden tokens are -inf on one device, too.
+        # Equal infinities are not an error: logits of forbidden tokens are -inf on one device too.
         same = y.isinf() & (x == y)
         x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
         difference += float((x - y).norm()) ** 2
@@ -74,15 +75,21 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def _comparable(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x)
-    # Not every device has float64.
+    # Some devices do not support float64.
     return x.to(torch.float64 if x.dtype == torch.float64 or x.device.type == "cpu" else torch.float32)
 
 
 def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment]) -> Iterator[list[Tensor]]:
-    """Ways in which the ranks may hold ``held`` entries of ``total``: each a list with the positions of every rank.
+    """Yield each possible assignment of the ``total`` entries of a dim to ranks: the positions of every rank.
 
-    Entries are the tokens of one or several segments, once or several times one after the other (``[B · S, C]``). A
-    segment that nobody declared may be all of it, sharded, or what is left beside another one, on every rank.
+    The entries are the tokens of one segment or of several concatenated segments, possibly repeated (``[B · S, C]``).
+    Besides the known segments, two unknown ones are tried: a sharded segment of all entries, and a replicated segment
+    of the entries that one known sharded segment leaves.
+
+    Args:
+        total: Number of entries of the whole dim.
+        held: Number of entries on each rank.
+        segments: The known segments.
     """
     ranks = len(held)
     kinds = {(one.total, one.replicated, one.balanced, one.together): one for one in segments}

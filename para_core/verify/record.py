@@ -1,4 +1,4 @@
-"""Recording one call of a model: what its modules and its attention calls are given and return, as short digests."""
+"""Record digests of the inputs and outputs of all modules and attention calls in one call of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.torch_internals import DisableTorchFunction, tree_leaves
 
-# Random projections of each row.
+# Number of random projections of each row.
 _PROBES = 4
 _LARGEST = 1e6
 
@@ -26,10 +26,11 @@ Kind = Literal["call", "return", "attention", "attended"]
 
 @dataclass(frozen=True)
 class Digest:
-    """A tensor's shape, and for each dim its rows: each projected onto a few random directions, ``[size, probes]``.
+    """A tensor's shape and dtype, and random projections of its rows along each dim.
 
-    Rows of a part along one dim can be compared with those of the whole, and no tensor of the model is kept. A
-    projection keeps the ratio of two norms, on average.
+    ``rows[dim]`` has shape ``[size of dim, probes]``; a 0-d tensor counts as one row. The rows of a rank's part can be
+    compared with those of the whole tensor without keeping either tensor. On average a projection preserves the ratio
+    of two norms.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class AttentionRecord:
-    """Lengths, mask and flags of one call of ``scaled_dot_product_attention``."""
+    """The lengths, mask shape and ``is_causal`` of one call of ``scaled_dot_product_attention``."""
 
     queries: int
     keys: int
@@ -53,7 +54,11 @@ class AttentionRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """A module is called or returns, or attention is computed in it (in the innermost module that is running)."""
+    """A call or return of a module, or of an attention call in it.
+
+    ``"attention"`` holds the digests of query, key and value, ``"attended"`` those of the output. ``module`` is the
+    innermost running module.
+    """
 
     kind: Kind
     module: str
@@ -63,12 +68,13 @@ class Event:
 
 @dataclass
 class Recording:
-    """The events of one call, in the order of time.
+    """The events of one call, in order of time.
 
     Args:
-        running: modules that have not returned, the innermost last.
-        busy: an attention call is being recorded.
-        at_each_event: called before an event is noted.
+        events: The recorded events.
+        running: Names of the modules that have not returned, the innermost last.
+        busy: Whether an attention call is being recorded.
+        at_each_event: A function to call before an event is recorded.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -83,12 +89,12 @@ class Recording:
         self.events.append(Event(kind, module, digests, attention))
 
     def notes_attention(self) -> TorchFunctionMode:
-        """Return a mode that records attention calls and does not change them."""
+        """Return a mode that records attention calls without changing them."""
         return _AttentionRecorder(self)
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """Inside, calls of ``module`` and of its submodules are recorded, by hooks."""
+        """Return a context in which hooks record the calls of ``module`` and of its submodules."""
         handles = [handle for name, one in module.named_modules() for handle in self._hooks(name, one)]
         try:
             yield
@@ -97,7 +103,7 @@ class Recording:
                 handle.remove()
 
     def _hooks(self, name: str, module: nn.Module) -> list[Any]:
-        # The recorder of attention is entered in every module: a plan enters modes of its own around some of them, and
+        # Enter the attention recorder in every module, because a plan enters its own modes around some modules, and
         # only the innermost mode sees a call.
         modes: list[TorchFunctionMode] = []
         depths: list[int] = []
@@ -112,7 +118,7 @@ class Recording:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             modes.pop().__exit__(None, None, None)
             depth = depths.pop()
-            # Called while an exception is raised, too: then the innermost module that was running tells where.
+            # This hook also runs during an exception. Then ``running`` is kept, to show which module failed.
             if output is not None or sys.exc_info()[0] is None:
                 del self.running[depth:]
                 self.note("return", name, output)
@@ -133,7 +139,7 @@ class _AttentionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs, recording = kwargs or {}, self._recording
         if func is F.multi_head_attention_forward and not recording.busy:
-            # A mode is off inside of a function that it sees, and this one would hide its attention.
+            # A mode is off inside a function that it handles, so the attention in this one must be recorded here.
             return multi_head_attention(self._record, *args, **kwargs)
         if func is not F.scaled_dot_product_attention or recording.busy:
             return func(*args, **kwargs)
@@ -144,7 +150,7 @@ class _AttentionRecorder(TorchFunctionMode):
         mask = None if sdpa.attn_mask is None else tuple(sdpa.attn_mask.shape)
         call = AttentionRecord(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
         name = recording.running[-1] if recording.running else ""
-        # The recorders of outer modules see the same call.
+        # The recorders of outer modules see the same call and must not record it again.
         recording.busy = True
         try:
             recording.note("attention", name, sdpa[:3], call)
@@ -169,7 +175,7 @@ def _digest(x: Tensor) -> Digest:
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    """``[size of dim, probes]``: all other dims contracted with random vectors, one after the other."""
+    """Return ``[size of dim, probes]``: ``x`` with all other dims contracted with random vectors, one by one."""
     x = x.movedim(dim, 0)
     if x.ndim == 1:
         return x[:, None]

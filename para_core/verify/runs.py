@@ -1,4 +1,4 @@
-"""Runs of a model: alone, and on virtual ranks with a mode, a plan or a user's own lines."""
+"""Run a model alone, or on virtual ranks with a mode, a plan or a user's ``forward`` function."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from para_core.verify.virtual_ranks import Outcome, device_of, outcomes_on_virtu
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """A way to run a model on several ranks: by a plan, by a user's own lines, or with ``dims`` of its inputs sharded.
+    """The configuration of a run on several ranks.
 
     Args:
-        dims: of the inputs' leaves that are sharded, by index, the dim of their tokens.
+        plan: The plan to apply, or None to enter a mode.
+        forward: The user's function to call in place of the model, or None.
+        dims: The token dim of each sharded leaf of the inputs, by its index.
     """
 
     plan: Plan | None
@@ -33,19 +35,21 @@ class ParallelRun:
     dims: Mapping[int, int]
 
     def total(self, inputs: Inputs) -> int | None:
-        """Tokens of the first input that is sharded; None if only a run shows what is."""
+        """Return the number of tokens of the first sharded input, or None if ``dims`` is empty."""
         leaves = inputs.leaves()
         return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
 
 
 @dataclass
 class RankRun:
-    """The record of one rank.
+    """The outcome and the record of one rank.
 
     Args:
-        segments: the sequences that were sharded or replicated.
-        sharded: for each tensor that was sharded, the index of the input's leaf that it is, if it is one; its dim; its
-            tokens.
+        outcome: The return value or the exception.
+        segments: The segments that were sharded or replicated.
+        sharded: For each tensor that was sharded through the mode, its index among the leaves of the inputs (None if it
+            is not an input), its dim and its number of tokens.
+        recording: The recorded events.
     """
 
     outcome: Outcome = field(default_factory=Outcome)
@@ -58,7 +62,13 @@ class RankRun:
 
 
 def run_alone(module: nn.Module, inputs: Inputs, recording: Recording | None = None) -> Outcome:
-    """Call a copy of ``module`` on this device alone."""
+    """Return the outcome of one call of a copy of ``module`` on one rank; an exception becomes part of the outcome.
+
+    Args:
+        module: The unmodified model.
+        inputs: The arguments of the call, which are copied.
+        recording: Where to record the call, or None.
+    """
     copied = with_same_weights(module).eval()
 
     def run(_: SequenceMesh) -> Any:
@@ -68,14 +78,17 @@ def run_alone(module: nn.Module, inputs: Inputs, recording: Recording | None = N
                 stack.enter_context(recording.around(copied))
             return copied(*mine.args, **mine.kwargs)
 
-    # In a thread, as the ranks run: hooks that record enter modes, and nothing of them may stay in the caller's thread.
+    # Run in a thread, as ranks do, because the recording hooks enter modes that must not leak into the caller's thread.
     return outcomes_on_virtual_ranks(run, device=device_of(module, inputs.leaves()))[0]
 
 
 def run_parallel(
     module: nn.Module, inputs: Inputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
 ) -> list[RankRun]:
-    """Call copies of ``module`` on ``ring × ulysses`` virtual ranks."""
+    """Call a copy of ``module`` on each of ``ring × ulysses`` virtual ranks; return the result of each rank.
+
+    Exceptions become part of the results. If ``record``, the events of each rank are recorded.
+    """
     copies = [with_same_weights(module).eval() for _ in range(ring * ulysses)]
     results = [RankRun() for _ in copies]
 
@@ -116,7 +129,7 @@ def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: I
 
 
 class _NotingMode(UnifiedAttnMode):
-    """The mode, which notes what was sharded and replicated through it."""
+    """A :class:`UnifiedAttnMode` that stores in ``result`` which tensors were sharded or replicated through it."""
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: Inputs) -> None:
         self._result, self._inputs = result, inputs
@@ -124,7 +137,7 @@ class _NotingMode(UnifiedAttnMode):
 
     def shard(self, x: Any, dim: int | None = None, **options: Any) -> Any:
         if dim is None:
-            # A BlockMask, whose lengths are those of tensors that are sharded, too.
+            # x is a BlockMask. It is not recorded, because its tokens are sharded as tensors too.
             return super().shard(x, **options)
         part = super().shard(x, dim, **options)
         index = next((i for i, leaf in enumerate(self._inputs.leaves()) if leaf is x), None)
@@ -140,5 +153,5 @@ class _NotingMode(UnifiedAttnMode):
         return super()._trace_safe(layout)
 
 
-# Messages of the mode name it.
+# Error messages of the mode contain the name of its class.
 _NotingMode.__name__ = UnifiedAttnMode.__name__

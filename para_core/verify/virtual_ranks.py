@@ -1,10 +1,10 @@
-"""Ranks that are threads of this process and exchange tensors in memory: for trying a plan or a mode on one device.
+"""Virtual ranks: threads of this process that exchange tensors in memory, to test a plan or a mode on one device.
 
-A rank that fails releases the others, and ranks that wait for each other in different collectives are found at once. So
-a wrong plan is an error here, where on real ranks it may be a hang or an abort.
+A rank that fails releases the others, and ranks that wait for each other in different collectives are detected at once.
+A wrong plan is therefore an error here, whereas on real ranks it may be a hang or an abort.
 
-Ranks take turns: one runs until it waits in a collective. That one of them compiles is a state of the process in torch
-(since 2.13), and the others would take themselves to be traced.
+Only one rank runs at a time, until it waits in a collective. Since torch 2.13, "compiling" is a state of the whole
+process, so ranks that ran while another one compiles would behave as if they were traced.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ _NAMES = itertools.count()
 
 
 class RanksDiffer(RuntimeError):
-    """Virtual ranks do not fit: one failed, or sends what another does not expect."""
+    """The collectives of virtual ranks do not match, or another rank failed while this one waited."""
 
 
 class _Ranks:
-    """State that all ranks of one run share: whose turn it is, how many still run, and how many wait in a
-    collective.
-    """
+    """The shared state of all ranks of one run: the turn, and the numbers of running and of waiting ranks."""
 
     def __init__(self, running: int) -> None:
-        # Held by the rank that runs. Never acquired while ``changed`` is held.
+        # The running rank holds this lock. To avoid deadlock it is never acquired while ``changed`` is held.
         self.turn = threading.Lock()
         self.changed = threading.Condition()
         self.running = running
@@ -49,10 +47,13 @@ class _Ranks:
         self.failed = False
 
     def wait_in(self, meeting: _Meeting) -> bool:
-        """Wait until ``meeting`` has left its generation. The caller holds ``changed``, and no longer has the turn.
+        """Wait until all ranks have arrived at ``meeting``.
+
+        The caller must hold ``changed`` and the turn. This method releases the turn, and the caller must acquire it
+        again.
 
         Returns:
-            Whether all have met. If not, a rank failed, or every rank that runs is waiting.
+            True if all ranks have arrived. False if a rank failed, or if every running rank is waiting.
         """
         generation = meeting.generation
         meeting.waiting += 1
@@ -63,7 +64,7 @@ class _Ranks:
         return meeting.generation != generation
 
     def leave(self, *, failed: bool) -> None:
-        """Note that a rank has ended."""
+        """Mark one rank as ended. If it failed, or all others are waiting, release the waiting ranks."""
         with self.changed:
             self.running -= 1
             self.failed = self.failed or failed
@@ -71,7 +72,7 @@ class _Ranks:
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Release all ranks that wait."""
+        """Release all waiting ranks as if a rank had failed."""
         with self.changed:
             self.failed = True
             self.changed.notify_all()
@@ -83,7 +84,7 @@ class _Ranks:
 
 
 class _Meeting:
-    """The exchange through which the ranks of one group pass messages."""
+    """The meeting point at which the ranks of one group exchange values."""
 
     def __init__(self, size: int, ranks: _Ranks) -> None:
         self.sent: list[Any] = [None] * size
@@ -92,7 +93,11 @@ class _Meeting:
         self._ranks = ranks
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
-        """Call ``receive(sent)`` once every rank has laid down its part; no rank continues before all have received."""
+        """Call ``receive`` with the values of all ranks, in rank order, and return after all ranks have received.
+
+        Raises:
+            RanksDiffer: A rank failed, or the other ranks are in different collectives.
+        """
         self.sent[rank] = sent
         self._meet()
         receive(self.sent)
@@ -102,7 +107,7 @@ class _Meeting:
         ranks = self._ranks
         with ranks.changed:
             if self.waiting + 1 == len(self.sent):
-                # The last one to arrive. Those that it releases count as running before they wake up.
+                # This rank is the last to arrive. The ranks that it releases must not count as waiting any longer.
                 ranks.waiting -= self.waiting
                 self.waiting = 0
                 self.generation += 1
@@ -115,26 +120,24 @@ class _Meeting:
 
 
 class _Done:
-    """A collective that is over."""
+    """The handle of a completed collective."""
 
     def wait(self, *_: Any) -> bool:
         return True
 
 
-# For mypy: torch declares these methods with more ways to call them than are used here.
+# Any, because torch declares overloads of these methods that _LocalGroup does not implement, which mypy rejects.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's view of a group of threads: the collectives of :mod:`para_core.distributed.collectives`, and no
-    others.
-    """
+    """One rank's process group over threads, with only the collectives of :mod:`para_core.distributed.collectives`."""
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))
         self._rank, self._meeting = rank, meeting
         self._name = f"virtual ranks {next(_NAMES)}"
-        # The CPU too: the small exchange of eager code then goes over this group, not over a gloo group beside it.
+        # The CPU is included so that the small exchanges of eager code use this group and not a separate gloo group.
         self._devices = [torch.device(one) for one in dict.fromkeys(("cpu", device_type))]
 
     @property
@@ -181,7 +184,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         self._meeting.exchange(self._rank, tensors[0], receive)
         return _Done()
 
-    # torch 2.11 calls them by other names.
+    # torch 2.11 uses other names for these collectives.
     all_to_all_single = alltoall_base
     _allgather_base = all_gather_single
 
@@ -195,7 +198,7 @@ def _copy(received: Tensor, sent: Tensor) -> None:
 
 
 class _VirtualMesh(SequenceMesh):
-    """A mesh whose groups torch.distributed does not know, so that it cannot destroy them."""
+    """A mesh of groups that are unknown to torch.distributed, so :meth:`check_alive` has nothing to check."""
 
     def check_alive(self) -> None:
         pass
@@ -203,7 +206,7 @@ class _VirtualMesh(SequenceMesh):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a rank: its return value, or the exception that ended it."""
+    """The return value of a rank, or the exception that ended it."""
 
     output: Any = None
     error: Exception | None = None
@@ -212,10 +215,10 @@ class Outcome:
 def outcomes_on_virtual_ranks(
     run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
 ) -> list[Outcome]:
-    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients, and return what became of
-    each.
+    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients; return the outcomes by rank.
 
-    The threads have the current device and stream, the autocast state and the context variables of the caller.
+    Exceptions of ``run`` become part of the outcomes. The threads inherit the current device and stream, the autocast
+    state and the context variables of the caller.
     """
     ranks = _Ranks(ring * ulysses)
     meshes, groups = _meshes(ring, ulysses, device.type, ranks)
@@ -227,7 +230,7 @@ def outcomes_on_virtual_ranks(
         try:
             with inherited.entered(), torch.no_grad():
                 outcomes[rank] = Outcome(run(meshes[rank]))
-        # A model may fail in any way on a part of its tokens.
+        # A model may raise any exception if it gets only a part of its tokens.
         except Exception as error:
             outcomes[rank] = Outcome(error=error)
         finally:
@@ -250,8 +253,9 @@ def outcomes_on_virtual_ranks(
 
 
 def first_error(outcomes: Sequence[Outcome]) -> tuple[int, Exception] | None:
-    """Return the first rank that failed by itself, and its error; a rank that merely waited for another only if there
-    is no other.
+    """Return the first rank that failed and its error, or None if no rank failed.
+
+    Ranks that failed only because another rank did (:class:`RanksDiffer`) count only if there are no others.
     """
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     causes = [(rank, error) for rank, error in errors if not _merely_waited(error)]
@@ -269,13 +273,12 @@ def _merely_waited(error: BaseException | None) -> bool:
 def run_on_virtual_ranks(
     module: nn.Module, plan: Plan, inputs: Mapping[str, Any], *, ring: int = 1, ulysses: int = 1
 ) -> list[Any]:
-    """Return what ``module(**inputs)`` returns on each of ``ring × ulysses`` virtual ranks under ``plan``, without
-    gradients.
+    """Return the output of ``module(**inputs)`` under ``plan`` on each of ``ring × ulysses`` virtual ranks.
 
-    The module itself is not touched: each rank runs a copy that shares its weights.
+    Each rank runs a copy that shares the weights of ``module``, without gradients. The module itself does not change.
 
     Raises:
-        Exception: what the first rank raised that did not merely wait for another.
+        Exception: The error that :func:`first_error` selects, if a rank failed.
     """
     copies = [with_same_weights(module) for _ in range(ring * ulysses)]
 
@@ -291,27 +294,26 @@ def run_on_virtual_ranks(
 
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
-    """Return the device of the first tensor among the module's weights, its buffers and ``inputs``."""
+    """Return the device of the first tensor among the module's weights, its buffers and ``inputs``; CPU if none."""
     tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy lists and dicts, but not their tensors, because some models empty the containers that they get."""
+    """Return ``inputs`` with containers copied but not tensors, because some models empty their input lists."""
     copied: dict[str, Any] = tree_map(lambda x: x, dict(inputs))
     return copied
 
 
 def with_same_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` that shares its parameters and has its own buffers, because models update some in a
-    call.
+    """Return a copy of ``module`` that shares its parameters but not its buffers, which a call may update.
 
     Raises:
-        RuntimeError: the module cannot be copied.
+        RuntimeError: The module cannot be copied.
     """
     try:
         return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    # Whatever an attribute of a model may raise.
+    # Copying an attribute of a model may raise any exception.
     except Exception as error:
         raise RuntimeError(
             f"{original_class(module).__name__} cannot be copied for virtual ranks, because copy.deepcopy of it fails: "
@@ -320,7 +322,7 @@ def with_same_weights(module: nn.Module) -> nn.Module:
 
 
 def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
-    """Return the mesh of each rank, and all its groups."""
+    """Return the mesh of each rank, and the groups of all meshes."""
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
     meshes: list[SequenceMesh] = []
@@ -337,7 +339,7 @@ def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[l
 
 @contextmanager
 def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
-    """Inside, functional collectives find ``groups`` by their names."""
+    """Return a context in which functional collectives can resolve the names of ``groups``."""
     with ExitStack() as stack:
         for group in groups:
             register_group_name(group.group_name, group)
@@ -346,8 +348,9 @@ def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
 
 
 class _Inherited:
-    """Return a context with torch's state of this thread that a new thread does not inherit: device, stream and
-    autocast.
+    """The device, stream and autocast state of the constructing thread, which new threads do not inherit.
+
+    :meth:`entered` applies the state in another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
