@@ -1,8 +1,8 @@
 """Attention operators of other packages inside a mode: FlashAttention runs over the mesh, all others raise.
 
-``flash_attn_func`` and its relatives are ``torch.autograd.Function`` classes around operators of torch.library, which a
-mode sees. Read in flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and FlashAttention-3
-(``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
+``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library, which
+modes intercept. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and
+FlashAttention-3 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from para_core.torch_internals import (
     version_of,
 )
 
-# An OpOverload or an OpOverloadPacket: whatever ``torch.ops`` returns.
+# An OpOverload or an OpOverloadPacket.
 Operator = Any
-# Raises its argument, in a user's mode on every rank.
+# Raises its argument, on every rank if called from a user's mode.
 Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
@@ -44,7 +44,7 @@ _COMPUTES_SOMETHING_ELSE = re.compile(
     r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
 )
 
-# Arguments that are read below, and those that change how a result is computed but not the result.
+# Supported arguments, and arguments that affect the speed or the memory of a call but not its result.
 _READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
     f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
 }
@@ -53,14 +53,14 @@ _WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", 
     "is_rotary_interleaved",
 }
 
-# Operators of packages that may be installed, for eager inference under a plan, where no mode is entered and operators
-# are intercepted one by one at the dispatcher.
+# Operators of other packages that are intercepted at the dispatcher. Eager inference under a plan enters no mode, so
+# each operator must be named.
 FLASH_OPERATORS = (
     ("flash_attn", "_flash_attn_forward"),
     ("flash_attn", "_flash_attn_varlen_forward"),
     ("flash_attn_3", "_flash_attn_forward"),
     ("flash_attn_3", "fwd"),
-    # Defined by diffusers on import, whether or not FlashAttention is installed.
+    # Diffusers defines this operator on import, whether or not FlashAttention is installed.
     ("_diffusers_flash_attn_3", "_flash_attn_forward"),
 )
 OTHER_OPERATORS = (
@@ -72,8 +72,11 @@ OTHER_OPERATORS = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
-    """Return ``"flash"`` for an operator that is routed, ``"other"`` for one that must raise, None for one without
-    attention.
+    """Return the kind of an operator.
+
+    Returns:
+        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run, ``"other"`` for an operator that
+        computes attention in another way, None for an operator that need not be intercepted.
     """
     return _attention_kind(operator)
 
@@ -84,8 +87,8 @@ def _attention_kind(operator: Operator) -> str | None:
     if namespace == "para_core":
         return None
     if namespace == "aten":
-        # Compiled graphs and this package call overloads; a user calls the packet. The plain operator is how attention
-        # is handed on.
+        # Compiled graphs and this package call overloads, while users call the packet. Disabled() calls the operator
+        # scaled_dot_product_attention to bypass outer modes.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
     elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
@@ -110,18 +113,19 @@ def _overload(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher, as from the
-    Hugging Face Hub.
+    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher.
+
+    This is so for builds from the Hugging Face Hub.
     """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
     return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:
-    """Whether a compiled graph calls ``operator``: what it computes was decided when the graph was traced.
+    """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
 
-    Graphs call overloads. So does a ``torch.library.custom_op`` that is called by its Python name, as in
-    FlashAttention-3.
+    Graphs call overloads. A ``torch.library.custom_op`` that is called by its Python name does too, as in
+    FlashAttention-3, but this does not count.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
@@ -134,7 +138,7 @@ def is_called_by_a_graph(operator: Operator) -> bool:
 
 
 def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
-    """Raise ``RuntimeError`` for an operator that computes attention and is not routed."""
+    """Raise RuntimeError through ``fail``, because ``operator`` computes attention that cannot run over a mesh."""
     fail(
         RuntimeError(
             f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
@@ -152,7 +156,7 @@ def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
 
 
 class _FlashCall(NamedTuple):
-    """Arguments of a FlashAttention operator, as ``scaled_dot_product_attention`` takes them."""
+    """The arguments of a FlashAttention operator, converted to those of ``scaled_dot_product_attention``."""
 
     is_varlen: bool  # [S, H, D] instead of [B, S, H, D]
     is_causal: bool
@@ -170,11 +174,12 @@ def flash_attention(
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 
     Returns:
-        The outputs of the operator: out in the shape of ``q``; an lse that raises if it is used; empty tensors for the
-        rest.
+        The outputs of the operator: the attention output in the shape of ``q``; an lse that raises on use in eager code
+        and is NaN in compiled code; placeholders for the other outputs.
 
     Raises:
-        ValueError: for dropout, sliding windows, softcap, ALiBi, a KV cache, and several sequences in one call.
+        ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
+        RuntimeError: The call keeps a gradient inside a compiled function.
     """
     names, num_outputs = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
@@ -193,7 +198,7 @@ def flash_attention(
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
-        # Inside of an autograd.Function, whose backward calls the backward operator with this lse.
+        # The call is inside an autograd.Function whose backward calls the backward operator with this lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
@@ -211,7 +216,7 @@ def flash_attention(
 
 
 def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
-    # [B, S, H, D] there, [B, H, S, D] here.
+    # FlashAttention uses [B, S, H, D], SDPA [B, H, S, D].
     query, key, value = [(x[None] if call.is_varlen else x).transpose(1, 2) for x in tensors]
     enable_gqa = query.shape[1] != key.shape[1]
     out = handler(SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths))
@@ -232,10 +237,10 @@ def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], 
 
 
 def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
-    """Return the arguments of a FlashAttention operator as those of SDPA.
+    """Return the arguments of a FlashAttention operator converted to those of SDPA.
 
     Raises:
-        ValueError: An argument asks for something that is not supported over several ranks.
+        ValueError: An argument requests a feature that is not supported over several ranks.
     """
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
@@ -264,12 +269,13 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
 
 
 def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the lengths of the one sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe; None where it is all
-    that is held.
+    """Return the numbers of queries and keys of the sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe.
+
+    A number is None if it equals the length of the tensor; both are None without these arguments.
 
     Raises:
-        ValueError: they describe several sequences, or none.
-        RuntimeError: they cannot be read.
+        ValueError: The arguments describe several sequences or one that does not begin at token 0, or one is missing.
+        RuntimeError: The call is inside a compiled function, where their values are unknown.
     """
     offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
     if offsets == (None, None):
@@ -299,12 +305,12 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
     return totals[0], totals[1]
 
 
-# Reading a tensor waits for its device, and all layers of a model get the same one.
+# Cache, because reading a tensor synchronizes with its device and all layers of a model get the same tensor.
 _VALUES = WeakTensorKeyDictionary()
 
 
 def _values(offsets: Any) -> list[int]:
-    if offsets.is_inference():  # it has no version
+    if offsets.is_inference():  # Inference tensors have no version counter.
         return list(offsets.tolist())
     version, values = _VALUES.get(offsets, (None, []))
     if version != version_of(offsets):
@@ -318,19 +324,21 @@ def _shortened(values: Sequence[int]) -> str:
 
 
 class _UnknownLse(Tensor):
-    """A tensor in place of FlashAttention's lse, which is not computed: on several ranks it is spread over heads and
-    tokens.
+    """A placeholder for the lse of FlashAttention, which is not gathered over heads and tokens on several ranks.
 
-    ``torch.autograd.Function`` saves it for its backward, and the backward operator gets it from there. It then
-    computes the gradient of attention over the mesh, or raises. Any other use raises, too.
+    ``torch.autograd.Function`` saves it and passes it to the backward operator, which then computes the gradient of
+    attention over the mesh, or raises. Any other use of the placeholder raises RuntimeError.
     """
 
     graph: tuple[Sequence[Tensor], Tensor] | None
 
     @staticmethod
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return one of this shape; ``graph`` holds query, key and value, and the output that autograd can follow to
-        them.
+        """Return a placeholder of this shape.
+
+        Args:
+            shape: The shape of the lse.
+            graph: Query, key and value, and the output with the autograd graph to them; None without gradients.
         """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
@@ -354,7 +362,14 @@ class _UnknownLse(Tensor):
 
 
 def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Write the gradients into ``dq``, ``dk`` and ``dv``, as a backward operator of FlashAttention does."""
+    """Run a backward operator of FlashAttention over the mesh: write the gradients into ``dq``, ``dk`` and ``dv``.
+
+    Returns:
+        An empty tensor.
+
+    Raises:
+        RuntimeError: The call has no graph to compute the gradient from.
+    """
     names, _ = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
     lse = arguments.get("softmax_lse")

@@ -1,6 +1,6 @@
-"""Intercept calls: plain functions for every mode and for a plan's region.
+"""Interception of attention calls, by torch function modes or at the dispatcher.
 
-The function that computes an intercepted call is passed in (``handler``); nothing here knows how it does.
+The callers pass the function that computes an intercepted call (``handler``).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from para_core.torch_internals import (
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
-# Operators that run functions: torch.cond, and what Dynamo makes of torch.utils.checkpoint.
+# Operators that take functions: torch.cond, and the operator to which Dynamo lowers torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
 
 
 def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` on this rank; the other ranks of a plan have equal arguments, and raise it too."""
+    """Raise ``error`` on this rank only. Under a plan the other ranks have equal arguments and raise it too."""
     raise error
 
 
@@ -64,24 +64,31 @@ def intercept(
     flex: Callable[..., Any] | None = None,
     fail: Fail = raise_here,
 ) -> Any:
-    """Run ``func(*args, **kwargs)``, which was called inside ``mode``, with its attention computed by ``handler``.
+    """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by ``handler``.
 
     Args:
-        flex: what the operator of ``flex_attention`` becomes; called with it, its arguments and its keyword arguments.
-            None: it is refused.
-        fail: raises an exception about the arguments of an attention call, in a user's mode on every rank.
+        mode: The mode that received the call.
+        handler: Computes SDPA calls.
+        ranks: Number of ranks, for error messages.
+        func: The function that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        flex: Computes the operator of ``flex_attention``, called with the operator, its arguments and its keyword
+            arguments. If None, the operator raises.
+        fail: Raises its argument, an error in the arguments of an attention call, on all ranks if the mode can.
 
     Raises:
-        RuntimeError: it computes attention where no mode can see it.
+        RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
+        ValueError: A FlashAttention call has an unsupported argument.
     """
     if func is SDPA:
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
             return handler(call)
-        with _DISPATCH_KEY.excluded():  # The innermost interception counts.
+        with _DISPATCH_KEY.excluded():  # Only the innermost interception may handle the call.
             return handler(call)
     if func is UNFLATTEN and torch.compiler.is_compiling():
-        # Dynamo cannot trace the method under a mode: it is Python that calls super().
+        # Dynamo cannot trace the method under a mode, because it is a Python method that calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
@@ -111,14 +118,14 @@ def intercept(
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Run ``func(*args, **kwargs)`` in a mode that intercepts nothing now."""
+    """Return ``func(*args, **kwargs)`` without interception, by an equal function that Dynamo can trace."""
     if func is UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 class Disabled(TorchFunctionMode):
-    """Hands attention on under a name that what is outside does not intercept."""
+    """A mode that hides attention calls from outer modes, by calling operators that they do not intercept."""
 
     def __enter__(self) -> Disabled:
         self._guard = None
@@ -141,7 +148,7 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        # A checkpoint in here must not be bound to an outer mode, nor a softmax count as attention that it missed.
+        # An outer mode must not bind a checkpoint in this context, nor report a softmax as attention that it missed.
         hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or is_softmax(func)
@@ -152,7 +159,7 @@ class Disabled(TorchFunctionMode):
 
 
 def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return ``attn_func``, so that an outer mode does not intercept the attention that it computes on one device."""
+    """Return ``attn_func`` wrapped so that no mode intercepts the attention inside it. None gives None."""
     if attn_func is None:
         return None
 
@@ -167,14 +174,15 @@ def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | 
 
 
 def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
-    """``func`` with ``mode`` inside the functions that it is given: it is dispatched to modes itself, which are off in
-    there.
+    """Return the result of operator ``func`` with ``mode`` entered inside each of its function arguments.
+
+    Modes see the operator itself but are off inside the functions that it runs.
     """
     return func(*[_under(mode, arg) if callable(arg) else arg for arg in args], **kwargs)
 
 
 class _ReenteredMode(TorchFunctionMode):
-    """``mode`` once more, made and entered inside a branch: what is from outside cannot be entered there."""
+    """A mode that forwards to ``mode``. It is constructed inside a branch, where outer modes cannot be entered."""
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         super().__init__()
@@ -194,32 +202,35 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, which may enter modes that it makes, in a function that an operator was given."""
-    # Dynamo calls the stack of modes changed, though it is at the end what it was.
+    """Return ``function(*args)`` inside a function argument of an operator, and allow it to enter modes there."""
+    # Dynamo reports a change of the mode stack as a side effect, even if the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 
 # -- at the dispatcher: for eager code that keeps no gradient
 #
-# A mode sees every function of torch, and the host pays for each: an empty one around FLUX's transformer costs a third
-# of its host time. The dispatcher can be asked about one operator alone, by this thread alone: with a key that no other
-# kernel has, which a thread switches on for itself. All other operators fall through it at no cost.
+# A mode is called for every torch function: an empty mode around FLUX's transformer adds a third to its host time. A
+# dispatch key that no other kernel uses intercepts only the registered operators, and only in threads that include the
+# key. All other operators fall through it at no cost.
 
 
 class ThreadState(threading.local):
-    """The handlers of SDPA calls in this thread, the innermost last."""
+    """The handlers of SDPA calls in this thread, and their ``is_active`` functions, the innermost last."""
 
     def __init__(self) -> None:
         self.handlers: list[SdpaHandler] = []
         self.is_active: list[Callable[[], bool]] = []
 
 
-# Public for the modes that test it before each SDPA call.
+# Public because modes check it before each SDPA call.
 THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
-    """Compute ``call`` as it would be without the innermost :func:`at_the_dispatcher`. For its handler."""
+    """Return the output of ``call`` computed by the next outer handler, or on one device if there is none.
+
+    For use inside the handler of the innermost :func:`at_the_dispatcher`.
+    """
     handlers = THREAD_STATE.handlers
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
 
@@ -229,9 +240,9 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
-    # Where backends trace, torch 2.11 does not say that it compiles.
+    # In torch 2.11 is_compiling() is False while a backend traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
-        # A graph is cached under a key that knows nothing of this dispatch: that of one rank could be taken for it.
+        # The cache key of a graph does not include this dispatch key, so a cached single-rank graph could be reused.
         raise RuntimeError(
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the "
             "graph would "
@@ -242,7 +253,7 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return what an attention operator of another package becomes at the dispatcher."""
+    """Return the dispatcher kernel for an attention operator of another package: compute it over the mesh, or raise."""
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
@@ -256,7 +267,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
     return dispatched
 
 
-# Registered by the first model that runs this way, not by importing this module.
+# The kernels are registered at the first use of the key, not by importing this module.
 _DISPATCH_KEY = SpareDispatchKey(
     "TESTING_ONLY_GenericMode",
     {
@@ -267,24 +278,24 @@ _DISPATCH_KEY = SpareDispatchKey(
 
 
 def dispatcher_is_available() -> bool:
-    """Whether :func:`at_the_dispatcher` can be used in this process. Otherwise a mode intercepts attention, with the
-    same result.
-    """
+    """Whether :func:`at_the_dispatcher` can be used in this process. If not, use a mode; the results are equal."""
     return _DISPATCH_KEY.is_available()
 
 
 @contextmanager
 def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Inside, in this thread, ``handler`` computes every ``scaled_dot_product_attention``; nothing else is intercepted.
+    """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
-    Not for traced code, which modes are for, and not where a gradient is kept: what autograd runs later it runs
-    outside.
+    Attention operators of other packages are computed by ``handler`` too, or raise. Use a mode instead for traced code
+    and for calls that keep a gradient, because autograd runs the backward outside of this context.
 
     Args:
-        is_active: whether attention operators of other packages are intercepted now. ``handler`` decides for itself.
+        handler: Computes SDPA calls.
+        is_active: Whether attention operators of other packages are intercepted at the time of a call. SDPA calls
+            always reach ``handler``.
 
     Raises:
-        RuntimeError: not :func:`dispatcher_is_available`.
+        RuntimeError: :func:`dispatcher_is_available` is False.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")
@@ -299,5 +310,5 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
 
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:
-    """Inside, in this thread, nothing becomes what :func:`at_the_dispatcher` says: the dispatcher does not ask."""
+    """Return a context that turns off the interception of :func:`at_the_dispatcher` in this thread."""
     return _DISPATCH_KEY.excluded()
