@@ -1,15 +1,15 @@
 """``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
 
-It is no function that a mode sees. What a mode sees is the operator that it calls, ``FlexAttentionHOP``, and that
-twice:
+Modes cannot intercept ``flex_attention`` itself, but only the operator that it calls, ``FlexAttentionHOP``. They see
+each call of it twice:
 
-- In eager code ``flex_attention`` compiles the operator's call by itself, and then runs the graph under the mode. The
-  first sight, while Dynamo traces, only notes which masks were sharded; the second has tensors, so the work is done
-  there, by eager code.
-- Inside a function that the user compiled, the work is traced at first sight. Where the mode sees the operator of that
-  graph again, at run time, it hands it on.
+- In eager code ``flex_attention`` compiles the call of the operator and then runs the graph under the mode. While
+  Dynamo traces, only the layout ids of sharded masks are stored in the graph. When the graph runs, eager code computes
+  attention over the mesh.
+- Inside a function that the user compiled, the computation over the mesh is traced. When the mode sees the operator of
+  that graph at run time, it calls it unchanged.
 
-Which of the two it is, the Python stack says: in eager code there is a frame of ``flex_attention`` on it.
+The two cases are distinguished by the Python stack: only in eager code it has a frame of ``flex_attention``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
 
-# Blocks at least this large are those that flex_attention makes itself where it gets no mask; it compares no lengths
-# then.
+# Without a mask flex_attention creates one with blocks of at least this size, and compares no lengths.
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
@@ -50,9 +49,11 @@ class FlexOverMesh:
     """The computation of the operator of ``flex_attention`` over a mesh.
 
     Args:
-        layouts: as :class:`~para_core.attention.mesh_attention.MeshAttention` takes them.
-        assume_equal: do not compare the call with that of other ranks in eager code.
-        options: of the mode; an option that chooses keys by their positions is refused.
+        mesh: The ranks that share the sequence.
+        layouts: Returns the layouts of queries and keys, as for
+            :class:`~para_core.attention.mesh_attention.MeshAttention`.
+        options: The options of the mode. Calls raise RuntimeError if an option chooses keys by their positions.
+        assume_equal: Whether to skip the comparison of the call between ranks in eager code.
     """
 
     def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
@@ -60,8 +61,11 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's result for this rank's queries: out, log-sum-exp and maxima, in the form in which the
-        operator returns them.
+        """Return the operator's result for this rank's queries: the output, the log-sum-exp and the maxima.
+
+        Raises:
+            ValueError: The mask was not sharded or belongs to another sequence, or the arguments are invalid.
+            RuntimeError: An option of the mode chooses keys by their positions.
         """
         in_eager_code = called_in_eager_code()
         if torch.compiler.is_compiling():
@@ -104,7 +108,7 @@ class FlexOverMesh:
         if mask[0] >= 0:
             error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
-                # This rank holds all tokens, so flex_attention took the whole mask here, and raised on the other ranks.
+                # This rank holds all tokens, so flex_attention accepted the whole mask here but raised on other ranks.
                 raise error
             self._raise_everywhere(error)
         expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
@@ -136,7 +140,7 @@ class FlexOverMesh:
             mask = (*mask[:-1], mod.of_rows)
         return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options)
 
-    # -- in both
+    # -- in both cases
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if self._chooses_keys:
@@ -170,7 +174,7 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether ``flex_attention`` itself runs in this thread, and is not being traced."""
+    """Whether this thread's stack has a frame of ``flex_attention``, so that the call is not in a user's graph."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is flex_attention.__code__:
@@ -180,8 +184,9 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments with a sharded mask in a form that survives tracing: negative numbers in place of
-    its lengths.
+    """Return the operator's arguments with negative layout ids in place of the lengths of a sharded mask.
+
+    Unlike an attribute of its ``mask_mod``, these numbers survive tracing.
     """
     mask = args[4]
     mod = mask[-1]
@@ -196,7 +201,7 @@ def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
 
 
 def _in_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value with the batch of the query: flex attention broadcasts them if they have one sample."""
+    """Return key and value expanded to the batch size of the query, because flex attention broadcasts them."""
     if key.shape[0] == query.shape[0]:
         return key, value
     return key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
@@ -239,7 +244,7 @@ def _run_operator(
         if of_query is not None:
             key, value = key.index_select(1, of_query), value.index_select(1, of_query)
         buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
-        # A mode outside of this one must not see the operator: it would share its heads out once more.
+        # Outer modes must not see the operator, because they would shard its heads again.
         with DisableTorchFunction():
             results = operator(
                 query,
@@ -260,12 +265,12 @@ def _run_operator(
         else stat.new_empty(batch, plan.spec.num_heads, num_queries)
         for stat, is_wanted in zip(stats, wanted, strict=False)
     ]
-    # As flex_attention does, in the order of the query's dims.
+    # Like flex_attention, return the output in the memory order of the query.
     return (out if by_token else out.contiguous(), *own_stats)
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the operator's result if there are no heads, no queries or no keys."""
+    """Return the operator's result for no heads, queries or keys: zeros, and ``-inf`` as log-sum-exp and maxima."""
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
@@ -274,7 +279,7 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]
 def _own_mask(
     mask: tuple[Any, ...], plan: AttentionPlan, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
 ) -> tuple[Any, ...]:
-    """``mask`` for this rank's heads and rows, with the lengths of what it is used for."""
+    """Return ``mask`` for this rank's heads and rows, with the lengths of the query and key that the rank computes."""
     *tensors, row_block, key_block, mask_mod = mask[2:]
     own = [
         x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
@@ -291,7 +296,7 @@ def _own_mask(
 def _shifted_score_mod(
     score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
 ) -> Callable[..., Tensor]:
-    """``score_mod`` with the indices of all heads and of the whole sequence."""
+    """Return ``score_mod`` as a function of this rank's head and row indices, shifted to those of the whole query."""
     if len(rows) <= 1:
         start = rows[0][0] if rows else 0
         return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, q + start, k, *buffers)
@@ -309,7 +314,7 @@ def _shifted_mask_mod(
     return lambda b, h, q, k, *buffers: mask_mod(b, h + head, positions[q], k, *buffers)
 
 
-# -- what all ranks must have alike, and messages
+# -- comparison between ranks, and messages
 
 
 def _signature(
@@ -359,8 +364,9 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Return results for a graph that raises ``message`` when it runs: an error raised while Dynamo traces is hidden in
-    its own.
+    """Return placeholder results of a graph that raises ValueError with ``message`` at run time.
+
+    The error is not raised while Dynamo traces, because Dynamo would hide it in its own error.
     """
     out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
     stat = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -381,12 +387,11 @@ torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, l
 
 
 def explain_unsharded_mask(error: BaseException | None) -> None:
-    """Raise a ``ValueError`` that names ``cp.shard(block_mask)`` if ``error`` is that of a mask with the lengths of all
-    ranks.
+    """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a mask.
 
-    ``flex_attention`` raises it before any mode sees the call.
+    ``flex_attention`` raises such an error for an unsharded mask before any mode sees the call.
     """
-    # Dynamo of torch 2.11 cannot trace a search in a text, and traces this where a mode is left in a graph.
+    # Dynamo traces this if a mode is left in a graph, and in torch 2.11 it cannot trace a search in a text.
     mismatch = None if error is None else mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(
@@ -396,13 +401,13 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
         ) from error
 
 
-# -- whether a model uses it
+# -- detection of models that use flex attention
 
 _NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
 
 
 def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether the code of ``module`` names flex attention or what makes its masks, as far as its source files show."""
+    """Whether the Python modules that define ``module``'s classes name flex attention or a function for its masks."""
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
     files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
     return any(_names_flex_attention(sys.modules.get(name)) for name in files if not name.startswith("torch."))
