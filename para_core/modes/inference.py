@@ -82,8 +82,7 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
             f"{len(segments)} sequences were sharded through this mode, and at most {_MAX_SYMBOLIC} are told apart by "
-            f"the {kind} "
-            "length of a mask. Say which one it is for: cp.shard(block_mask, sequence=cp.sequence(total))."
+            f"the {kind} length of a mask. Say which one it is for: cp.shard(block_mask, sequence=cp.sequence(total))."
         )
     layouts = [layout for layout in _concatenations(segments, ranks) if layout.total == total]
     if not layouts:
@@ -91,8 +90,7 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
     if len(layouts) > 1 or len(layouts[0].segments) > 1:
         raise ValueError(
             f"{len(layouts)} sequences or concatenations that were sharded through this mode have the {total} {kind} "
-            "tokens of "
-            "the mask, and it matters in which order tokens are. Say it: cp.shard(block_mask, "
+            "tokens of the mask, and it matters in which order tokens are. Say it: cp.shard(block_mask, "
             "sequence=SequenceLayout(...))."
         )
     return layouts[0]

@@ -36,7 +36,7 @@ def generate(pipe, name, **options):
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
         # Where ranks along the batch dim have nothing to share, which is tested elsewhere.
-        warnings.filterwarnings("ignore", message=r".*guidance .*'batch'|.* \d+ sample.*'batch'")
+        warnings.filterwarnings("ignore", message=r".*guidance: .*'batch'|.* \d+ sample.*'batch'")
         out = pipe(**PIPELINES[name].call(**options))
     assert (type(out) is tuple) == (options.get("return_dict") is False)
     out = out[0]

@@ -22,7 +22,7 @@ def positions(runs):
 
 
 def test_the_docstrings_are_right():
-    results = doctest.testmod(import_module("para_core.attention.tiles"))
+    results = doctest.testmod(import_module("para_core.attention.tiles"), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 0
     assert results.failed == 0
 

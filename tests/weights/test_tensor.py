@@ -240,7 +240,7 @@ def refusals_on_ranks():
     with pytest.raises(RuntimeError, match=r"heads .* no ranks, .*'tensor' .*\[0, 1\]"):
         generate(pipe, "flux")
     shard_weights(pipe, method="tensor")
-    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn\.to_q .*LoRA .*norm"):
+    with pytest.raises(ValueError, match=r"LoRA with use_dora=True.*FluxTransformer2DModel.*before parallelize_pipe"):
         pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], use_dora=True))
     assert not hasattr(pipe.transformer, "peft_config")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
@@ -263,7 +263,7 @@ def test_unknown_tensor_ranks_and_whole_adapters_raise(rank_pool):
     ("options", "error", "message"),
     [
         ({"components": ["text_encoder"]}, ValueError, "pipe.text_encoder, .*CLIPTextModel"),
-        ({}, ValueError, r"'tensor' .*max_tensor_dim_size=2"),
+        ({}, ValueError, r"'tensor' .*max_tensor_dim_size="),
         ({"offload_policy": CPUOffloadPolicy()}, ValueError, "offload_policy "),
     ],
 )
