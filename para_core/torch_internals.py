@@ -243,7 +243,10 @@ InvokeSubgraphHOP = _InvokeSubgraphHOP
 
 def crop_block_mask(mask: BlockMask, num_queries: int, num_keys: int) -> BlockMask:
     """Return ``mask`` of the first queries and keys."""
-    return mask._adjust(num_queries, num_keys)
+    cropped = mask._adjust(num_queries, num_keys)
+    # torch 2.11 rounds both lengths up to whole blocks.
+    cropped.seq_lengths = (num_queries, num_keys)
+    return cropped
 
 
 def schema_of(operator: Any) -> Any:
