@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, dtype_of, require_loras
 from para_core.fleet.request import make_request
 from para_core.fleet.work import Result, digest
+
+logger = logging.getLogger(__name__)
 
 _INTERRUPTED = 130
 
@@ -66,7 +69,7 @@ def generate(
     image: Annotated[str | None, option("Image file to start from.", "FILE", INPUT)] = None,
     seed: options.Seed = 0,
     set_: options.Fields = None,
-    format_: Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")] = None,
+    format_: options.Format = None,
     fps: options.Fps = 16,
     cache: options.Cache = None,
     compile_: options.Compile = "no",
@@ -257,8 +260,9 @@ def _mesh(task: GenerationTask) -> str:
     try:
         pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
         sizes = foresee_mesh(pipe, task.recipe, task.ranks)
-    except Exception:
+    except Exception as error:
         # Configs of other libraries may raise anything, and a dry run should still show the rest.
+        logger.debug("the mesh of %s cannot be predicted: %s", task.model, error)
         return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
     method = task.recipe.rotate_method
     return " × ".join(f"{name} {size}" for name, size in sizes.items()) + (

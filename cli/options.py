@@ -33,6 +33,7 @@ Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
 Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
 Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT)]
 Fields = Annotated[list[str] | None, option("Any other argument of the call.", "FIELD=JSON", INPUT, "--set")]
+Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1)]
 
 # -- pipeline

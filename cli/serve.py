@@ -28,7 +28,7 @@ def serve(
     host: Annotated[str, option("Other hosts need an API key.", "IP", INPUT)] = "127.0.0.1",
     port: Annotated[int, option(None, "N", INPUT, min=1, max=65535)] = 8000,
     api_key_env: Annotated[str, option("Variable with the API key.", "NAME", INPUT)] = "PARA_CORE_API_KEY",
-    format_: Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")] = None,
+    format_: options.Format = None,
     fps: options.Fps = 16,
     cache: options.Cache = None,
     compile_: options.Compile = "no",

@@ -8,6 +8,7 @@ s with all blocks.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
 from para_core.torch_internals import forward_hooks, pytree
+
+logger = logging.getLogger(__name__)
 
 # Names of config entries that count blocks.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
@@ -69,8 +72,9 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         with torch.no_grad(), torch.device("meta"):
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
             output = _copy(module)(*args, **kwargs)
-    except Exception:
+    except Exception as error:
         # The model reads a value, meta lacks an operator, or an argument is wrong. The real call reports what matters.
+        logger.debug("the output of %s is not known before its call: %s", type(module).__name__, error)
         return None
     leaves = [x for x in pytree.tree_leaves(output) if x is not None]
     return output if all(isinstance(x, Tensor) and x.is_meta for x in leaves) else None

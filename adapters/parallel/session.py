@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ def nothing() -> None:
     """Do nothing; the undo of a change that leaves nothing behind."""
 
 
-class Part:
+class Part(ABC):
     """One change of a user's object.
 
     :meth:`apply` either makes the whole change and returns its undo, or raises. :func:`replace_session` removes the
@@ -27,8 +28,9 @@ class Part:
     name = "a part"  # for error messages
     shards_weights = False
 
+    @abstractmethod
     def apply(self) -> Undo:
-        raise NotImplementedError
+        """Make the change, and return its undo."""
 
     def complete(self) -> None:
         """Make the changes that only all ranks together can undo, once every rank has applied all parts."""

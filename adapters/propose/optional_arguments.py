@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.stack import cached_error, conditions_of, guess_blocks, is_chained
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,10 @@ def _without_options(module: nn.Module, region: Region, inputs: Mapping[str, Any
             and not is_chained([call for name in group.lists for call in with_it.of_list(name)], group.streams)
         ]
         with_between = _with_between(blocks, {i: [name] for i in indices})
-        if not _is_exact(module, with_between, alone, tolerance):
+        problem = _problem_of_cache(module, with_between, alone, tolerance)
+        if problem is not None:
             uncached.append(name)
-            reasons.append(f"{name}: with it a call that skips blocks is not exact, so calls with it are not cached.")
+            reasons.append(f"{name}: with it a call that skips blocks {problem}, so calls with it are not cached.")
             continue
         for i in indices:
             between.setdefault(i, []).append(name)
@@ -109,8 +113,9 @@ def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 def _observe_or_none(module: nn.Module, region: Region, inputs: Mapping[str, Any]) -> ObservedCall | None:
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
-    # A model without an argument that it needs may raise anything.
-    except Exception:
+    except Exception as error:
+        # Without an argument that it needs a model may raise anything. The argument then belongs to every call.
+        logger.debug("%s cannot be called with %s alone: %s", type(module).__name__, ", ".join(inputs), error)
         return None
 
 
@@ -124,10 +129,13 @@ def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) ->
     return replace(blocks, groups=tuple(groups))
 
 
-def _is_exact(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float) -> bool:
+def _problem_of_cache(
+    module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
+) -> str | None:
+    """Return why a call that skips ``blocks`` cannot be used, or None if it is exact."""
     try:
         error = cached_error(module, blocks, inputs)
-    # A cache with a wrong block stack may make the model raise anything.
-    except Exception:
-        return False
-    return error is not None and error < tolerance
+    except Exception as failure:
+        # A cache with a wrong block stack may make the model raise anything.
+        return f"fails ({type(failure).__name__}: {failure})"
+    return None if error is not None and error < tolerance else "is not exact"

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from para_core.torch_internals import nonstrict_trace
 
-# Placeholder for None, which torch._dynamo.nonstrict_trace does not accept as an argument.
+# Placeholder for None, which nonstrict_trace does not accept as an argument.
 _NONE = "para_core: None"
 
 

@@ -361,8 +361,8 @@ def _is_causal_caller() -> bool:
             break
         frame = frame.f_back
         # Text encoders with a causal mask (CLIP) share a module that is not causal with image encoders.
-        given = frame.f_locals.get("kwargs")
-        if isinstance(given, dict) and given.get("is_causal") is True:
+        keywords = frame.f_locals.get("kwargs")
+        if isinstance(keywords, dict) and keywords.get("is_causal") is True:
             return True
         for name in ("module", "self"):
             caller = frame.f_locals.get(name)

@@ -95,11 +95,12 @@ class _FirstCalls:
             return []
         self._branches.append(branch)
         self._calls.append({name: [_Leaf(x) for x in pytree.tree_leaves(value)] for name, value in arguments.items()})
-        found = self._returned() if len(self._calls) > 2 and self._branches[-2] == self._branches[-3] else []
-        if found or len(self._calls) == _MOST_COMPARED:
+        same_branch = len(self._calls) > 2 and self._branches[-2] == self._branches[-3]
+        returned = self._returned() if same_branch else []
+        if returned or len(self._calls) == _MOST_COMPARED:
             self._over = True
             self._calls = []
-        return found
+        return returned
 
     def _returned(self) -> list[str]:
         now, before, first = self._calls[-1], self._calls[-2], self._calls[-3]

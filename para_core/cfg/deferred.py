@@ -198,11 +198,7 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     than tensors.
     """
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
-    on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-    try:
-        outputs = func(*_without_data(args), **_without_data(on_meta))
-    except (NotImplementedError, RuntimeError):
-        return None
+    outputs = run_without_data(func, args, kwargs)
     leaves, spec = pytree.tree_flatten(outputs)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
@@ -215,10 +211,21 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(deferred, spec)
 
 
-def _without_data(tree: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), tree
-    )
+def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results of ``func`` on the meta device, or None if that cannot tell their shapes."""
+
+    def without_data(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    args, kwargs = pytree.tree_map_only(Tensor, without_data, (args, kwargs))
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        # The operator has no kernel for meta, the shapes of its results depend on values, or the arguments do not fit
+        # together. The caller then runs it on data, and an error of the arguments is raised there.
+        return None
 
 
 def _copied(tree: Any) -> Any:

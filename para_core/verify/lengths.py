@@ -64,8 +64,9 @@ def _copied(leaf: Any) -> Any:
         return leaf.detach().clone()
     try:
         return copy.deepcopy(leaf)
-    # deepcopy may raise anything. An object that cannot be copied is passed on unchanged.
     except Exception:
+        # deepcopy may raise anything. An object that cannot be copied is passed on unchanged, which is what a call
+        # outside of this check does with it, too.
         return leaf
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
+from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize, run_without_data
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
@@ -150,11 +150,7 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     )
     if not fits or kwargs.get("device") not in (None, first.device):
         return None
-    on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-    try:
-        output = func(*_without_data(args), **_without_data(on_meta))
-    except (NotImplementedError, RuntimeError):
-        return None
+    output = run_without_data(func, args, kwargs)
     if not isinstance(output, Tensor) or output.shape != first.shape:
         return None
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Patched) else x.clone(), (args, kwargs))
@@ -163,7 +159,3 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     )
 
 
-def _without_data(tree: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), tree
-    )
