@@ -48,8 +48,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
     if text == "shard" and not plan.cuts(segment):
         raise ValueError(
             f"text='shard' was given, but {original_class(module).__name__} needs all text tokens on every rank: it "
-            "makes "
-            "masks or positions for the whole sequence, or only its keys are text. Leave text= out."
+            "makes masks or positions for the whole sequence, or only its keys are text. Leave text= out."
         )
     return plan
 

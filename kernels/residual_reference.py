@@ -11,7 +11,7 @@ from torch import Tensor
 def change(now: Tensor, before: Tensor) -> Tensor:
     """Return Σ|now - before| and Σ|before| of each sample. Their ratio is mean|Δ| / mean|previous|.
 
-    Deterministic: equal inputs give equal bits, so ranks with equal inputs decide alike.
+    Deterministic: equal inputs give equal bits, so ranks with equal inputs make the same decision.
 
     Args:
         now, before: ``[B, n]``, of one float dtype; n may be 0.

@@ -318,8 +318,7 @@ def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not module or module == "__main__" or "<" in qualname or not qualname:
         raise TypeError(
             f"{fn!r} cannot be found by its name in another process. Expected a function at the top level of an "
-            "importable "
-            "module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
+            "importable module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
         )
     # The function goes by name: pickle would hide an import error of its module in the worker's receive.
     return _save((module, qualname, _save((args, kwargs)), _portable_filters()))

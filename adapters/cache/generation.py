@@ -264,16 +264,15 @@ class PipelineCache:
             self._warnings.warn(
                 f"{name}: residual",
                 f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: "
-                "see "
-                "cache_report(pipe).",
+                "see cache_report(pipe).",
                 CacheWarning,
             )
         if not rows and cache.uncached_by is not None:
             self._warnings.warn(
                 f"{name}: never asked",
                 f"the cache of the {name} was asked at no step: each call was given {cache.uncached_by}, with which "
-                "all blocks run. Leave it "
-                "out (a pipeline may have a switch: use_kv_cache=False), or remove_cache_from_pipe(pipe).",
+                "all blocks run. Leave it out (a pipeline may have a switch: use_kv_cache=False), or "
+                "remove_cache_from_pipe(pipe).",
                 CacheWarning,
             )
         if not asked or threshold == 0.0:

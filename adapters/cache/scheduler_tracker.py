@@ -69,8 +69,7 @@ class SchedulerTracker:
         if self.active:
             raise RuntimeError(
                 "this pipeline with a cache is already running, in another thread? Both would use the same cache. Use "
-                "one "
-                "thread, or a pipeline for each."
+                "one thread, or a pipeline for each."
             )
         scheduler = getattr(pipe, "scheduler", None)
         self._pipe, self._scheduler, self._begin, self._with_copies = pipe, scheduler, begin, with_copies

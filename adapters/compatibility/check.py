@@ -280,8 +280,7 @@ REFUSALS: tuple[CompatibilityRule, ...] = (
         (When.PARALLELIZE,),
         lambda case: config_of_diffusers(case.module) is not None and tensors_of_diffusers(case.module) is None,
         "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: load "
-        "it without "
-        "parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
+        "it without parallel_config, and call parallelize_pipe(pipe, mesh=...) alone.",
         ValueError,
     ),
     CompatibilityRule(

@@ -75,10 +75,8 @@ def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, 
         what,
         problem,
         "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as "
-        "well: "
-        "parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a generator "
-        "with the "
-        "same seed on all ranks.",
+        "well: parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a "
+        "generator with the same seed on all ranks.",
     )
 
 

@@ -22,8 +22,7 @@ from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 
 _WAY_OUT = (
     "A callback must make the same change on all ranks: draw random numbers from a generator with the same seed, and "
-    "do what only "
-    "one rank should do (logging, saving) without changing the pipeline."
+    "do what only one rank should do (logging, saving) without changing the pipeline."
 )
 
 

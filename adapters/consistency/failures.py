@@ -92,8 +92,7 @@ def why_no_answer(token: str, places: Sequence[Place]) -> str:
     others = [place for place in places if place.machine != machine]
     return (
         f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either, so "
-        f"{_cannot_be_reached(others)}, or "
-        "that process has ended."
+        f"{_cannot_be_reached(others)}, or that process has ended."
         if others
         else "torch's store does not answer either: the process that holds it has ended or is stopped."
     )
@@ -147,8 +146,7 @@ def _describe(places: Sequence[Place], states: Mapping[Place, str | None]) -> st
     if not states:
         return (
             "all ranks run, and an exchange did not end within the time-out: a link between them is slow or loses "
-            "packets, or a rank was "
-            "late. Set a larger timeout=."
+            "packets, or a rank was late. Set a larger timeout=."
         )
     texts = [f"rank {place.rank} {state}: {place}." for place, state in states.items() if state is not None]
     unknown = [place for place, state in states.items() if state is None]

@@ -125,8 +125,7 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
 def _settings_of(layers: list[Any]) -> list[str]:
     return [
         f"active {[] if layer.disable_adapters else layer.active_adapters}, scales "
-        f"{dict(getattr(layer, 'scaling', {}))}, "
-        f"fused {list(layer.merged_adapters)}"
+        f"{dict(getattr(layer, 'scaling', {}))}, fused {list(layer.merged_adapters)}"
         for layer in layers
     ]
 

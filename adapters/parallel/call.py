@@ -156,8 +156,8 @@ class ParallelCall:
         if rounds and max(rounds) == 1:
             warnings.warn(
                 f"this call of the {name} had no branches of guidance: of {self.mesh.batch.size} ranks along 'batch', "
-                "one computed and the "
-                "others waited. Use guidance, or give these ranks to the sequence (a mesh without max_batch_dim_size).",
+                "one computed and the others waited. Use guidance, or give these ranks to the sequence (a mesh "
+                "without max_batch_dim_size).",
                 stacklevel=6,
             )
 

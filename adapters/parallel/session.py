@@ -32,7 +32,7 @@ class Part(ABC):
     def apply(self) -> Undo:
         """Make the change, and return its undo."""
 
-    def complete(self) -> None:
+    def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
         """Make the changes that only all ranks together can undo, once every rank has applied all parts."""
 
     def clear(self) -> Undo:
@@ -51,7 +51,7 @@ class Part(ABC):
         undo()
         return nothing
 
-    def finish(self, undo: Undo) -> None:
+    def finish(self, undo: Undo) -> None:  # noqa: B027 - most parts leave nothing in place
         """Undo what :meth:`suspend` left in place, once the next session has started."""
 
 

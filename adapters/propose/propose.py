@@ -394,8 +394,7 @@ def _handwritten_attention(name: str, observed: ObservedCall) -> str:
         return ""
     return (
         f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch "
-        "the "
-        "model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
+        "the model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
     )
 
 

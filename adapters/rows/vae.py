@@ -105,8 +105,7 @@ def parallelize_vae(
     if ranks.size > _MANY and ranks.index == 0:
         logger.warning(
             "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, because ranks wait for "
-            "each other at every "
-            "layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
+            "each other at every layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
             ranks.size,
             _MANY,
         )
@@ -139,9 +138,8 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     replaced = next((name for name in (adapter.encode, adapter.decode) if name in vars(module)), None)
     if replaced is not None:
         raise RuntimeError(
-            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs "
-            "on several ranks. Compile "
-            "it after parallelize_vae, or delete the attribute."
+            f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs on "
+            "several ranks. Compile it after parallelize_vae, or delete the attribute."
         )
     return adapter
 
@@ -240,8 +238,8 @@ class _VaeRun:
         if workers.size < self.ranks.size and torch.compiler.is_compiling():
             raise RuntimeError(
                 f"an image of {x.shape[dim]} rows along dim {dim} occupies {workers.size} of {self.ranks.size} ranks, "
-                "and a graph "
-                "cannot hold the exchange with the others. Call it uncompiled, or parallelize_vae with a smaller mesh."
+                "and a graph cannot hold the exchange with the others. Call it uncompiled, or parallelize_vae with a "
+                "smaller mesh."
             )
         compute = partial(self.in_rows, partial(call, vae), x, args, kwargs, rows, workers)
         return deliver(compute, workers.size, self.ranks, self.mesh, self.gather)
@@ -324,14 +322,13 @@ class _VaeRun:
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(
                 "the image requires a gradient, and none is computed over ranks. Call the VAE under torch.no_grad(), "
-                "or "
-                "unparallelize_vae(vae)."
+                "or unparallelize_vae(vae)."
             )
         elif has_compiled_parts(vae):
             problem = RuntimeError(
                 f"a part of this {self.adapter.vae} was compiled, and a graph of a part does not see the sizes of all "
-                "ranks. Compile "
-                "the method around it (vae.decode = torch.compile(vae.decode)), or unparallelize_vae(vae)."
+                "ranks. Compile the method around it (vae.decode = torch.compile(vae.decode)), or "
+                "unparallelize_vae(vae)."
             )
         values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
@@ -347,7 +344,6 @@ class _VaeRun:
                 "All ranks must call it, and any of them may use the result."
             )
         return (
-            f"the ranks must call this {self.adapter.vae} with equal images and settings. {differences(records)}. "
-            "Draw random numbers "
-            "from a generator with the same seed on all ranks."
+            f"the ranks must call this {self.adapter.vae} with equal images and settings. {differences(records)}. Draw "
+            "random numbers from a generator with the same seed on all ranks."
         )

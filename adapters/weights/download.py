@@ -78,8 +78,8 @@ def _wait_for_all(pending: Future[Any] | None, name: str | Path, mesh: GuidedMes
             check_consistent(
                 RuntimeError(
                     f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
-                    "Without a connection, download "
-                    "it before on each node, and give the folder, or local_files_only=True."
+                    "Without a connection, download it before on each node, and give the folder, or "
+                    "local_files_only=True."
                 ),
                 mesh,
             )

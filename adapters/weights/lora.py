@@ -98,10 +98,8 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
             raise ValueError(
                 f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values that are "
-                "computed from all weights of "
-                f"this {original_class(module).__name__}, which are sharded or in stages. Add it before "
-                "parallelize_pipe(pipe, mesh=mesh), or load "
-                "it from a file (pipe.load_lora_weights)."
+                f"computed from all weights of this {original_class(module).__name__}, which are sharded or in stages. "
+                "Add it before parallelize_pipe(pipe, mesh=mesh), or load it from a file (pipe.load_lora_weights)."
             )
 
 

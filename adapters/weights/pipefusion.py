@@ -40,8 +40,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     if mesh.tensor.size > 1:
         raise ValueError(
             f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys of some "
-            "heads. Give these ranks to "
-            "'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
+            "heads. Give these ranks to 'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
         )
     return plan
 
@@ -122,8 +121,8 @@ class FusedPipe:
         if any(fusion.few_steps for fusion in self.fusions.values()):
             warn_user(
                 f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps "
-                "each differs too much "
-                "from the one before, so all were computed whole. Take more steps, or leave pipefusion= out.",
+                "each differs too much from the one before, so all were computed whole. Take more steps, or leave "
+                "pipefusion= out.",
                 ParallelWarning,
             )
 

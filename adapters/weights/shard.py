@@ -158,8 +158,8 @@ def shard_components(
             if tensors_of_diffusers(module) is not None:
                 raise ValueError(
                     f"pipe.{name} is sharded by diffusers' TensorParallelConfig already. It runs as it is: "
-                    "parallelize_pipe(pipe, mesh=mesh), "
-                    "without weights=; to shard the rest, shard_weights(pipe, mesh, components=['text_encoder', ...])."
+                    "parallelize_pipe(pipe, mesh=mesh), without weights=; to shard the rest, shard_weights(pipe, "
+                    "mesh, components=['text_encoder', ...])."
                 )
             plan = plans.get(name)
             if plan is None:
@@ -208,7 +208,7 @@ def _first_element(x: Tensor) -> str:
 
 
 def _other_weights(records: list[Record]) -> str:
-    return f"{first_difference(records)} Load the same weights on every rank, and change them (LoRA, dtype) alike."
+    return f"{first_difference(records)} Load the same weights on every rank, with the same changes (LoRA, dtype)."
 
 
 def _is_of_fsdp(mesh: Any) -> TypeGuard[DeviceMesh]:
@@ -233,23 +233,19 @@ def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool =
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
-            "init_context_parallel_mesh(max_tensor_dim_size=n), where n "
-            "divides both the number of ranks and the transformer's number of heads. method='fsdp' takes any number "
-            "of ranks."
+            "init_context_parallel_mesh(max_tensor_dim_size=n), where n divides both the number of ranks and the "
+            "transformer's number of heads. method='fsdp' takes any number of ranks."
         )
     if method == "fsdp" and of_transformer and guided.tensor.size > 1:
         raise ValueError(
             f"the mesh has {guided.tensor.size} ranks along 'tensor', which share the heads of a transformer, and "
-            "weights are to be sharded by "
-            "method='fsdp'. Use method='tensor' (text encoders: shard_weights(pipe, mesh, components=['text_encoder', "
-            "...])), or a mesh "
-            "without 'tensor'."
+            "weights are to be sharded by method='fsdp'. Use method='tensor' (text encoders: shard_weights(pipe, "
+            "mesh, components=['text_encoder', ...])), or a mesh without 'tensor'."
         )
     if method == "fsdp" and guided.sequence.ranks == 1:
         raise ValueError(
-            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the "
-            "sequence ranks: there is "
-            "nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
+            f"the mesh has {guided.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the sequence "
+            "ranks: there is nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
         )
 
 
@@ -288,8 +284,7 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
         if tensors_of_diffusers(module) is not None:
             warnings.warn(
                 f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing "
-                "undoes that. To hold it on "
-                "every rank, load it without parallel_config.",
+                "undoes that. To hold it on every rank, load it without parallel_config.",
                 stacklevel=2,
             )
         gather_component(module)

@@ -217,10 +217,9 @@ class Placement:
             wanted = dtype if kinds else device
             raise RuntimeError(
                 f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
-                f"{' and '.join(sorted(map(str, kinds or places)))}, and "
-                f"stay so; asked for was {wanted}. Convert and move the pipeline before shard_weights; or "
-                "unshard_weights(pipe), on every "
-                "rank, then pipe.to(...), then shard_weights(pipe, mesh) again."
+                f"{' and '.join(sorted(map(str, kinds or places)))}, and stay so; asked for was {wanted}. Convert and "
+                "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
+                "then shard_weights(pipe, mesh) again."
             )
         return call(module, *args, **kwargs)
 

@@ -75,10 +75,9 @@ def _summary(found: dict[str, Any]) -> list[str]:
     counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
     text = (
         f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} "
-        "cells every living rank "
-        "had the image of one process; in the others the ranks raised and named the cause. Except on the delayed "
-        "link, a living rank ended "
-        f"after at most {seconds:.1f} s ({slowest['fault']}, {slowest['moment']})."
+        "cells every living rank had the image of one process; in the others the ranks raised and named the cause. "
+        f"Except on the delayed link, a living rank ended after at most {seconds:.1f} s ({slowest['fault']}, "
+        f"{slowest['moment']})."
     )
     return [text]
 

@@ -242,8 +242,8 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
         medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
     return (
         f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds "
-        f"{medians['CPU seconds']}: with "
-        "Ulysses on two CPU ranks both take the same time, within what rounds differ by."
+        f"{medians['CPU seconds']}: with Ulysses on two CPU ranks both take the same time, within what rounds differ "
+        "by."
     )
 
 

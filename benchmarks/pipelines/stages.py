@@ -279,8 +279,7 @@ def parts() -> dict[str, list[str]]:
     models = len({title for rows in results["by ranks"].values() for title in rows})
     summary = (
         f"{models} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, and compiled blocks: "
-        f"{sum(cells)} of "
-        f"{len(cells)} cells have the same bits as the same mesh without stages."
+        f"{sum(cells)} of {len(cells)} cells have the same bits as the same mesh without stages."
     )
     return {"exactness": [summary], "times": time_table(results["fused, 2 ranks"], 2), "sent": paper_table()}
 

@@ -162,8 +162,7 @@ def row(transformer: str) -> list[str]:
         if reason is None:
             raise ValueError(
                 f"diffusers {diffusers.__version__} has {transformer}, of which adapters/models knows nothing: write "
-                "an adapter, "
-                "or say in adapters/models/unsupported.py why there is none."
+                "an adapter, or say in adapters/models/unsupported.py why there is none."
             )
         return [transformer, listed, f"no: {reason}", *[""] * 4]
     cached = _largest_error(transformer, "cached") if known.blocks is not None else "no"

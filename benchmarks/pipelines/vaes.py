@@ -166,8 +166,7 @@ def parts() -> dict[str, list[str]]:
     ]
     bits = (
         f"In bfloat16 the errors on 2, 3 and 4 ranks are {min(ratios):.2f} to {max(ratios):.2f} times those of one "
-        "device in "
-        "bfloat16, both against float32."
+        "device in bfloat16, both against float32."
     )
     heads = ["autoencoder", "class", *(f"`exact`, {way}" for way in WAYS), "`tiled`, bit-equal"]
     return {

@@ -191,10 +191,9 @@ def table(results: dict[str, Any]) -> list[str]:
     failed = sum(row["failed"] for name in names for row in results[name]["rows"])
     said = (
         f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas "
-        f"did {times_of(results):.2f} "
-        f"times as many requests per second as the plain pipeline (median of {options['rounds']} rounds). The server "
-        f"adds {overheads[0]} ms to a "
-        f"single request on the plain pipeline, and {overheads[1]} ms on a replica."
+        f"did {times_of(results):.2f} times as many requests per second as the plain pipeline (median of "
+        f"{options['rounds']} rounds). The server adds {overheads[0]} ms to a single request on the plain pipeline, "
+        f"and {overheads[1]} ms on a replica."
     )
     return [*lines, "", said]
 

@@ -288,21 +288,18 @@ def table(results: dict[str, Any]) -> list[str]:
         f"| install a fresh clone, with Ray and test packages | {taken['clone'] + taken['install']:.0f} s |",
         (
             f"| its first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; "
-            f"{taken['image_on_ranks']:.0f} s; pixels "
-            f"differ by at most {first['largest_difference']} of 255 from the unmodified pipeline |"
+            f"{taken['image_on_ranks']:.0f} s; pixels differ by at most {first['largest_difference']} of 255 from the "
+            "unmodified pipeline |"
         ),
         (
             f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank "
-            "killed after "
-            f"{prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, {prompts['seconds']:.0f} "
-            "s "
-            f"(first image after {prompts['seconds_to_first']:.0f} s, rank killed at {prompts['seconds_to_kill']:.0f} "
-            "s) |"
+            f"killed after {prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, "
+            f"{prompts['seconds']:.0f} s (first image after {prompts['seconds_to_first']:.0f} s, rank killed at "
+            f"{prompts['seconds_to_kill']:.0f} s) |"
         ),
         (
-            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | "
-            f"{clients['served']} served, "
-            f"{clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
+            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | {clients['served']} "
+            f"served, {clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
         ),
         (
             f"| steps computed for the {clients['left']} that left | {clients['steps_of_cancelled']} of "
@@ -311,8 +308,7 @@ def table(results: dict[str, Any]) -> list[str]:
         f"| the next single request | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
         (
             f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} "
-            "answered, "
-            f"{death['lost']} lost |"
+            f"answered, {death['lost']} lost |"
         ),
         (
             f"| time until its replica serves again | {death['seconds_until_it_serves']:.1f} s (noticed after "

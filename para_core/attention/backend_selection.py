@@ -65,9 +65,8 @@ def resolve_backend(
         _require_triton(backend, query, value)
     elif not SWITCHES[backend]():
         raise RuntimeError(
-            f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). "
-            "Switch it on, or "
-            "name another one."
+            f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch "
+            "it on, or name another one."
         )
     elif query.is_cpu and backend in _OF_CUDA:
         raise RuntimeError(

@@ -84,10 +84,8 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
         lengths = records[0]["query lengths per rank"]
         return (
             f"{first_difference(records)} They hold {lengths} queries. Some models (all of Hugging Face transformers) "
-            "pass "
-            "is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask over all "
-            "tokens, of which "
-            "each rank takes its rows (cp.shard(mask, dim=-2)), or use propose_plan."
+            "pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask "
+            "over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
     return first_difference(records)
 
@@ -96,11 +94,9 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     held = ", ".join([f"rank {rank} {'none' if shape is None else shape}" for rank, shape in enumerate(masks)])
     return (
         f"the ranks disagree about attn_mask: {held}. A model that builds its own mask may leave it out where this "
-        "rank's tokens need "
-        "none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over all tokens, of "
-        "which each rank takes "
-        "its rows (cp.shard(mask, dim=-2)); for position_ids that are not consecutive, an attention_mask of ones for "
-        "this rank's tokens."
+        "rank's tokens need none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over "
+        "all tokens, sharded by rows (cp.shard(mask, dim=-2)); for position_ids that are not "
+        "consecutive, an attention_mask of ones for this rank's tokens."
     )
 
 
@@ -168,7 +164,7 @@ def settle_call(
     if len(codes) > 1:
         raise ValueError(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
-            f"{_texts(parts)}. Make it alike on every rank."
+            f"{_texts(parts)}. Make these equal on every rank."
         )
     if _are_of_keys(parts, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
@@ -325,11 +321,9 @@ def _read_single_tokens(
     digests = {part.mask_digest for part in parts if part.rows > 0}
     if queries and keys and extents == MaskExtents("broadcast", "broadcast") and (len(digests) > 1 or 0 in digests):
         raise ValueError(
-            f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} "
-            "tokens, and it differs: that "
-            "may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) gathers it along the "
-            "keys, "
-            "cp.gather(mask, dim=-2) along the queries."
+            f"attn_mask is [..., 1, 1] on each of the ranks, which hold at most one of {spec.key_layout.total} tokens, "
+            "and it differs: that may be a rank's query or its key. Pass the mask for all tokens: cp.local_mask(mask) "
+            "gathers it along the keys, cp.gather(mask, dim=-2) along the queries."
         )
     return mask, extents
 
@@ -378,9 +372,8 @@ def _require_causal_known(parts: Sequence[OwnPart], layout: SequenceLayout) -> N
         raise ValueError(
             f"each rank holds at most one of {layout.total} tokens, and a module that is causal calls attention with "
             "is_causal=False: models of Hugging Face transformers do so for a single token, which on one device has "
-            "no later key. Here it "
-            "has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens (cp.shard(mask, "
-            "dim=-2)), or use propose_plan."
+            "no later key. Here it has. Use fewer ranks or longer inputs, pass the model a 4-D mask over all tokens "
+            "(cp.shard(mask, dim=-2)), or use propose_plan."
         )
 
 
@@ -426,18 +419,15 @@ def _require_no_copies(parts: Sequence[OwnPart], spec: AttentionSpec) -> None:
     if spec.is_causal:
         raise ValueError(
             f"every rank holds the same {spec.query_layout.sizes()[0]} tokens, and nothing was sharded: causal "
-            "attention would take "
-            f"them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the inputs (x = "
-            "cp.shard(x, dim=1), and "
-            "position_ids with them) and gather the output; run what is not to be parallel under "
-            "UnifiedAttnMode.disable(). "
-            "generate() does not shard: use propose_plan, or decode with cp.using(...)."
+            f"attention would take them for {spec.query_layout.total} tokens, one rank's after the other's. Shard the "
+            "inputs (x = cp.shard(x, dim=1), and position_ids with them) and gather the output; run what is not to be "
+            "parallel under UnifiedAttnMode.disable(). generate() does not shard: use propose_plan, or decode with "
+            "cp.using(...)."
         )
     # The result is correct, because attention to n copies of all keys equals attention to one.
     logger.warning(
         "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard "
-        "the inputs "
-        "(x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
+        "the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",
         spec.query_layout.sizes()[0],
         len(parts),
     )

@@ -41,7 +41,7 @@ def check(
         )
     if not (query.dtype == key.dtype == value.dtype):
         raise ValueError(
-            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}. Cast them alike."
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}. Cast them."
         )
     if not (query.device == key.device == value.device):
         raise ValueError(
@@ -100,16 +100,13 @@ class LengthCheck:
             if told is not None and told != total:
                 raise ValueError(
                     f"{self.name} was told that the {kind} has {told} tokens; expected those that this rank holds, or "
-                    "all "
-                    f"{total} of the sequence. Pass the offsets of the tokens that are in the tensor."
+                    f"all {total} of the sequence. Pass the offsets of the tokens that are in the tensor."
                 )
         if self.lower_right and num_queries != num_keys:
             raise ValueError(
                 f"{self.name} got causal=True with {num_queries} queries and {num_keys} keys. It aligns the mask with "
-                "the last "
-                "query and key, which is not computed over several ranks. Pass causal=False for a single query; "
-                "otherwise use "
-                "F.scaled_dot_product_attention with a mask for all tokens."
+                "the last query and key, which is not computed over several ranks. Pass causal=False for a single "
+                "query; otherwise use F.scaled_dot_product_attention with a mask for all tokens."
             )
 
 
@@ -152,8 +149,7 @@ def refuse_transforms() -> bool:
     if kind == TransformType.Vmap:
         raise RuntimeError(
             "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped "
-            "dim "
-            "into the batch dim of query, key and value instead."
+            "dim into the batch dim of query, key and value instead."
         )
     if kind == TransformType.Jvp or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
         raise RuntimeError(

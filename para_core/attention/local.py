@@ -387,8 +387,8 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
     largest = torch.finfo(query.dtype).max
     if torch.finfo(mask.dtype).max <= largest:
         return mask.to(query.dtype)
-    # finfo(float32).min hides a key, but a row of it still sees all of them alike: it must not become -inf. Half of
-    # the range: kernels multiply scores by log2(e).
+    # finfo(float32).min hides a key, but a row that has nothing else weighs all keys equally, so it must not become
+    # -inf. Half of the range, because kernels multiply scores by log2(e).
     return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
 
 

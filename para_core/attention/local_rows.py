@@ -172,11 +172,9 @@ def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_ca
     sizes = ", ".join([str(size) for size in layout.sizes()])
     raise ValueError(
         f"attn_mask has a row for each of a rank's own tokens ({sizes} of {layout.total}) and {layout.total} columns, "
-        f"and it {finding}. "
-        "So its rows were counted from this rank's first token, as a model does that builds its mask from the length "
-        "of its "
-        "input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but the first these are the "
-        "wrong rows. Pass the "
-        f"model a 4-D mask over all tokens, of which each rank takes its rows: cp.shard(mask, dim=-2); {advice}"
-        "or use propose_plan, which runs the part that builds the mask on all tokens."
+        f"and it {finding}. So its rows were counted from this rank's first token, as a model does that builds its "
+        "mask from the length of its input (Hugging Face transformers, given a 2-D attention_mask). On all ranks but "
+        "the first these are the wrong rows. Pass the model a 4-D mask over all tokens, sharded by "
+        f"rows: cp.shard(mask, dim=-2); {advice}or use propose_plan, which runs the part that builds the mask on all "
+        "tokens."
     )

@@ -49,14 +49,11 @@ def mask_extents(
     if queries == keys == "local":
         raise ValueError(
             f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a "
-            "block of "
-            "the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
-            f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask "
-            "from this rank's tokens "
-            "(Hugging Face transformers: for padding, for position_ids that are not consecutive, and always while it "
-            "is compiled) takes a "
-            "4-D mask over all tokens, of which each rank passes its rows: cp.shard(mask, dim=-2). propose_plan needs "
-            "none."
+            "block of the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
+            f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask from "
+            "this rank's tokens (Hugging Face transformers: for padding, for position_ids that are not consecutive, "
+            "and always while it is compiled) takes a 4-D mask over all tokens, sharded by rows: "
+            "cp.shard(mask, dim=-2). propose_plan needs none."
         )
     return MaskExtents(queries, keys)
 
@@ -69,8 +66,7 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
     if alone and True in holds_all and False in holds_all:
         raise ValueError(
             f"attn_mask has {kind} dim {sizes[0]}, and of {layout.total} tokens one rank holds all: there a mask of a "
-            "rank's part "
-            "cannot be told from one for all tokens. Call this attention outside of the compiled function."
+            "rank's part cannot be told from one for all tokens. Call this attention outside of the compiled function."
         )
     if all(size == layout.total for size in sizes):
         return "global"
@@ -78,12 +74,9 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
         if alone and 1 in layout.sizes():
             raise ValueError(
                 f"attn_mask has {kind} dim {sizes[0]}, this rank's part of {layout.total}. Another rank's part is 1, "
-                "which "
-                "there means broadcast, and without an exchange no rank knows what the others have. Pass the mask for "
-                "all "
-                "tokens: cp.local_mask(mask, sequence=...) gathers it along the keys, cp.gather(mask, dim=-2, "
-                "sequence=...) "
-                "along the queries."
+                "which there means broadcast, and without an exchange no rank knows what the others have. Pass the "
+                "mask for all tokens: cp.local_mask(mask, sequence=...) gathers it along the keys, cp.gather(mask, "
+                "dim=-2, sequence=...) along the queries."
             )
         return "local"
     held = ", ".join([str(layout.size(rank)) for rank in ranks])

@@ -106,8 +106,7 @@ def _merged_mask(
     if attn_mask.shape[-1] != key_padding_mask.shape[-1]:
         raise ValueError(
             f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass both "
-            "for "
-            "this rank's keys, or both for all."
+            "for this rank's keys, or both for all."
         )
     if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
         return ~(attn_mask | key_padding_mask)

@@ -74,9 +74,8 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
             "attention over several ranks has no second derivative, and its gradient was asked for with "
-            "create_graph=True (or by "
-            "nested torch.func transforms). Leave create_graph out, or compute this attention on one rank under "
-            "UnifiedAttnMode.disable()."
+            "create_graph=True (or by nested torch.func transforms). Leave create_graph out, or compute this "
+            "attention on one rank under UnifiedAttnMode.disable()."
         )
 
 

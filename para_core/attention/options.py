@@ -70,8 +70,7 @@ class AttnOptions:
         if self.rotate_method == "2d" and self.comm_dtype is not None:
             raise ValueError(
                 f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype "
-                "out, or take "
-                "rotate_method='alltoall'."
+                "out, or take rotate_method='alltoall'."
             )
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}, or None.")

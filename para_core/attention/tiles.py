@@ -23,7 +23,7 @@ from para_core.distributed.mesh import SequenceMesh
 class VisibleBlocks(Protocol):
     """A block mask: which blocks of queries see which blocks of keys."""
 
-    def alike(self, *, is_causal: bool) -> list[Run]:
+    def equal_runs(self, *, is_causal: bool) -> list[Run]:
         """Return runs of queries that see the same keys."""
 
     def keys_of(self, query: int) -> list[Run]:
@@ -251,7 +251,7 @@ class Tiling:
         """Runs of queries, such that all queries of a piece see the same tiles of every block."""
         if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
-        edges = [] if self._visible is None else self._visible.alike(is_causal=self._is_causal)
+        edges = [] if self._visible is None else self._visible.equal_runs(is_causal=self._is_causal)
         if self._is_causal:
             edges = edges + [run for runs in self._key_runs for run in coalesce(runs)]
         return cut(self.queries.positions, edges) or [(0, 0)]

@@ -58,8 +58,7 @@ def apply_cache(
         name = settings.needs_schedule[0]
         raise ValueError(
             f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave "
-            "it out, "
-            "or use apply_cache_on_pipe(pipe, ...)."
+            "it out, or use apply_cache_on_pipe(pipe, ...)."
         )
     remove_cache(model)
     cache = BlockCache(module, blocks, settings, None if mesh is None else sequence_mesh(mesh))

@@ -144,8 +144,7 @@ class BlockCache:
         if host.running is not None:
             raise RuntimeError(
                 f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both "
-                "would use the "
-                "same cache. Use one thread, or a copy of the model for each."
+                "would use the same cache. Use one thread, or a copy of the model for each."
             )
         self.uncached_by = next((name for name in self.blocks.uncached if arguments.get(name) is not None), None)
         if self.uncached_by is not None:

@@ -38,10 +38,8 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     if unknown:
         raise ValueError(
             f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument "
-            f"{unknown[0]!r}; its "
-            f"arguments are {', '.join(list(parameters)[1:])}. Name those that differ between branches of guidance "
-            "and stay the same "
-            "from step to step."
+            f"{unknown[0]!r}; its arguments are {', '.join(list(parameters)[1:])}. Name those that differ between "
+            "branches of guidance and stay the same from step to step."
         )
     return blocks.conditions
 
@@ -188,9 +186,9 @@ class Branches:
             named = (*self.conditions, *unnamed)
             warn_user(
                 f"{' and '.join(unnamed)} differ(s) between the calls of one step, and "
-                f"CachedBlocks(conditions={self.conditions!r}) "
-                "does not name it: the cache treats these calls as one CFG branch, and mixes their residuals. Write "
-                f"CachedBlocks(conditions={named!r}), or call the model inside `with model.cache_context(name)`.",
+                f"CachedBlocks(conditions={self.conditions!r}) does not name it: the cache treats these calls as one "
+                f"CFG branch, and mixes their residuals. Write CachedBlocks(conditions={named!r}), or call the model "
+                "inside `with model.cache_context(name)`.",
                 CacheWarning,
             )
 
@@ -198,10 +196,8 @@ class Branches:
         """Return the warning for the case that :meth:`name_of` returned None."""
         return (
             f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be "
-            "identified, "
-            "and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
-            "CachedBlocks(conditions=...) "
-            "arguments that stay equal from step to step."
+            "identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
+            "CachedBlocks(conditions=...) arguments that stay equal from step to step."
         )
 
     def _name_of(self, arguments: Mapping[str, Any]) -> str | None:

@@ -366,9 +366,8 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
     name = rule_of(options.rule).name
     if blocks.modulated is None:
         raise ValueError(
-            f"rule {name} compares the modulated input of the first block, which is not known for {model}. Describe "
-            "it in "
-            "CachedBlocks(modulated=...), or use rule='first_block'."
+            f"rule {name} compares the modulated input of the first block, which is not known for {model}. Describe it "
+            "in CachedBlocks(modulated=...), or use rule='first_block'."
         )
     if options.first_blocks != 1:
         raise ValueError(

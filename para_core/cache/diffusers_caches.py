@@ -38,6 +38,6 @@ def require_no_foreign_cache(module: nn.Module) -> None:
     if cache is not None:
         raise ValueError(
             f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same "
-            "blocks. Call "
-            "disable_cache() of the transformer first; apply_cache_on_pipe(pipe, ...) then is its only cache."
+            "blocks. Call disable_cache() of the transformer first; apply_cache_on_pipe(pipe, ...) then is its only "
+            "cache."
         )

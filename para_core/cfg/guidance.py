@@ -269,8 +269,7 @@ def _computed(
     if not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(output)):
         raise TypeError(
             f"CFG branches cannot be distributed over ranks: {type(model).__name__} returned something besides "
-            "tensors. Use a mesh "
-            "without a 'batch' dim."
+            "tensors. Use a mesh without a 'batch' dim."
         )
     return _form_of(output, lambda x: Expected(x.to("meta"), x.device))
 
@@ -285,9 +284,8 @@ def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form
 def _misprediction(model: Any, predicted: _Form, actual: _Form) -> str:
     return (
         f"CFG parallelism predicted that {type(model).__name__} returns {predicted.text}; it returned {actual.text}. "
-        "Call the "
-        "pipeline again: all ranks then compute the first call, and no prediction is needed. Or use a mesh without a "
-        "'batch' dim."
+        "Call the pipeline again: all ranks then compute the first call, and no prediction is needed. Or use a mesh "
+        "without a 'batch' dim."
     )
 
 

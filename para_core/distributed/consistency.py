@@ -200,14 +200,12 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
     if not is_closed_connection(error):
         return (
             f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
-            "another rank "
-            "raised an exception or died; its log has the reason."
+            "another rank raised an exception or died; its log has the reason."
         )
     default = dim.group is dist.group.WORLD
     return (
         f"the connections of mesh dim {dim.name!r} are closed: an earlier call over its process group timed out, on "
-        "this rank or "
-        "another, or a rank has died; gloo does not reopen them. "
+        "this rank or another, or a rank has died; gloo does not reopen them. "
         + ("It is the default group, which a new mesh over all ranks would use again. " if default else "")
         + "If all processes are alive, call torch.distributed.destroy_process_group() and init_process_group() on "
         "each, create "

@@ -82,10 +82,9 @@ def choose_mesh_shape(
     if left > 1:
         raise ValueError(
             f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses {num_ranks // left} "
-            "of them. "
-            f"max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or "
-            f"max_batch_dim_size={batch * left} "
-            "would fit; or leave one of ring and ulysses open (None): it takes what remains."
+            f"of them. max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or "
+            f"max_batch_dim_size={batch * left} would fit; or leave one of ring and ulysses open (None): it takes what "
+            "remains."
         )
     return batch, ring, ulysses
 

@@ -52,8 +52,7 @@ class Segment:
         if self.together != 1 and (self.balanced or self.together < 1 or self.total % self.together):
             raise ValueError(
                 f"segment {self.name!r} has {self.total} tokens, together={self.together}, balanced={self.balanced}; "
-                "expected "
-                "together to divide the number of tokens, and balanced=False."
+                "expected together to divide the number of tokens, and balanced=False."
             )
 
     def sizes(self, ranks: int) -> tuple[int, ...]:

@@ -348,8 +348,8 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
         if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
                 f"mesh has {_dims_text(mesh)}; expected a dim named 'batch'. "
-                "init_context_parallel_mesh(max_batch_dim_size=...) makes "
-                "one; init_device_mesh(..., mesh_dim_names=('batch', ...)) too."
+                "init_context_parallel_mesh(max_batch_dim_size=...) makes one; init_device_mesh(..., "
+                "mesh_dim_names=('batch', ...)) too."
             )
         group, device_type = mesh.get_group("batch"), mesh.device_type
     else:

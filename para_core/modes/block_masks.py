@@ -44,8 +44,7 @@ class ShardedMaskMod:
     def __call__(self, *_: Any) -> NoReturn:
         raise RuntimeError(
             "this BlockMask was sharded with cp.shard, and flex_attention was called where no mode or plan intercepts "
-            "it. Call it "
-            "inside the mode that sharded the mask, or pass the mask over all tokens."
+            "it. Call it inside the mode that sharded the mask, or pass the mask over all tokens."
         )
 
 
@@ -79,9 +78,8 @@ def shard_block_mask(
     if (mask.seq_lengths[0], mask.seq_lengths[1]) != totals:
         raise ValueError(
             f"block_mask is over {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys; expected all "
-            f"{totals[0]} and "
-            f"{totals[1]} tokens of their sequences. Make it with create_block_mask(..., Q_LEN={totals[0]}, "
-            f"KV_LEN={totals[1]})."
+            f"{totals[0]} and {totals[1]} tokens of their sequences. Make it with create_block_mask(..., "
+            f"Q_LEN={totals[0]}, KV_LEN={totals[1]})."
         )
     # Replicated keys need no exchange, so a rank computes the rows of its own tokens.
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())

@@ -142,12 +142,10 @@ def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
     fail(
         RuntimeError(
             f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
-            "each would attend to "
-            "its own tokens only. "
-            "Use F.scaled_dot_product_attention or flash_attn_func, which run over all ranks (in diffusers "
-            "set_attention_backend('native'), in transformers attn_implementation='sdpa'); for attention to whole "
-            "tensors, "
-            "run this call under UnifiedAttnMode.disable()."
+            "each would attend to its own tokens only. Use F.scaled_dot_product_attention or flash_attn_func, which "
+            "run over all ranks (in diffusers set_attention_backend('native'), in transformers "
+            "attn_implementation='sdpa'); for attention to whole tensors, run this call under "
+            "UnifiedAttnMode.disable()."
         )
     )
 
@@ -192,8 +190,7 @@ def flash_attention(
     if compiling and any(x.requires_grad for x in tensors):
         raise RuntimeError(
             f"{operator} with a gradient, inside a compiled function, on several ranks: use "
-            "F.scaled_dot_product_attention, "
-            "call it uncompiled, or compile under torch.no_grad()."
+            "F.scaled_dot_product_attention, call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _run_as_sdpa(handler, call, *tensors), None
@@ -256,8 +253,7 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
     if left >= 0 or right > 0:
         raise ValueError(
             f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. "
-            "Use "
-            "F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
+            "Use F.scaled_dot_product_attention with a mask for all tokens, or window_size=(-1, -1)."
         )
     is_causal = right == 0
     num_queries, num_keys = _varlen_totals(operator, arguments)
@@ -284,9 +280,8 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         raise ValueError(f"{operator} got one of cu_seqlens_q and cu_seqlens_k; expected both, or none.")
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{operator} inside a compiled function on several ranks: how many sequences cu_seqlens_q describes is "
-            "not known "
-            "while tracing. Call flash_attn_func for a single sequence, or leave this call uncompiled."
+            f"{operator} inside a compiled function on several ranks: how many sequences cu_seqlens_q describes is not "
+            "known while tracing. Call flash_attn_func for a single sequence, or leave this call uncompiled."
         )
     totals: list[int | None] = []
     for name, tensor, x in zip("qk", offsets, (arguments["q"], arguments["k"]), strict=True):
@@ -295,11 +290,9 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         if values[0] != 0 or num_sequences > 1:
             raise ValueError(
                 f"{operator} got cu_seqlens_{name} {_shortened(values)}: {num_sequences} sequence(s) from token "
-                f"{values[0]} on. Over "
-                "several ranks one sequence is computed, which begins at token 0. If the second is padding "
-                "(HunyuanVideo, "
-                "Mochi), trim the text to its valid tokens before the model; otherwise call the model once for each "
-                "sequence."
+                f"{values[0]} on. Over several ranks one sequence is computed, which begins at token 0. If the second "
+                "is padding (HunyuanVideo, Mochi), trim the text to its valid tokens before the model; otherwise call "
+                "the model once for each sequence."
             )
         totals.append(None if values[-1] == x.shape[0] else values[-1])
     return totals[0], totals[1]
@@ -354,8 +347,7 @@ class _UnknownLse(Tensor):
         if getattr(func, "__name__", "") not in ("__get__", "__set__", "detach", "size", "dim", "as_subclass"):
             raise RuntimeError(
                 "the lse (return_attn_probs=True) of FlashAttention is not computed over several ranks. Leave "
-                "return_attn_probs "
-                "out, or run this call under UnifiedAttnMode.disable()."
+                "return_attn_probs out, or run this call under UnifiedAttnMode.disable()."
             )
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -377,9 +369,8 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     if not isinstance(lse, _UnknownLse) or lse.graph is None or any(grad is None for grad in grads):
         raise RuntimeError(
             f"{operator}: on several ranks the gradient of FlashAttention is computed for flash_attn_func(q, k, v) "
-            "with a head dim "
-            "that is a multiple of 8, and not for packed or padded tensors. Use F.scaled_dot_product_attention to "
-            "train."
+            "with a head dim that is a multiple of 8, and not for packed or padded tensors. Use "
+            "F.scaled_dot_product_attention to train."
         )
     inputs, out = lse.graph
     wanted = [x for x in inputs if x.requires_grad]

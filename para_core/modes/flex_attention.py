@@ -146,14 +146,13 @@ class FlexOverMesh:
         if self._chooses_keys:
             raise RuntimeError(
                 "flex_attention under a mode that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode): only "
-                "one of both "
-                "can say what a query sees. Use UnifiedAttnMode, or run this call under UnifiedAttnMode.disable()."
+                "one of both can say what a query sees. Use UnifiedAttnMode, or run this call under "
+                "UnifiedAttnMode.disable()."
             )
         if not query.dtype == key.dtype == value.dtype:
             raise ValueError(
                 f"query, key and value of flex_attention over several ranks must have one dtype; got {query.dtype}, "
-                f"{key.dtype} "
-                f"and {value.dtype}."
+                f"{key.dtype} and {value.dtype}."
             )
 
     def _plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
@@ -396,8 +395,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
     if mismatch is not None:
         raise ValueError(
             f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the "
-            "tokens: make "
-            "the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, SplitMask((segment,))."
+            "tokens: make the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, "
+            "SplitMask((segment,))."
         ) from error
 
 

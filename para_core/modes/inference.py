@@ -100,14 +100,14 @@ def _checked(
     fitting: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
 ) -> SequenceLayout:
     for other in others:
-        alike = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
+        same_length = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
         # Equal lengths on every rank do not imply equal totals, because a total counts replicated tokens only once.
-        if any(alike) and not (all(alike) and fitting.total == other.total):
+        if any(same_length) and not (all(same_length) and fitting.total == other.total):
             raise ValueError(
                 f"{kind} has {held} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
                 "fit on some rank. Say which with cp.using(cp.sequence(total))."
             )
-        if ordered and all(alike):
+        if ordered and all(same_length):
             raise _order_matters(fitting, kind)
     if ordered and len(fitting.segments) > 1:
         raise _order_matters(fitting, kind)
@@ -169,8 +169,7 @@ def _rivals(
     if next(choices, None) is not None:
         raise ValueError(
             f"{kind} of {fitting.total} tokens fits more than {_MAX_COMPARED} concatenations of the {len(segments)} "
-            "sequences that "
-            "were sharded through this mode. Say which with cp.using(SequenceLayout(...))."
+            "sequences that were sharded through this mode. Say which with cp.using(SequenceLayout(...))."
         )
 
 

@@ -104,9 +104,8 @@ def intercept(
         )
     if type(func) is InvokeSubgraphHOP:
         raise RuntimeError(
-            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention "
-            "inside would "
-            "see this rank's tokens only. Leave nested_compile_region out."
+            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside "
+            "would see this rank's tokens only. Leave nested_compile_region out."
         )
     if type(func) in OPERATOR_TYPES:
         kind = attention_kind(func)
@@ -245,8 +244,8 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
         # The cache key of a graph does not include this dispatch key, so a cached single-rank graph could be reused.
         raise RuntimeError(
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the "
-            "graph would "
-            "attend to this rank's tokens only. Compile the model, or modules of it; or call this function uncompiled."
+            "graph would attend to this rank's tokens only. Compile the model, or modules of it; or call this "
+            "function uncompiled."
         )
     with _DISPATCH_KEY.excluded():
         return THREAD_STATE.handlers[-1](call)

@@ -120,8 +120,8 @@ class ShardingMode(TorchFunctionMode):
             return self.sequence(held * self._mesh.ranks)
         raise ValueError(
             "several sequences were sharded through this mode (of "
-            f"{', '.join([str(segment.total) for segment in sequences])} tokens). "
-            "Say which one this is: cp.gather(y, dim, sequence=cp.sequence(total))."
+            f"{', '.join([str(segment.total) for segment in sequences])} tokens). Say which one this is: cp.gather(y, "
+            "dim, sequence=cp.sequence(total))."
         )
 
     def _remember(self, segment: Segment) -> None:

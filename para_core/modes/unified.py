@@ -168,11 +168,9 @@ class UnifiedAttnMode(ShardingMode):
         if by_hand:
             message = (
                 f"{type(self).__name__} on {self._mesh.ranks} ranks: a softmax over the scores of this rank's queries "
-                "and keys "
-                "was computed, which is attention to this rank's tokens only. Use F.scaled_dot_product_attention (in "
-                "transformers "
-                "attn_implementation='sdpa'); where a rank's tokens shall attend to themselves, "
-                "UnifiedAttnMode.disable()."
+                "and keys was computed, which is attention to this rank's tokens only. Use "
+                "F.scaled_dot_product_attention (in transformers attn_implementation='sdpa'); where a rank's tokens "
+                "shall attend to themselves, UnifiedAttnMode.disable()."
             )
             if not self.intercepted:
                 raise RuntimeError(message)
@@ -181,12 +179,9 @@ class UnifiedAttnMode(ShardingMode):
             self.intercepted = True  # once per mode
             warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
-                "anything "
-                "inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel or in a "
-                "package's own "
-                "binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA or "
-                "a later "
-                "flash_attn.",
+                "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel "
+                "or in a package's own binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be "
+                "seen; switch to SDPA or a later flash_attn.",
                 ParallelWarning,
             )
 
@@ -294,10 +289,9 @@ class UnifiedAttnMode(ShardingMode):
             return x
         if not -x.ndim <= dim < x.ndim or x.shape[dim] % self._batch.size != 0:
             raise ValueError(
-                f"x has shape {list(x.shape)}, of which {self._batch.size} ranks along 'batch' cannot have equal "
-                "parts along "
-                f"dim {dim}. Put all branches of guidance one behind the other along it: torch.cat([uncond, cond], "
-                f"dim={dim})."
+                f"x has shape {list(x.shape)}, of which {self._batch.size} ranks along 'batch' cannot have equal parts "
+                f"along dim {dim}. Put all branches of guidance one behind the other along it: torch.cat([uncond, "
+                f"cond], dim={dim})."
             )
         size = x.shape[dim] // self._batch.size
         return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)

@@ -237,7 +237,7 @@ def _ring_seconds(
     merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
     if shape.ring_method == "all-gather":
         return link.seconds(sent.around), merging
-    # A ring step is an all-to-all with one part that is not empty, or a send and a receive: NCCL implements both alike.
+    # A ring step is an all-to-all with one part that is not empty, or a send and a receive: NCCL sends both equally.
     hop = link.seconds(sent.around / (ring - 1), all_to_all=True)
     if not runtime.overlapped:
         return (ring - 1) * hop, merging

@@ -283,9 +283,8 @@ class RuleExecutor:
         if name not in self.segments:
             raise ValueError(
                 f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the "
-                "module or "
-                "parameter at which the plan shards it, or uses it later. Segments so far: "
-                f"{sorted(self.segments) or 'none'}. "
-                "Shard it at something that every call uses, such as the embedding of its tokens."
+                "module or parameter at which the plan shards it, or uses it later. Segments so far: "
+                f"{sorted(self.segments) or 'none'}. Shard it at something that every call uses, such as the embedding "
+                "of its tokens."
             )
         return self.segments[name]

@@ -209,8 +209,7 @@ def _layout_of(
     if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
         raise ValueError(
             f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
-            "what "
-            "the model does: say in Plan.attention what the module that makes this call attends to."
+            "what the model does: say in Plan.attention what the module that makes this call attends to."
         )
     found = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
     return SequenceLayout(tuple(found), mesh.ranks)

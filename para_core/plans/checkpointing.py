@@ -37,9 +37,8 @@ def refuse_checkpointing(module: nn.Module) -> None:
     if _checkpointing(module):
         raise RuntimeError(
             f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
-            "which would be "
-            "missing where the backward computes its blocks again. Call disable_gradient_checkpointing(), or train on "
-            "one rank."
+            "which would be missing where the backward computes its blocks again. Call "
+            "disable_gradient_checkpointing(), or train on one rank."
         )
 
 

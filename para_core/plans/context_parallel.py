@@ -118,7 +118,6 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
     if ring * ulysses != dist.get_world_size():
         raise ValueError(
             f"ring_degree × ulysses_degree is {ring} × {ulysses} = {ring * ulysses}, but there are "
-            f"{dist.get_world_size()} "
-            "ranks. Change the degrees, or pass mesh= a slice of a larger mesh."
+            f"{dist.get_world_size()} ranks. Change the degrees, or pass mesh= a slice of a larger mesh."
         )
     return sequence_mesh(init_context_parallel_mesh(device_type, max_ring_dim_size=ring, max_ulysses_dim_size=ulysses))

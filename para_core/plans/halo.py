@@ -21,9 +21,8 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
-            f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their "
-            "neighbours need. Use "
-            "fewer ranks."
+            f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their neighbours "
+            "need. Use fewer ranks."
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)

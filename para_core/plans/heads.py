@@ -35,9 +35,8 @@ class HeadExchange:
         if heads < mesh.ranks:
             raise ValueError(
                 f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its "
-                "plan gives each "
-                "of them whole heads, at least one. Use fewer ranks for the sequence, and others along the mesh dim "
-                "'batch'."
+                "plan gives each of them whole heads, at least one. Use fewer ranks for the sequence, and others "
+                "along the mesh dim 'batch'."
             )
         self.attention, self._heads = attention, heads
         sizes = segment.sizes(mesh.ranks)
@@ -71,8 +70,8 @@ class HeadExchange:
         if self._entered != len(self.attention.projections):
             raise RuntimeError(
                 f"an attention module called {self._entered} of its projections "
-                f"{', '.join(self.attention.projections)}; its plan expects "
-                "all of them. Undo fused projections: unfuse_qkv_projections()."
+                f"{', '.join(self.attention.projections)}; its plan expects all of them. Undo fused projections: "
+                "unfuse_qkv_projections()."
             )
         for dim, tokens, heads in reversed(self._steps):
             x = _to_tokens(x, tokens, heads, dim)

@@ -60,8 +60,7 @@ class CachesOfCall:
                 names = [segment.name for segment in sharded]
                 raise ValueError(
                     f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of "
-                    "them it holds is "
-                    "not known. Call the model without a cache (use_cache=False)."
+                    "them it holds is not known. Call the model without a cache (use_cache=False)."
                 )
             for layer in cache.layers:
                 before = self._layers.get(id(layer), _Before(None, None))
@@ -96,9 +95,8 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
     if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != held[mesh.rank]:
         raise ValueError(
             f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
-            "grows by the "
-            f"{sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a cache "
-            "(use_cache=False)."
+            f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
+            "cache (use_cache=False)."
         )
     # The last tokens are those of this call; the earlier ones are equal on all ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]

@@ -54,8 +54,7 @@ class SumsOverRanks(TorchFunctionMode):
 
 _WAY_OUT = (
     "This module's attention processor is not the one that the plan was made for, so each rank would attend to its "
-    "own tokens "
-    "only: set that one again, or describe this one in Plan.attention."
+    "own tokens only: set that one again, or describe this one in Plan.attention."
 )
 
 

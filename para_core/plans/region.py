@@ -210,8 +210,7 @@ class _Region:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
                         "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its "
-                        "attention "
-                        "to a native backend: transformer.set_attention_backend('native')."
+                        "attention to a native backend: transformer.set_attention_backend('native')."
                     )
             rule = self.plan.outputs.get("")
             if rule is not None:
@@ -275,8 +274,7 @@ class _Region:
             if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
                 raise ValueError(
                     f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. "
-                    "Leave it "
-                    "out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
+                    "Leave it out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
     def _intercept(self, cuts: Iterable[ShardRule]) -> None:
@@ -311,8 +309,8 @@ class _Region:
                 self.warnings.warn(
                     "batch",
                     f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along "
-                    "'batch', so all of "
-                    "these ranks compute all samples. Use guidance, or give these ranks to the sequence.",
+                    "'batch', so all of these ranks compute all samples. Use guidance, or give these ranks to the "
+                    "sequence.",
                     ParallelWarning,
                 )
             return args, kwargs, None
@@ -332,10 +330,8 @@ class _Region:
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
-                "samples. Name "
-                "them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a mesh "
-                "without a 'batch' "
-                "dim."
+                "samples. Name them in Plan.batched if they do, or in Plan.common if they apply to all samples; or "
+                "use a mesh without a 'batch' dim."
             )
 
     def _all_samples(self, output: Any, samples: int | None) -> Any:

@@ -76,9 +76,8 @@ class SpatialShardMode(TorchFunctionMode):
         if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 2 * unit:
             raise ValueError(
                 f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per "
-                "rank, at "
-                f"least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh of fewer "
-                "ranks."
+                f"rank, at least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh "
+                "of fewer ranks."
             )
         rows = Rows(dim, layout)
         if self.ranks.size == 1:

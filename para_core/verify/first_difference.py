@@ -83,8 +83,7 @@ def first_difference(
         return _of(module, stopped, failure, alone, ranks, None)
     reason = (
         "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
-        "last, or in "
-        "the lines of forward="
+        "last, or in the lines of forward="
     )
     return _of(module, [], reason, alone, ranks, None)
 

@@ -110,10 +110,8 @@ _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
     raise TypeError(
         f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: "
-        "this rank holds a part "
-        "of each, which refers to process groups. Save its state_dict() by torch.distributed.checkpoint; or gather "
-        "the weights first, "
-        "on every rank: unshard_weights(pipe)."
+        "this rank holds a part of each, which refers to process groups. Save its state_dict() by "
+        "torch.distributed.checkpoint; or gather the weights first, on every rank: unshard_weights(pipe)."
     )
 
 
@@ -131,9 +129,8 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
             raise ValueError(
                 f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which has no "
                 "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by "
-                "torchao's "
-                "int8_weight_only_quantized_training(); or leave this component replicated: components=[...] of the "
-                "others."
+                "torchao's int8_weight_only_quantized_training(); or leave this component replicated: "
+                "components=[...] of the others."
             )
 
 

@@ -39,9 +39,8 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
     """
     if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. "
-            "Give a slice of it, or "
-            "that of parallelize_pipe, with dims 'ring' and 'ulysses'."
+            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. Give "
+            "a slice of it, or that of parallelize_pipe, with dims 'ring' and 'ulysses'."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -102,8 +102,7 @@ def _shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, T
 # removed.
 define_collective(
     "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
-    "scale, bool enable_gqa, "
-    "int kind, Tensor? after=None) -> (Tensor, Tensor)",
+    "scale, bool enable_gqa, int kind, Tensor? after=None) -> (Tensor, Tensor)",
     _patch_attention,
     _shape,
 )

@@ -77,8 +77,7 @@ class PatchPlan:
         if rest:
             raise ValueError(
                 f"the model's input is {list(like.shape)}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} "
-                "a multiple of "
-                f"{self.together}."
+                f"a multiple of {self.together}."
             )
         what = "tokens" if self.ndim == 3 else "frames of latents"
         return [(self.together * begin, self.together * size) for begin, size in patch_rows(total, num_patches, what)]

@@ -157,5 +157,3 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     return Patched.of_source(
         _Pointwise(func, args, kwargs, first.source.num_patches), Expected(output, first.device), first.of.live
     )
-
-

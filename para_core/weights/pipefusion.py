@@ -253,8 +253,7 @@ class Fusion:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
-                "under torch.no_grad(), "
-                "or leave pipefusion= out."
+                "under torch.no_grad(), or leave pipefusion= out."
             )
 
     def _whole(

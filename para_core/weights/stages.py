@@ -324,10 +324,9 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
             if not all(map(is_plain_weight, plain_tensors(weight))):
                 raise ValueError(
                     f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a "
-                    f"{type(weight).__name__}, which "
-                    "does not say of which tensors it consists (__tensor_flatten__), so a stage could not give it "
-                    "back to the others. "
-                    "Use unquantized weights, or those of torchao; or a mesh without 'pipe'."
+                    f"{type(weight).__name__}, which does not say of which tensors it consists (__tensor_flatten__), "
+                    "so a stage could not give it back to the others. Use unquantized weights, or those of torchao; "
+                    "or a mesh without 'pipe'."
                 )
 
 
@@ -384,10 +383,8 @@ def _require_ranks(stages: Stages) -> None:
     if not torch.distributed.is_initialized() or not is_registered(stages.dim.group):
         raise RuntimeError(
             f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} "
-            "of "
-            f"{len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
-            "pipeline again: "
-            "from_pretrained(...)."
+            f"of {len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
+            "pipeline again: from_pretrained(...)."
         )
 
 

@@ -103,10 +103,8 @@ class StaleKeys:
         if keys is None or queries is None or causal:
             raise RuntimeError(
                 f"an attention call of a patch has {query_length} queries and {key.shape[-2]} "
-                f"keys{', and is causal' if causal else ''}; "
-                f"by the model's plan {' + '.join(attention.queries)} attend to {' + '.join(names)}. Leave "
-                "pipefusion= out: stages "
-                "are exact then."
+                f"keys{', and is causal' if causal else ''}; by the model's plan {' + '.join(attention.queries)} "
+                f"attend to {' + '.join(names)}. Leave pipefusion= out: stages are exact then."
             )
         if whole:
             held = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]

@@ -118,8 +118,7 @@ def gather_tensors(module: nn.Module) -> None:
             at = next(at for at, part in module.named_modules() if part is owner)
             raise RuntimeError(
                 f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot "
-                "gather again. Load the "
-                "pipeline anew."
+                "gather again. Load the pipeline anew."
             )
     del module.__dict__[_RECORD]
     for owner, name, dim, parts in record.shards:
@@ -266,8 +265,8 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
         if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
             raise ValueError(
                 f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no "
-                "parts. Shard the "
-                "weights unquantized, and quantize each rank's part afterwards; or leave this component replicated."
+                "parts. Shard the weights unquantized, and quantize each rank's part afterwards; or leave this "
+                "component replicated."
             )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in _parts(linear, style) or (linear.weight.shape[weight_dim],):
@@ -289,10 +288,9 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
                         f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in "
-                        "no tensor plan, and would "
-                        "compute all heads where a rank has some. Fused projections: "
-                        "transformer.unfuse_qkv_projections(); an IP-Adapter: "
-                        "pipe.unload_ip_adapter(). weights='fsdp' takes any layer."
+                        "no tensor plan, and would compute all heads where a rank has some. Fused projections: "
+                        "transformer.unfuse_qkv_projections(); an IP-Adapter: pipe.unload_ip_adapter(). "
+                        "weights='fsdp' takes any layer."
                     )
 
 
@@ -335,8 +333,7 @@ def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
         return
     raise ValueError(
         f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); "
-        "pipe.unload_lora_weights()), or take "
-        "weights='fsdp', which takes any layer."
+        "pipe.unload_lora_weights()), or take weights='fsdp', which takes any layer."
     )
 
 

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from zoo.flux.grammar import CELLS, COLOURS, Scene
 
 SIDE = 128  # pixels
-CELL_CENTRES = (24, 64, 104)  # pixels, of rows and columns alike
+CELL_CENTRES = (24, 64, 104)  # pixels, of rows and of columns
 RADII = {"small": 11.0, "large": 17.0}  # pixels; half of the width of a circle
 SQUARE_HALF_SIDE = 0.89  # of the radius: between equal width and equal area
 CROSS_HALF_ARM = 0.34  # of the radius

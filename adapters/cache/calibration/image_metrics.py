@@ -72,8 +72,7 @@ def _load_lpips() -> ImageMetric:
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"lpips could not load the weights of AlexNet: {error}. Without a network, put alexnet-owt-7be5be79.pth "
-            "into "
-            f"{torch.hub.get_dir()}/checkpoints, or take metric='ssim' or 'psnr'."
+            f"into {torch.hub.get_dir()}/checkpoints, or take metric='ssim' or 'psnr'."
         ) from error
 
     def distance(images: Images, references: Images) -> float:

@@ -165,8 +165,7 @@ class Goal:
         if not skipping:
             raise ValueError(
                 f"no threshold up to {rows[-1].threshold:.4g} skipped a step, so none gives {wanted}. Try larger "
-                "thresholds, "
-                "more steps, or fewer warmup_steps."
+                "thresholds, more steps, or fewer warmup_steps."
             )
         best = (min if self.metric in _AT_MOST else max)(skipping, key=lambda row: row.metrics[self.metric])
         raise ValueError(

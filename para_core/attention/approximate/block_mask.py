@@ -64,7 +64,7 @@ class BlockMask:
         """Return the positions of the keys that the query at position ``query`` sees."""
         return self.runs_seen(query // self.query_block)
 
-    def alike(self, *, is_causal: bool) -> list[Run]:
+    def equal_runs(self, *, is_causal: bool) -> list[Run]:
         """Return runs of queries that see the same keys. With ``is_causal`` they are split at every query block and key
         block.
         """
@@ -99,8 +99,7 @@ class BlockMask:
         if num_blocks != expected:
             raise ValueError(
                 f"block_mask has {num_blocks[0]} × {num_blocks[1]} blocks of {self.query_block} × {self.key_block} "
-                "tokens; expected "
-                f"{expected[0]} × {expected[1]} for {num_queries} queries and {num_keys} keys."
+                f"tokens; expected {expected[0]} × {expected[1]} for {num_queries} queries and {num_keys} keys."
             )
 
 
@@ -134,8 +133,7 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
     if block_mask.dtype != torch.bool or block_mask.ndim != 2:
         raise ValueError(
             f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, "
-            "blocks of "
-            "keys], the same for all heads and samples."
+            "blocks of keys], the same for all heads and samples."
         )
     rows = [sum(1 << column for column, visible in enumerate(row) if visible) for row in block_mask.tolist()]
     bits = ",".join([f"{row:x}" for row in rows])
