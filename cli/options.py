@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from para_core.attention import options as attention_options
+from para_core.attention import attention_options
 from para_core.fleet import recipe
 from para_core.fleet.recipe import Recipe
 

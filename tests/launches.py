@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import fake_group
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import local, usp
+from para_core.attention.attention_options import AttnOptions, RotateMethod
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import Backend
-from para_core.attention.options import AttnOptions, RotateMethod
-from para_core.attention.plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh

@@ -10,9 +10,9 @@ import torch
 
 from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.sharded_component import METHODS, Method
+from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.backend_selection import Backend
 from para_core.attention.mesh_attention import AttnFunc
-from para_core.attention.options import AttnOptions, RotateMethod
 from para_core.distributed.timeouts import as_timedelta
 from para_core.weights.pipefusion import PipeFusion
 

@@ -23,7 +23,7 @@ from para_core.adapters.rows.vae import require_parallel_vae
 from para_core.adapters.weights.pipefusion import patches_of
 from para_core.adapters.weights.shard import require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
-from para_core.attention.options import AttnOptions
+from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.registry import transformers_of, unets_of
-from para_core.attention.options import RotateMethod
+from para_core.attention.attention_options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
 from para_core.instance_patching import original_class

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.attention.plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.tiles import own_runs, sharded_runs
 from para_core.attention.ulysses import num_replicated
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done

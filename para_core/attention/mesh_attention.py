@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import (
     NO_MASK,
@@ -34,8 +36,6 @@ from para_core.attention.local import (
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
-from para_core.attention.options import AttnOptions
-from para_core.attention.plan import AttentionPlan
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import autocasts, usp_forward

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import lse_dtype
-from para_core.attention.plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.usp import Saved, usp_backward, usp_forward
 from para_core.distributed.collectives import define_collective, done
 from para_core.torch_internals import innermost_transform, is_grad_tracking_tensor, unwrap_transform_tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from para_core.attention.options import AttnOptions
+from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import SequenceMesh, read_mesh
@@ -19,7 +19,7 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """The specification of a call: what it computes, and over which ranks.
-    :class:`~para_core.attention.plan.AttentionPlan` derives the communication from it.
+    :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
 
     Args:
         key_layout: The same object as ``query_layout`` if keys are sharded like queries. They are then packed together.

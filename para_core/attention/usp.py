@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.local import as_sdpa, local_attention
-from para_core.attention.plan import AttentionPlan
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
 from para_core.torch_internals import is_any_autocast_enabled

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.mesh_attention import ChooseLayouts
-from para_core.attention.options import AttnOptions
-from para_core.attention.plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.consistency import check_consistent, signature

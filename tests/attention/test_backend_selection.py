@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import backend_selection, local
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import resolve_backend
 from para_core.attention.local import (
     continued_attention,
@@ -20,7 +21,6 @@ from para_core.attention.local import (
     require_backend,
 )
 from para_core.attention.merge import Merged
-from para_core.attention.options import AttnOptions
 from para_core.distributed.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make

@@ -18,7 +18,7 @@ import torch, torch.nn.functional as F
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention.options import AttnOptions
+from para_core.attention.attention_options import AttnOptions
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
 q = torch.randn(1, 4, 8, 16, requires_grad=True)

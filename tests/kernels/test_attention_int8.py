@@ -18,10 +18,10 @@ from benchmarks.attention.compiled import ARCHS
 from benchmarks.harness import fake_group
 from benchmarks.interpreted import interpreted
 from para_core import init_context_parallel_mesh
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.local import continued_attention
 from para_core.attention.merge import Merged
-from para_core.attention.options import AttnOptions
-from para_core.attention.plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import usp_forward
 from para_core.distributed.layout import even_layout
