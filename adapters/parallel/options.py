@@ -10,6 +10,7 @@ import torch
 
 from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.sharded_component import METHODS, Method
+from para_core.adapters.weights.text_encoders import TEXT_ENCODERS, TextEncoders
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.backend_selection import Backend
 from para_core.attention.mesh_attention import AttnFunc
@@ -32,6 +33,7 @@ class ParallelOptions:
     assume_equal: bool = False
     vae: bool = False
     weights: Method | Literal["replicate"] | None = None
+    text_encoders: TextEncoders | None = None
     pipefusion: PipeFusion | None = None
     rotate_method: RotateMethod | None = None
     backend: Backend | None = None
@@ -43,6 +45,11 @@ class ParallelOptions:
             raise ValueError(
                 f"weights is {self.weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they "
                 "are."
+            )
+        if self.text_encoders not in (None, *TEXT_ENCODERS):
+            raise ValueError(
+                f"text_encoders is {self.text_encoders!r}; expected {', '.join(map(repr, TEXT_ENCODERS))}, or None to "
+                "leave them as they are."
             )
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,8 +20,16 @@ from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.adapters.weights.shard import release_shards, shard_components
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.stages import refuse_late_on_pipe, release_pipe
+from para_core.adapters.weights.text_encoders import (
+    OffloadedEncoders,
+    TextEncoders,
+    encoders_with_blocks,
+    require_not_offloaded,
+    text_encoders_of,
+)
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
+from para_core.weights.group import timeout_of, weights_mesh
 from para_core.weights.pipefusion import PipeFusion
 
 
@@ -114,18 +123,15 @@ class WeightsPart(Part):
     pipe: Any
     mesh: GuidedMesh
     method: Method | None
+    components: Sequence[str] | None = None  # None: all that the method can shard
     name = "sharding the weights"
 
     def apply(self) -> Undo:
         if self.method is None:
-            release_shards(self.pipe)
+            release_shards(self.pipe, self.components)
             return nothing
-        names = shard_components(self.pipe, self.mesh, self.method, keep=True)
-
-        def undo() -> None:
-            release_shards(self.pipe, names)
-
-        return undo
+        names = shard_components(self.pipe, self.mesh, self.method, self.components, keep=True)
+        return partial(_release, self.pipe, names)
 
     @property
     def shards_weights(self) -> bool:  # type: ignore[override]
@@ -134,4 +140,45 @@ class WeightsPart(Part):
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         # The next session shards the weights again or has a part that releases them. Only stages need full weights
         # before.
-        return release_shards(self.pipe) if self.shards_weights and mesh.pipe.size > 1 else nothing
+        return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
+
+
+@dataclass
+class TextEncodersPart(Part):
+    """Text encoders that are placed by ``placement``. ``ranks`` are the global ranks of ``mesh``."""
+
+    pipe: Any
+    mesh: GuidedMesh
+    ranks: Collection[int]
+    placement: TextEncoders
+    name = "placing the text encoders"
+
+    def __post_init__(self) -> None:
+        self.shards_weights = self.placement == "fsdp"
+        self._offloaded = OffloadedEncoders(self.pipe, self.mesh, first_rank_only=self.placement == "first")
+
+    def clear(self) -> Undo:
+        return nothing if self.placement == "fsdp" else release_shards(self.pipe, text_encoders_of(self.pipe))
+
+    def apply(self) -> Undo:
+        if self.placement == "replicate":
+            return nothing
+        # Not earlier, because the session that this one replaces may have offloaded them.
+        require_not_offloaded(self.pipe)
+        if self.placement == "fsdp":
+            mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
+            names = shard_components(self.pipe, mesh, "fsdp", encoders_with_blocks(self.pipe), keep=True)
+            return partial(_release, self.pipe, names)
+        self._offloaded.apply()
+        return self._offloaded.remove
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        if self.placement in ("fsdp", "replicate"):
+            # As for WeightsPart, the next session shards these weights or releases them.
+            return nothing
+        undo()
+        return self._offloaded.apply
+
+
+def _release(pipe: Any, names: Collection[str]) -> None:
+    release_shards(pipe, names)

@@ -18,6 +18,7 @@ from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.stages import release_pipe
+from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.attention.attention_options import RotateMethod
 from para_core.attention.backend_selection import Backend
 from para_core.attention.mesh_attention import AttnFunc
@@ -37,6 +38,7 @@ def parallelize_pipe(
     assume_equal: bool = False,
     vae: bool = False,
     weights: Method | Literal["replicate"] | None = None,
+    text_encoders: TextEncoders | None = None,
     pipefusion: PipeFusion | None = None,
     rotate_method: RotateMethod | None = None,
     backend: Backend | None = None,
@@ -76,6 +78,11 @@ def parallelize_pipe(
         weights (`"fsdp"`, `"tensor"` or `"replicate"`, *optional*): How weights are distributed: sharded as by
             ``shard_weights(pipe, mesh, method=weights)``, or all of them on every rank. Defaults to leaving them as
             they are.
+        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Where the weights of the text
+            encoders are: on every rank; sharded over all ranks by FSDP2; in host memory, from which each layer is
+            copied to the device while it runs; or the same, but only the first rank runs them and sends their outputs
+            to the others. All are exact (docs/weights.md). Defaults to ``"fsdp"`` if ``weights`` shards the
+            transformer, and to leaving them as they are otherwise.
         pipefusion (`PipeFusion`, *optional*): Lets the stages of a mesh with ``pipe`` work at the same time, on patches
             that attend to keys of the previous step. **Not exact.** Without stages one process computes the same
             (docs/stages.md). Defaults to exact stages.
@@ -111,6 +118,7 @@ def parallelize_pipe(
         assume_equal=assume_equal,
         vae=vae,
         weights=weights,
+        text_encoders=text_encoders,
         pipefusion=pipefusion,
         rotate_method=rotate_method,
         backend=backend,

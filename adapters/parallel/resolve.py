@@ -12,7 +12,15 @@ from para_core.adapters.compatibility import When, cases_of, refuse
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall
 from para_core.adapters.parallel.options import ParallelOptions
-from para_core.adapters.parallel.parts import CallPart, PipeFusionPart, TimeoutPart, UnetPart, VaePart, WeightsPart
+from para_core.adapters.parallel.parts import (
+    CallPart,
+    PipeFusionPart,
+    TextEncodersPart,
+    TimeoutPart,
+    UnetPart,
+    VaePart,
+    WeightsPart,
+)
 from para_core.adapters.parallel.session import ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
@@ -23,6 +31,13 @@ from para_core.adapters.rows.vae import require_parallel_vae
 from para_core.adapters.weights.pipefusion import patches_of
 from para_core.adapters.weights.shard import require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
+from para_core.adapters.weights.text_encoders import (
+    TextEncoders,
+    encoders_with_blocks,
+    is_offloaded,
+    require_text_encoders,
+    text_encoders_of,
+)
 from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
@@ -50,10 +65,15 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     for module in transformers_of(pipe).values():
         plan_for(module, options.text, options.adapter)
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights, fastest_mesh)
-    ranks = _global_ranks(guided) if options.timeout is not None and guided.ranks > 1 else set()
+    placement = _placement_of_text_encoders(pipe, guided, options)
+    ranks = (
+        _global_ranks(guided) if guided.ranks > 1 and (options.timeout is not None or placement == "fsdp") else set()
+    )
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter, guided, unshards=unshards))
         _require_weights_fit(guided, options)
+        if placement is not None:
+            require_text_encoders(pipe, placement)
         transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
         if options.pipefusion is not None:
             for module in transformers_of(pipe).values():
@@ -67,10 +87,22 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders)
         if guided.ranks > 1 and options.weights in ("fsdp", "tensor"):
-            session.parts.append(WeightsPart(pipe, guided, options.weights))
+            names = list(transformers_of(pipe)) if placement is not None else None
+            session.parts.append(WeightsPart(pipe, guided, options.weights, names))
         elif options.weights == "replicate" or (unshards and guided.pipe.size == 1):
             session.parts.append(WeightsPart(pipe, guided, None))
+        if placement is not None:
+            session.parts.append(TextEncodersPart(pipe, guided, ranks, placement))
     return session
+
+
+def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
+    """Return the placement to apply; None to leave it, or to leave it to ``weights="fsdp"``, which shards them too."""
+    if options.text_encoders is None:
+        names = encoders_with_blocks(pipe) if options.weights == "tensor" and mesh.ranks > 1 else []
+        # A user who has offloaded them wants them in host memory.
+        return "fsdp" if names and not any(map(is_offloaded, text_encoders_of(pipe).values())) else None
+    return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
 
 
 def _parts_of_pipe(
@@ -82,7 +114,7 @@ def _parts_of_pipe(
     autoencoders: list[nn.Module],
 ) -> list[Part]:
     """Return the parts for the call of the pipeline: none on one rank without PipeFusion."""
-    if mesh.ranks == 1 and options.pipefusion is None:
+    if mesh.ranks == 1 and options.pipefusion is None and options.text_encoders not in ("offload", "first"):
         return []
     unets = unets_of(pipe)
     batched = bool(unets) or any(part.plan.batched for part in transformers)

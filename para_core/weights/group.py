@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.mesh import (
+    GuidedMesh,
     MeshDim,
     SequenceMesh,
     find_or_make_group,
@@ -22,7 +23,7 @@ from para_core.torch_internals import group_timeout, set_group_timeout
 WEIGHTS_DIM = "weights"
 
 
-def timeout_of(mesh: SequenceMesh) -> timedelta | None:
+def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
     """Return the timeout of the first process group of ``mesh``; None if it has one rank and so no group."""
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:

@@ -1,0 +1,168 @@
+"""Text encoders that are sharded, offloaded, or run on the first rank give the results of the unmodified pipeline."""
+
+from itertools import permutations
+from math import prod
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters.parallel.parts import TextEncodersPart
+from para_core.adapters.weights.text_encoders import is_offloaded
+from para_core.weights.fsdp import is_sharded
+from tests.tiny import relative_error
+from tests.weights.pipes import generate, make
+from tests.weights.test_lora import require_as, state_of
+
+PLACEMENTS = ("replicate", "fsdp", "offload", "first")
+
+
+def encoders(pipe):
+    return {
+        name: part for name, part in pipe.components.items() if name.startswith("text_encoder") and part is not None
+    }
+
+
+def attributes(pipe):
+    """The names of attributes of every module, and its class: what a hook that stays behind would change."""
+    return [(type(x), sorted(vars(x))) for part in encoders(pipe).values() for x in part.modules()]
+
+
+def counted(pipe):
+    """Counts the calls of each text encoder's layers on this rank."""
+    calls = []
+    for part in encoders(pipe).values():
+        layer = next(x for x in part.modules() if isinstance(x, nn.Linear))
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def mesh_of(dims):
+    return init_context_parallel_mesh("cpu", **{f"max_{name}_dim_size": size for name, size in dims.items()})
+
+
+def place(name, dims, options):
+    pipe = make(name)
+    generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call
+    before, classes = state_of(pipe), attributes(pipe)
+    weights = {
+        part: {key: x.clone() for key, x in module.state_dict().items()} for part, module in encoders(pipe).items()
+    }
+    calls = counted(pipe)
+    parallelize_pipe(pipe, mesh=mesh_of(dims), **options)
+    outs = [generate(pipe, name) for _ in range(2)]
+    num_calls = len(calls)
+    unparallelize_pipe(pipe)
+    outs.append(generate(pipe, name))
+    require_as(pipe, before)
+    for part, module in encoders(pipe).items():
+        assert all(torch.equal(x, weights[part][key]) for key, x in module.state_dict().items())
+    return outs, num_calls, classes == attributes(pipe)
+
+
+CASES = [
+    ("flux", {"ulysses": 2}, {"weights": "fsdp"}),
+    ("flux", {"ring": 2, "tensor": 2}, {"weights": "tensor"}),
+    ("flux", {"pipe": 2}, {}),
+    ("wan 2.2", {"batch": 2}, {}),
+    ("wan 2.2", {"batch": 2, "ring": 2}, {"weights": "fsdp"}),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("name", "dims", "options"), CASES)
+def test_placed_text_encoders_are_exact_and_undone(rank_pool, name, dims, options, placement):
+    expected = generate(make(name), name)
+    results = rank_pool.run(place, prod(dims.values()), name, dims, {**options, "text_encoders": placement})
+    for rank, (outs, num_calls, undone) in enumerate(results):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert (num_calls > 0) == (placement != "first" or rank == 0)
+        assert undone
+
+
+def default_with_tensor(name):
+    pipe = parallelize_pipe(make(name), mesh=mesh_of({"tensor": 2}), weights="tensor")
+    out = generate(pipe, name)
+    sharded = [part for part, module in encoders(pipe).items() if is_sharded(module)]
+    return out, sharded
+
+
+def test_tensor_weights_shard_text_encoders_by_default(rank_pool):
+    expected = generate(make("flux"), "flux")
+    for out, sharded in rank_pool.run(default_with_tensor, 2, "flux"):
+        assert relative_error(out, expected) < 1e-5
+        assert sharded == ["text_encoder", "text_encoder_2"]
+
+
+def place_again(name, first, second):
+    """Place by ``first``, then by ``second`` with a failure, then by ``second``."""
+    pipe, mesh = make(name), mesh_of({"ulysses": 2})
+    options = {} if first is None else {"text_encoders": first}
+    parallelize_pipe(pipe, mesh=mesh, **options)
+    calls = counted(pipe)
+    outs = [generate(pipe, name)]
+    calls_before = len(calls)
+    with mock.patch.object(TextEncodersPart, "complete", side_effect=OSError("disk")), pytest.raises(RuntimeError):
+        parallelize_pipe(pipe, mesh=mesh, text_encoders=second)
+    calls.clear()
+    outs.append(generate(pipe, name))
+    calls_after = len(calls)
+    parallelize_pipe(pipe, mesh=mesh, text_encoders=second)
+    outs.append(generate(pipe, name))
+    parallelize_pipe(pipe, mesh=mesh)
+    outs.append(generate(pipe, name))
+    left = [part for part, module in encoders(pipe).items() if is_sharded(module) or is_offloaded(module)]
+    return outs, calls_before, calls_after, left
+
+
+@pytest.mark.parametrize(("first", "second"), [*permutations(PLACEMENTS, 2), (None, "offload")])
+def test_another_placement_replaces_the_first(rank_pool, first, second):
+    expected = generate(make("flux"), "flux")
+    for outs, before, after, left in rank_pool.run(place_again, 2, "flux", first, second):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert before == after
+        assert left == []
+
+
+def test_text_encoders_are_offloaded_on_one_rank_and_restored():
+    expected, pipe = generate(make("flux"), "flux"), make("flux")
+    before = attributes(pipe)
+    parallelize_pipe(pipe, text_encoders="offload")
+    assert all(is_offloaded(module) for module in encoders(pipe).values())
+    assert torch.equal(generate(pipe, "flux"), expected)
+    unparallelize_pipe(pipe)
+    assert attributes(pipe) == before
+    assert torch.equal(generate(pipe, "flux"), expected)
+
+
+def encode_badly():
+    pipe = parallelize_pipe(make("flux"), mesh=mesh_of({"ring": 2}), text_encoders="first")
+    with pytest.raises(RuntimeError, match="IndexError") as error:
+        # Token 10**6 is outside the vocabulary.
+        pipe.text_encoder_2(torch.tensor([[10**6]]))
+    generate(pipe, "flux")
+    return str(error.value)
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all(rank_pool):
+    first, second = rank_pool.run(encode_badly, 2)
+    assert "text encoder" in first
+    assert "text encoder" in second
+
+
+def test_refused_placements_change_nothing():
+    pipe = make("flux")
+    before = attributes(pipe)
+    with pytest.raises(ValueError, match="disk"):
+        parallelize_pipe(pipe, text_encoders="disk")
+    assert attributes(pipe) == before
+    apply_group_offloading(pipe.text_encoder, torch.device("cpu"), offload_type="leaf_level")
+    with pytest.raises(ValueError, match="text_encoder "):
+        parallelize_pipe(pipe, text_encoders="offload")
+    pipe.text_encoder = pipe.text_encoder_2 = None
+    with pytest.raises(ValueError, match="no text encoder"):
+        parallelize_pipe(pipe, text_encoders="first")
