@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.components import components_of
+from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
@@ -136,49 +136,21 @@ def _run_on_first(
     mesh: GuidedMesh, device: torch.device, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     output: Any = None
-    encoded, tensors = b"", list[Tensor]()
+    header, tensors = b"", list[Tensor]()
     with raising_on_all(mesh, "the text encoder failed"):
         if mesh.rank == 0:
             output = call(module, *args, **kwargs)
-            encoded, tensors = _split(output, device)
-    size = broadcast_bytes(tensor_bytes(torch.tensor([len(encoded)])), mesh).view(torch.int64)
-    shared = broadcast_bytes(torch.frombuffer(bytearray(encoded.ljust(int(size))), dtype=torch.uint8), mesh)
+            pickled, tensors = split_tensors(output)
+            tensors = [x.detach().to(device).contiguous() for x in tensors]
+            header = pickle.dumps((pickled, [(x.shape, x.dtype) for x in tensors]))
+    size = broadcast_bytes(tensor_bytes(torch.tensor([len(header)])), mesh).view(torch.int64)
+    shared = broadcast_bytes(torch.frombuffer(bytearray(header.ljust(int(size))), dtype=torch.uint8), mesh)
     if mesh.rank != 0:
-        output, tensors = _join(shared.numpy().tobytes(), device)
+        pickled, kinds = pickle.loads(shared.numpy().tobytes())
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     for x in tensors:
         # After the broadcast along one mesh dim, ranks with index 0 along the next one have the tensor as well.
         for dim in mesh.dims:
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)
-    return output
-
-
-def _split(output: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """Return the pickled ``output`` without the elements of its tensors, and these tensors on ``device``."""
-    tensors: dict[int, Tensor] = {}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> tuple[int, torch.Size, torch.dtype] | None:
-            if not isinstance(obj, Tensor):
-                return None
-            index = list(tensors).index(id(obj)) if id(obj) in tensors else len(tensors)
-            tensors.setdefault(id(obj), obj.detach().to(device).contiguous())
-            return index, obj.shape, obj.dtype
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(output)
-    return buffer.getvalue(), list(tensors.values())
-
-
-def _join(encoded: bytes, device: torch.device) -> tuple[Any, list[Tensor]]:
-    """Return the output that :func:`_split` pickled, and its tensors, whose elements are yet to be received."""
-    tensors: list[Tensor] = []
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: tuple[int, torch.Size, torch.dtype]) -> Tensor:
-            index, shape, dtype = pid
-            if index == len(tensors):
-                tensors.append(torch.empty(shape, dtype=dtype, device=device))
-            return tensors[index]
-
-    return Unpickler(io.BytesIO(encoded)).load(), tensors
+    return output if mesh.rank == 0 else join_tensors(pickled, tensors)

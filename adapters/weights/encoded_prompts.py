@@ -1,0 +1,108 @@
+"""Outputs of text encoders kept in host memory, so that equal prompts are encoded once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
+from para_core.adapters.weights.text_encoders import text_encoders_of
+from para_core.distributed.collectives import tensor_bytes
+from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+
+_KEY = "encoded prompts"
+
+
+class EncodedPrompts:
+    """Outputs of the text encoders of one pipeline, by their inputs. The least recently used are dropped.
+
+    Ranks that make the same calls keep the same outputs, so text encoders may run on several ranks. Calls that record
+    gradients are computed. After a change of the text encoders' weights, for example by a LoRA, call :meth:`clear`.
+
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline.
+        max_bytes (`int`, *optional*, defaults to 1 GiB): Largest total size of kept outputs in host memory. A larger
+            output is not kept.
+
+    Attributes:
+        hits, misses: Numbers of calls that were answered from memory and that were computed.
+    """
+
+    def __init__(self, pipe: Any, max_bytes: int = 2**30) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}; expected 0 or more.")
+        self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
+        self._encoders = text_encoders_of(pipe)
+        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()
+        for name, module in self._encoders.items():
+            wrap_method(module, "__call__", _KEY, partial(self._call, name), order=WrapperPriority.PARALLEL)
+
+    @property
+    def bytes(self) -> int:
+        """Total size of kept outputs."""
+        return sum(output.bytes for output in self._outputs.values())
+
+    def clear(self) -> None:
+        """Drop all kept outputs."""
+        self._outputs.clear()
+
+    def remove(self) -> None:
+        """Stop keeping outputs, and drop those that are kept."""
+        self.clear()
+        for module in self._encoders.values():
+            unwrap(module, _KEY)
+
+    def _call(self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        key = _digest((name, args, kwargs))
+        kept = self._outputs.get(key)
+        if kept is not None:
+            self.hits += 1
+            self._outputs.move_to_end(key)
+            return kept.restore()
+        self.misses += 1
+        value = call(module, *args, **kwargs)
+        output = _Output.of(value)
+        if output.bytes <= self.max_bytes:
+            self._outputs[key] = output
+            while self.bytes > self.max_bytes:
+                self._outputs.popitem(last=False)
+        return value
+
+
+class _Output(NamedTuple):
+    """An output of a text encoder in host memory, with the devices of its tensors."""
+
+    pickled: bytes
+    tensors: list[Tensor]
+    devices: list[torch.device]
+
+    @classmethod
+    def of(cls, value: Any) -> _Output:
+        pickled, tensors = split_tensors(value)
+        # A copy even on the CPU, because the pipeline may write to the output.
+        return cls(pickled, [x.detach().to("cpu", copy=True) for x in tensors], [x.device for x in tensors])
+
+    @property
+    def bytes(self) -> int:
+        return len(self.pickled) + sum(x.nbytes for x in self.tensors)
+
+    def restore(self) -> Any:
+        tensors = [x.to(device, copy=True) for x, device in zip(self.tensors, self.devices, strict=True)]
+        return join_tensors(self.pickled, tensors)
+
+
+def _digest(inputs: Any) -> bytes:
+    pickled, tensors = split_tensors(inputs)
+    digest = sha256(pickled)
+    for x in tensors:
+        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
+    return digest.digest()
