@@ -99,7 +99,7 @@ ATTRIBUTES = {
 
 
 def sources():
-    folders = ("para_core", "adapters", "fleet", "cli", "cache_examples", "parallel_examples")
+    folders = ("para_core", "adapters", "fleet", "cli", "kernels", "cache_examples", "parallel_examples")
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.name != "torch_internals.py":
