@@ -12,7 +12,6 @@ Both are operators with a gradient, in eager code and in graphs. They take a cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.attention.tiles import own_runs, sharded_runs
-from para_core.attention.ulysses import num_replicated
+from para_core.attention.tiles import TokenOrder, own_runs, sharded_runs, take
+from para_core.attention.ulysses import UlyssesPlan, join_kinds, split_by_kind
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
@@ -73,85 +72,47 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 # -- reordering tokens between the order of a block and the order of the sequence
 
 
-def _order(runs: Sequence[Run]) -> list[int] | None:
-    """Return the indices that sort ``runs`` by position; None if they are sorted."""
-    order = sorted(range(len(runs)), key=lambda i: runs[i])
-    return None if order == list(range(len(runs))) else order
+def _query_order(plan: AttentionPlan) -> TokenOrder:
+    return TokenOrder(own_runs(plan.spec.query_layout, plan.spec.mesh), ascending=True)
 
 
-def _sorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return ``x``, ``[B, H, S, D]``, with its tokens in the order of the sequence; ``runs`` are their positions
-    now.
-    """
-    order = _order(runs)
-    if order is None:
-        return x
-    parts = x.split([length for _, length in runs], dim=2)
-    return torch.cat([parts[i] for i in order], dim=2)
-
-
-def _unsorted(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Undo :func:`_sorted`."""
-    order = _order(runs)
-    if order is None:
-        return x
-    parts = x.split([runs[i][1] for i in order], dim=2)
-    index_of = {i: index for index, i in enumerate(order)}
-    return torch.cat([parts[index_of[i]] for i in range(len(runs))], dim=2)
-
-
-def _key_runs(plan: AttentionPlan) -> list[Run]:
-    """Return the positions of the keys as gathered over the ring: the block of each ring rank, then the replicated
+def _key_order(plan: AttentionPlan) -> TokenOrder:
+    """Return the order of the keys as gathered over the ring: the block of each ring rank, then the replicated
     tokens.
     """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    if not plan.ring.rotates:
-        return own_runs(layout, mesh)
-    travelling = [run for index in range(mesh.ring.size) for run in sharded_runs(layout, mesh, index)]
-    return travelling + list(layout.runs(0, replicated=True))
+    runs = own_runs(layout, mesh)
+    if plan.ring.rotates:
+        runs = [run for index in range(mesh.ring.size) for run in sharded_runs(layout, mesh, index)]
+        runs += layout.runs(0, replicated=True)
+    return TokenOrder(runs, ascending=True)
 
 
-def _travelling_first(x: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Return the sharded and the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the
-    order of its layout.
+def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the order of its
+    layout; otherwise they are its last tokens.
     """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
-        common = num_replicated(layout)
-        return x.narrow(2, 0, x.shape[2] - common), x.narrow(2, x.shape[2] - common, common)
-    parts = x.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=2)
-    kinds = [
-        [part for part, segment in zip(parts, layout.segments, strict=True) if segment.replicated == replicated]
-        for replicated in (False, True)
-    ]
-    sharded, replicated = (torch.cat(kind, dim=2) if kind else x[:, :, :0] for kind in kinds)
-    return sharded, replicated
+        return UlyssesPlan.replicated_of(x, layout)
+    _, replicated = split_by_kind(x, layout, mesh.rank)
+    return x[:, :, :0] if replicated is None else replicated
 
 
-def _back_in_layout(sharded: Tensor, replicated: Tensor, plan: AttentionPlan) -> Tensor:
-    """Undo :func:`_travelling_first`."""
-    layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    if mesh.ulysses.size > 1:
-        return torch.cat([sharded, replicated], dim=2)
-    starts, parts = [0, 0], []
-    for segment in layout.segments:
-        kind, length = int(segment.replicated), segment.size(mesh.rank, layout.ranks)
-        parts.append((sharded, replicated)[kind].narrow(2, starts[kind], length))
-        starts[kind] += length
-    return torch.cat(parts, dim=2)
+# -- implementation of the operators: ``*call`` is the spec as text, its numbers, and the last argument of
+# define_collective
 
 
-# -- implementation of the operators
+def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
+    return cached_plan(text, tuple(numbers), None)
 
 
-def _enter(
-    query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], after: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    plan = cached_plan(text, tuple(numbers), None)
+def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    plan = _plan_of(*call)
     if plan.ulysses is not None:
-        query, key, value = plan.ulysses.enter.start((query, key, value))()
-    query = _sorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
-    blocks = [_sorted(_gathered(x, plan), _key_runs(plan)) for x in (key, value)]
+        query, key, value = plan.ulysses.start_enter((query, key, value))()
+    query = _query_order(plan).arrange(query)
+    blocks = [_key_order(plan).arrange(_gathered(x, plan)) for x in (key, value)]
     # Copies, because the result of an operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
@@ -159,14 +120,12 @@ def _enter(
 def _gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
     if not plan.ring.rotates:
         return x
-    sharded, replicated = _travelling_first(x, plan)
-    return torch.cat([all_gather(sharded, plan.ring.block_sizes, 2, plan.spec.mesh.ring), replicated], dim=2)
+    sharded = take(x, 2, plan.ring.travels)
+    return torch.cat([all_gather(sharded, plan.ring.block_sizes, 2, plan.ring.dim), _replicated(x, plan)], dim=2)
 
 
-def _enter_shape(
-    query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], *_: Any
-) -> tuple[Tensor, ...]:
-    plan = read_plan(text, numbers, None)
+def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    plan = read_plan(call[0], call[1], None)
     index = plan.spec.mesh.ulysses.index
     rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
     of_query, of_key = plan.heads.of_query[index][1], plan.heads.of_key[index][1]
@@ -179,13 +138,11 @@ def _enter_shape(
     )
 
 
-def _enter_backward(
-    query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], after: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs of :func:`_enter`, from those of its outputs."""
-    plan = cached_plan(text, tuple(numbers), None)
-    query = _unsorted(query, own_runs(plan.spec.query_layout, plan.spec.mesh))
-    key, value = (_scattered(_unsorted(x, _key_runs(plan)), plan) for x in (key, value))
+    plan = _plan_of(*call)
+    query = _query_order(plan).restore(query)
+    key, value = (_scattered(_key_order(plan).restore(x), plan) for x in (key, value))
     if plan.ulysses is not None:
         query, key, value = plan.ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
@@ -195,17 +152,17 @@ def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Return the sum over all ring ranks of the gradients of this rank's keys: the transpose of :func:`_gathered`."""
     if not plan.ring.rotates:
         return grad
-    sizes, ring = plan.ring.block_sizes, plan.spec.mesh.ring
+    sizes, ring = plan.ring.block_sizes, plan.ring.dim
     travelling, replicated = grad.split([sum(sizes), grad.shape[2] - sum(sizes)], dim=2)
     rows = all_to_all(travelling.movedim(2, 0).contiguous(), sizes, [sizes[ring.index]] * ring.size, ring)
     own = rows.unflatten(0, (ring.size, sizes[ring.index])).sum(0).movedim(0, 2)
-    return _back_in_layout(own, replicated, plan)
+    if plan.ulysses is not None:
+        return torch.cat([own, replicated], dim=2)
+    return join_kinds((own, replicated), plan.spec.key_layout, plan.spec.mesh.rank)
 
 
-def _enter_backward_shape(
-    query: Tensor, key: Tensor, value: Tensor, text: str, numbers: list[int], *_: Any
-) -> tuple[Tensor, ...]:
-    plan = read_plan(text, numbers, None)
+def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    plan = read_plan(call[0], call[1], None)
     layouts = plan.spec.query_layout, plan.spec.key_layout, plan.spec.key_layout
     heads = plan.spec.num_heads, plan.spec.num_kv_heads, plan.spec.num_kv_heads
     grads = [
@@ -215,31 +172,31 @@ def _enter_backward_shape(
     return *grads, done(query)
 
 
-def _leave(out: Tensor, text: str, numbers: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    plan = cached_plan(text, tuple(numbers), None)
-    out = _unsorted(out, own_runs(plan.spec.query_layout, plan.spec.mesh)).contiguous()
-    own = out if plan.ulysses is None else plan.ulysses.leave.start((out,))()[0]
+def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    plan = _plan_of(*call)
+    out = _query_order(plan).restore(out).contiguous()
+    own = out if plan.ulysses is None else plan.ulysses.start_leave(out)()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 
-def _leave_shape(out: Tensor, text: str, numbers: list[int], *_: Any) -> tuple[Tensor, Tensor]:
-    plan = read_plan(text, numbers, None)
+def _leave_shape(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    plan = read_plan(call[0], call[1], None)
     own = out.new_empty(
         out.shape[0], plan.spec.query_layout.size(plan.spec.mesh.rank), plan.spec.num_heads, out.shape[3]
     )
     return own.transpose(1, 2), done(out)
 
 
-def _leave_backward(grad: Tensor, text: str, numbers: list[int], after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    plan = cached_plan(text, tuple(numbers), None)
+def _leave_backward(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    plan = _plan_of(*call)
     if plan.ulysses is not None:
         grad = plan.ulysses.enter_gradient(grad)
-    rows = _sorted(grad, own_runs(plan.spec.query_layout, plan.spec.mesh))
+    rows = _query_order(plan).arrange(grad)
     return rows.clone(memory_format=torch.contiguous_format), done(grad)
 
 
-def _leave_backward_shape(grad: Tensor, text: str, numbers: list[int], *_: Any) -> tuple[Tensor, Tensor]:
-    plan = read_plan(text, numbers, None)
+def _leave_backward_shape(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    plan = read_plan(call[0], call[1], None)
     rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
     heads = plan.heads.of_query[plan.spec.mesh.ulysses.index][1]
     return grad.new_empty(grad.shape[0], heads, rows, grad.shape[3]), done(grad)

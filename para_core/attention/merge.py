@@ -34,25 +34,24 @@ def _merge_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     _merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
 
 
-def merge_on_gpu(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_on_gpu(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     fused = load_kernel("merge", out_a.device)
     if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
-        return _merge(out_a, lse_a, out_b, lse_b)
+        return _merge(out_a, lse_a, out_b, lse_b, into=into)
     with on_device_of(out_a):
-        merged: tuple[Tensor, Tensor] = fused.merge(out_a, lse_a, out_b, lse_b, into=_room(out_a, lse_a))
+        merged: tuple[Tensor, Tensor] = fused.merge(
+            out_a, lse_a, out_b, lse_b, into=into or _empty_result(out_a, lse_a)
+        )
     return merged
 
 
 def merge_on_gpu_in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    fused = load_kernel("merge", out_a.device)
-    if fused is None or not are_floats(out_a, lse_a, out_b, lse_b):
-        _merge_in_place(out_a, lse_a, out_b, lse_b)
-        return
-    with on_device_of(out_a):
-        fused.merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
+    merge_on_gpu(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
 
 
-def _room(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_result(out_a: Tensor, lse_a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out_a, dtype=lse_a.dtype), torch.empty_like(lse_a)
 
 
@@ -60,7 +59,7 @@ LIBRARY.impl("merge", _merge, "CompositeExplicitAutograd")
 LIBRARY.impl("merge", merge_on_gpu, "CUDA")
 LIBRARY.impl("merge_", _merge_in_place, "CompositeExplicitAutograd")
 LIBRARY.impl("merge_", merge_on_gpu_in_place, "CUDA")
-torch.library.register_fake("para_core::merge", _room, lib=LIBRARY)
+torch.library.register_fake("para_core::merge", _empty_result, lib=LIBRARY)
 torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,51 +32,67 @@ def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
     return tuple([CopyRegion(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
 
-def pack(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
+def pack(
+    tensors: list[Tensor],
+    regions: list[int],
+    numel: int,
+    to: torch.dtype | None = None,
+    *,
+    exchange: ModuleType = exchange_reference,
+) -> Tensor:
     """Run :func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions
     must cover.
+
+    Args:
+        to: Not exact. A dtype of 8 bits to which tensors are rounded, into a buffer of bytes.
+        exchange: The module of kernels, or of their references.
     """
-    return exchange_reference.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
-
-
-def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-    fused = load_kernel("exchange", tensors[0].device)
-    if fused is None:
-        return pack(tensors, regions, numel)
-    with on_device_of(tensors[0]):
-        packed: Tensor = fused.pack(tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel))
+    arguments = (tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel, to))
+    packed: Tensor = exchange.pack(*arguments) if to is None else exchange.pack_rounded(*arguments, to)
     return packed
 
 
-def unpack(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
+def pack_on_gpu(tensors: list[Tensor], *arguments: Any) -> Tensor:
+    with on_device_of(tensors[0]):
+        return pack(tensors, *arguments, exchange=_exchange(tensors[0].device))
+
+
+def unpack(
+    buffer: Tensor,
+    regions: list[int],
+    shapes: list[int],
+    *dtypes: torch.dtype,
+    exchange: ModuleType = exchange_reference,
+) -> list[Tensor]:
     """Run :func:`para_core.kernels.exchange_reference.unpack` into new tensors. Elements that no region covers stay
     uninitialised.
 
     Args:
         shapes: B, H, S, D of each tensor, one after the other. Tensors have the memory layout of SDPA's result,
             ``[B, S, H, D]``.
+        dtypes: For a buffer that was rounded: the dtype of 8 bits, and the dtype of the new tensors.
+        exchange: The module of kernels, or of their references.
     """
-    return list(exchange_reference.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
+    arguments = (buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes, *dtypes))
+    return list(exchange.unpack_rounded(*arguments, dtypes[0]) if dtypes else exchange.unpack(*arguments))
 
 
-def unpack_on_gpu(buffer: Tensor, regions: list[int], shapes: list[int]) -> list[Tensor]:
-    fused = load_kernel("exchange", buffer.device)
-    if fused is None:
-        return unpack(buffer, regions, shapes)
+def unpack_on_gpu(buffer: Tensor, *arguments: Any) -> list[Tensor]:
     with on_device_of(buffer):
-        return list(fused.unpack(buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes)))
+        return unpack(buffer, *arguments, exchange=_exchange(buffer.device))
 
 
-def _new_buffer(tensors: list[Tensor], _: list[int], numel: int) -> Tensor:
-    return tensors[0].new_empty(numel)
+def _exchange(device: torch.device) -> ModuleType:
+    return load_kernel("exchange", device) or exchange_reference
 
 
-def _new_tensors(buffer: Tensor, _: list[int], shapes: list[int]) -> list[Tensor]:
-    return new_tensors(buffer, shapes, buffer.dtype)
+def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype | None = None) -> Tensor:
+    return tensors[0].new_empty(numel, dtype=None if to is None else torch.uint8)
 
 
-def new_tensors(buffer: Tensor, shapes: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Return uninitialised tensors of these ``shapes`` (see :func:`unpack`) on the device of ``buffer``."""
+def _new_tensors(
+    buffer: Tensor, _: list[int], shapes: list[int], __: torch.dtype | None = None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     each = zip(*[iter(shapes)] * 4, strict=True)
     return [
         buffer.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
@@ -82,9 +100,15 @@ def new_tensors(buffer: Tensor, shapes: list[int], dtype: torch.dtype) -> list[T
     ]
 
 
-LIBRARY.impl("pack", pack, "CompositeExplicitAutograd")
-LIBRARY.impl("pack", pack_on_gpu, "CUDA")
-LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
-LIBRARY.impl("unpack", unpack_on_gpu, "CUDA")
-torch.library.register_fake("para_core::pack", _new_buffer, lib=LIBRARY)
-torch.library.register_fake("para_core::unpack", _new_tensors, lib=LIBRARY)
+def register(pack_name: str, unpack_name: str) -> None:
+    """Register the functions of this module as the operators of these names."""
+    for name, function, on_gpu, fake in (
+        (pack_name, pack, pack_on_gpu, _new_buffer),
+        (unpack_name, unpack, unpack_on_gpu, _new_tensors),
+    ):
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, on_gpu, "CUDA")
+        torch.library.register_fake(f"para_core::{name}", fake, lib=LIBRARY)
+
+
+register("pack", "unpack")

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,13 +35,6 @@ from para_core.distributed.lazy import lazy
 
 # Waits for an exchange that was started, and returns its results.
 Finish = Callable[[], Sequence[Tensor]]
-
-
-class Exchange(Protocol):
-    """An exchange of tensors among the ranks of a Ulysses group."""
-
-    def start(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start the exchange. Returns a function that waits for it and returns the results."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +173,13 @@ class UlyssesPlan:
     def _entering(self) -> UnevenAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
-    @lazy
-    def enter(self) -> Exchange:
-        """The exchange of query, key and value: each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``."""
-        return _EnterWithReplicated(self) if self._replicates else self._entering
+    def start_enter(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start the exchange of query, key and value: each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``.
 
-    def start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start :attr:`enter` for layouts with replicated tokens, which are not sent: each rank takes its own heads of
-        them.
+        Replicated tokens are not sent: each rank takes its own heads of them.
         """
+        if not self._replicates:
+            return self._entering.start(tensors)
         kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
@@ -211,14 +201,14 @@ class UlyssesPlan:
         layouts, heads = [self.query_layout], [self.heads.of_query]
         return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
-    @lazy
-    def leave(self) -> Exchange:
-        """The exchange of the output: ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``."""
-        return self._leaving if self._num_common is None else _LeaveWithReplicated(self)
+    def start_leave(self, out: Tensor) -> Finish:
+        """Start the exchange of the output, the only result: ``[B, H_local, S_block, D_v]`` becomes
+        ``[B, H, S_local, D_v]``.
 
-    def start_leave_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start :attr:`leave` for layouts with replicated tokens. Every rank gets all of them."""
-        (out,) = tensors
+        Every rank gets all heads of the replicated tokens.
+        """
+        if self._num_common is None:
+            return self._leaving.start((out,))
         finish = self._leaving.start((out, self.replicated_of(out, self.query_layout)))
         return lambda: (join_kinds(finish(), self.query_layout, self.mesh.rank),)
 
@@ -235,7 +225,7 @@ class UlyssesPlan:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Run the transpose of :attr:`leave`."""
+        """Run the transpose of :meth:`start_leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
@@ -244,7 +234,7 @@ class UlyssesPlan:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Run the transpose of :attr:`enter` for the gradients of query, key and value."""
+        """Run the transpose of :meth:`start_enter` for the gradients of query, key and value."""
         results = list(self._gradients_leaving.start(grads)())
         for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
@@ -253,20 +243,6 @@ class UlyssesPlan:
                 text.narrow(1, *heads[self.mesh.ulysses.index]).copy_(own)
                 results[index] = join_kinds((results[index], text), layout, self.mesh.rank)
         return results
-
-
-class _EnterWithReplicated(NamedTuple):
-    plan: UlyssesPlan
-
-    def start(self, tensors: Sequence[Tensor]) -> Finish:
-        return self.plan.start_enter_with_replicated(tensors)
-
-
-class _LeaveWithReplicated(NamedTuple):
-    plan: UlyssesPlan
-
-    def start(self, tensors: Sequence[Tensor]) -> Finish:
-        return self.plan.start_leave_with_replicated(tensors)
 
 
 def num_replicated(layout: SequenceLayout) -> int:

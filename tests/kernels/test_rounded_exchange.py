@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.attention.compiled import ARCHS
-from para_core.attention.approximate.wire import RoundedWire, pack_on_gpu, unpack_on_gpu
-from para_core.attention.pack_ops import as_numbers
+from para_core.attention.approximate.wire import RoundedWire
+from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use

@@ -11,72 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention.pack_ops import new_tensors, read_regions
-from para_core.distributed.collectives import LIBRARY, define_operator
-from para_core.kernels import exchange_reference
+from para_core.attention.pack_ops import register
+from para_core.distributed.collectives import define_operator
 from para_core.kernels.exchange_reference import SCALE_BYTES
-from para_core.triton_support import load_kernel, on_device_of
 
 define_operator("pack_8_bits(Tensor[] tensors, SymInt[] regions, SymInt numel, ScalarType to) -> Tensor")
 define_operator(
     "unpack_8_bits(Tensor buffer, SymInt[] regions, SymInt[] shapes, ScalarType of, ScalarType dtype) -> Tensor[]"
 )
-
-
-def pack(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
-    """Run :func:`para_core.kernels.exchange_reference.pack_rounded` into a new buffer of ``numel`` bytes, which the
-    regions must cover.
-    """
-    buffer = _new_buffer(tensors, regions, numel, to)
-    return exchange_reference.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
-
-
-def pack_on_gpu(tensors: list[Tensor], regions: list[int], numel: int, to: torch.dtype) -> Tensor:
-    fused = load_kernel("exchange", tensors[0].device)
-    if fused is None:
-        return pack(tensors, regions, numel, to)
-    buffer = _new_buffer(tensors, regions, numel, to)
-    with on_device_of(buffer):
-        packed: Tensor = fused.pack_rounded(tensors, read_regions(tuple(regions)), buffer, to)
-    return packed
-
-
-def unpack(buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype) -> list[Tensor]:
-    """Run :func:`para_core.kernels.exchange_reference.unpack_rounded` into new tensors, which the regions must cover.
-
-    Args:
-        shapes: As in :func:`para_core.attention.pack_ops.unpack`.
-        dtype: Dtype of the new tensors.
-    """
-    into = _new_tensors(buffer, regions, shapes, of, dtype)
-    return list(exchange_reference.unpack_rounded(buffer, read_regions(tuple(regions)), into, of))
-
-
-def unpack_on_gpu(
-    buffer: Tensor, regions: list[int], shapes: list[int], of: torch.dtype, dtype: torch.dtype
-) -> list[Tensor]:
-    fused = load_kernel("exchange", buffer.device)
-    if fused is None:
-        return unpack(buffer, regions, shapes, of, dtype)
-    into = _new_tensors(buffer, regions, shapes, of, dtype)
-    with on_device_of(buffer):
-        return list(fused.unpack_rounded(buffer, read_regions(tuple(regions)), into, of))
-
-
-def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, __: torch.dtype) -> Tensor:
-    return tensors[0].new_empty(numel, dtype=torch.uint8)
-
-
-def _new_tensors(buffer: Tensor, _: list[int], shapes: list[int], __: torch.dtype, dtype: torch.dtype) -> list[Tensor]:
-    return new_tensors(buffer, shapes, dtype)
-
-
-LIBRARY.impl("pack_8_bits", pack, "CompositeExplicitAutograd")
-LIBRARY.impl("pack_8_bits", pack_on_gpu, "CUDA")
-LIBRARY.impl("unpack_8_bits", unpack, "CompositeExplicitAutograd")
-LIBRARY.impl("unpack_8_bits", unpack_on_gpu, "CUDA")
-torch.library.register_fake("para_core::pack_8_bits", _new_buffer, lib=LIBRARY)
-torch.library.register_fake("para_core::unpack_8_bits", _new_tensors, lib=LIBRARY)
+register("pack_8_bits", "unpack_8_bits")
 
 
 @dataclass(frozen=True)
