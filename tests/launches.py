@@ -170,7 +170,7 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
         return local.local_attention_with_lse(query, key, value, **options)[0]
 
     with (
-        mock.patch.object(local, "_choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
+        mock.patch.object(local, "choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
         mock.patch.object(usp, "local_attention", sdpa),
     ):
         yield lambda query, key, value: usp.usp_forward(AttentionPlan(spec), query, key, value, None)

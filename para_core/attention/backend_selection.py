@@ -4,16 +4,26 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from para_core.torch_internals import cudnn_sdp_enabled, efficient_sdp_enabled, flash_sdp_enabled, math_sdp_enabled
+from para_core.attention.backends import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    SWITCHES,
+    LocalAttentionCall,
+    choose_backend,
+    fold_causal,
+    no_backend,
+)
+from para_core.torch_internals import math_sdp_enabled
 
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
 
@@ -28,21 +38,8 @@ EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 # is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 
-OF_PYTORCH: Mapping[Backend, int] = {
-    "flash": SDPBackend.FLASH_ATTENTION.value,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION.value,
-    "cudnn": SDPBackend.CUDNN_ATTENTION.value,
-    "math": SDPBackend.MATH.value,
-}
+OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
-# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as
-# constants, but not the public functions that call them.
-SWITCHES: Mapping[Backend, Callable[[], bool]] = {
-    "flash": flash_sdp_enabled,
-    "efficient": efficient_sdp_enabled,
-    "cudnn": cudnn_sdp_enabled,
-    "math": math_sdp_enabled,
-}
 
 
 def resolve_backend(
@@ -145,3 +142,70 @@ def _is_interpreting() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+# -- what the user's switches leave to PyTorch
+
+
+def require_backend(
+    query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
+) -> None:
+    """Raise ``RuntimeError`` unless the user's switches leave a backend for tensors like these, or the named one.
+
+    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens
+    and heads, so it is equal on a rank that has nothing to compute. It costs nothing while the math backend is switched
+    on.
+    """
+    if backend is not None:
+        resolve_backend(backend, query, value, masked=mask is not None)
+    if not math_sdp_enabled() and _choice_of_pytorch(query, value, mask) is None:
+        raise no_backend(query, value, mask)
+
+
+def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
+    """Whether the math backend computes the gradient of a 16-bit call like this, on every rank.
+
+    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math
+    backend computes such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
+    """
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if backend is not None:
+        return backend == "math"
+    return (mask is not None and mask.requires_grad) or _choice_of_pytorch(query, value, mask) == MATH
+
+
+def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
+    """Return the backend that SDPA would choose for a small call like this; None if the user's switches leave none."""
+    enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
+    mask_dtype = None if mask is None else mask.dtype
+    choice: int | None = _constant_choice(
+        query.dtype, query.device, query.shape[-1], value.shape[-1], mask_dtype, enabled
+    )
+    return choice
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_choice(*question: Any) -> int | None:
+    # Dynamo cannot trace the question. It would trace a function that lru_cache wraps, in spite of
+    # assume_constant_result.
+    return _cached_choice(*question)
+
+
+@lru_cache(maxsize=256)
+def _cached_choice(
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    value_dim: int,
+    mask_dtype: torch.dtype | None,
+    enabled: tuple[bool, ...],
+) -> int | None:
+    """Return the choice for two tokens and one head. The user's switches, ``enabled``, are a part of the cache's key."""
+    query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
+    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
+    mask, _ = fold_causal(mask, False, query, query)
+    try:
+        return choose_backend(LocalAttentionCall(query, query, value, mask, False, None))
+    except RuntimeError:
+        return None

@@ -7,7 +7,7 @@ headers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -19,18 +19,31 @@ from torch.nn.attention import SDPBackend
 from para_core.torch_internals import (
     cudnn_attention,
     cudnn_attention_backward,
+    cudnn_sdp_enabled,
     efficient_attention,
     efficient_attention_backward,
+    efficient_sdp_enabled,
     flash_attention,
     flash_attention_backward,
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
+    flash_sdp_enabled,
+    fused_sdp_choice,
+    math_sdp_enabled,
 )
 
 MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
+# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as
+# constants, but not the public functions that call them.
+SWITCHES: Mapping[str, Callable[[], bool]] = {
+    "flash": flash_sdp_enabled,
+    "efficient": efficient_sdp_enabled,
+    "cudnn": cudnn_sdp_enabled,
+    "math": math_sdp_enabled,
+}
 # Operators are called by overload, because a mode takes a call without overload for attention of the model, which it
 # must refuse.
 _aten = torch.ops.aten
@@ -100,6 +113,36 @@ def _has_aligned_rows(x: Tensor) -> bool:
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return the mask for FlashAttention on a CPU, which broadcasts and accepts any strides, but not bool."""
     return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
+
+
+# -- masks
+
+
+def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """Return ``mask`` and ``is_causal`` with at most one of them set, the mask in a dtype that the backends accept."""
+    if mask is None:
+        return None, is_causal
+    if is_causal:
+        causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
+    return _in_taken_dtype(mask, query), False
+
+
+def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
+    """Return ``mask`` in a dtype that SDPA accepts: bool or the dtype of query; on a CPU also float32."""
+    if mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu):
+        return mask
+    largest = torch.finfo(query.dtype).max
+    if torch.finfo(mask.dtype).max <= largest:
+        return mask.to(query.dtype)
+    # finfo(float32).min hides a key, but a row that has nothing else weighs all keys equally, so it must not become
+    # -inf. Half of the range, because kernels multiply scores by log2(e).
+    return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
+
+
+def fully_masked_rows(mask: Tensor) -> Tensor:
+    """Return which rows of ``mask`` hide every key: ``[B or 1, H or 1, S_q or 1]``, bool."""
+    return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
 
 
 # -- forward
@@ -283,3 +326,33 @@ BACKWARD = {
     EFFICIENT: _memory_efficient_backward,
     CUDNN: _cudnn_backward,
 }
+
+
+# -- PyTorch's choice
+
+
+def choose_backend(problem: LocalAttentionCall) -> int:
+    """Return the value of the ``SDPBackend`` that SDPA would choose if key and value had as many heads as query."""
+    query, key, value, mask, is_causal, scale = problem
+    heads = query.shape[1]
+    if key.shape[1] != heads:
+        # With enable_gqa SDPA excludes memory-efficient attention, which may be the best one after heads are expanded.
+        key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
+    try:
+        choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
+    except RuntimeError as error:
+        if math_sdp_enabled():
+            raise
+        raise no_backend(query, value, mask) from error
+    return choice if choice in FORWARD else MATH  # Backends of other devices return no lse.
+
+
+def no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
+    # SDPBackend(value).name would do, but Dynamo cannot trace it.
+    enabled = ["MATH" if name == "math" else f"{name.upper()}_ATTENTION" for name, is_on in SWITCHES.items() if is_on()]
+    masked = "" if mask is None else f" with a mask of {mask.dtype}"
+    return RuntimeError(
+        f"no attention backend is left: sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...) allow "
+        f"{', '.join(enabled) or 'none'}, and none of these takes {query.dtype} with head dims {query.shape[-1]} and "
+        f"{value.shape[-1]}{masked} on {query.device.type}. Allow another one: SDPBackend.MATH takes everything."
+    )

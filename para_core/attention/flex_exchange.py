@@ -175,7 +175,7 @@ def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any)
 def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
     out = _query_order(plan).restore(out).contiguous()
-    own = out if plan.ulysses is None else plan.ulysses.start_leave(out)()[0]
+    own = out if plan.ulysses is None else plan.ulysses.start_leave((out,))()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import inf
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention import backend_selection
-from para_core.attention.backend_selection import OF_PYTORCH, SWITCHES, Backend, resolve_backend
-from para_core.attention.backends import BACKWARD, FORWARD, MATH, LocalAttentionCall, backward_of, empty_output
+from para_core.attention.backend_selection import OF_PYTORCH, Backend, resolve_backend
+from para_core.attention.backends import (
+    BACKWARD,
+    FORWARD,
+    MATH,
+    LocalAttentionCall,
+    backward_of,
+    choose_backend,
+    empty_output,
+    fold_causal,
+    fully_masked_rows,
+)
 from para_core.attention.merge import Merged
-from para_core.torch_internals import DisableTorchFunction, fused_sdp_choice, math_sdp_enabled
+from para_core.torch_internals import DisableTorchFunction
 
 
 def local_attention(
@@ -46,7 +54,7 @@ def local_attention(
     grouped = key.shape[1] != query.shape[1]
     if grouped:
         problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-        _, key, value, *_ = problem.as_taken_by(_choose_backend(problem))
+        _, key, value, *_ = problem.as_taken_by(choose_backend(problem))
         grouped = key.shape[1] != query.shape[1]
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
@@ -89,8 +97,8 @@ def local_attention_with_lse(
         and cuDNN, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: The user's switches leave no backend, or not the named one. :func:`require_backend` tells
-            beforehand.
+        RuntimeError: The user's switches leave no backend, or not the named one;
+            :func:`~para_core.attention.backend_selection.require_backend` tells beforehand.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
@@ -101,7 +109,7 @@ def local_attention_with_lse(
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)
     problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-    choice = _choose_backend(problem) if backend is None else OF_PYTORCH[backend]
+    choice = choose_backend(problem) if backend is None else OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
         problem = problem.as_taken_by(choice)
     out, lse = FORWARD[choice](problem)
@@ -201,7 +209,7 @@ def local_attention_backward(
         choice = MATH
     else:
         forward = None if backend is None else OF_PYTORCH.get(backend)
-        choice = backward_of(_choose_backend(problem) if forward is None else forward, query, value)
+        choice = backward_of(choose_backend(problem) if forward is None else forward, query, value)
     problem = problem.as_taken_by(choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](problem, grad_out, out, lse)
     if problem.key is not key:  # Key heads were expanded.
@@ -255,146 +263,7 @@ def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
     return F.pad((mask[:, 0] * ends).amax(-1, keepdim=True), (1, 0))
 
 
-# -- which backend
-
-
-def require_backend(
-    query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
-) -> None:
-    """Raise ``RuntimeError`` unless the user's switches leave a backend for tensors like these, or the named one.
-
-    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens
-    and heads, so it is equal on a rank that has nothing to compute. It costs nothing while the math backend is switched
-    on.
-    """
-    if backend is not None:
-        resolve_backend(backend, query, value, masked=mask is not None)
-    if math_sdp_enabled():
-        return
-    masked_in = None if mask is None else mask.dtype
-    if not _has_backend(query.dtype, query.device, query.shape[-1], value.shape[-1], masked_in):
-        raise _no_backend(query, value, mask)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_backend(
-    dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
-) -> bool:
-    """Whether the user's switches leave a backend. The result is a constant of a graph, because Dynamo cannot trace the
-    question.
-    """
-    try:
-        _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype))
-    except RuntimeError:
-        return False
-    return True
-
-
-def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether the math backend computes the gradient of a 16-bit call like this, on every rank.
-
-    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math
-    backend computes such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
-    """
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if backend is not None:
-        return backend == "math"
-    if mask is not None and mask.requires_grad:
-        return True
-    enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
-    masked_in = None if mask is None else mask.dtype
-    verdict: bool = _is_math(query.dtype, query.device, query.shape[-1], value.shape[-1], masked_in, enabled)
-    return verdict
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_math(*problem_and_switches: Any) -> bool:
-    # assume_constant_result works on the plain function; Dynamo would trace one that lru_cache wraps.
-    return _is_math_under(*problem_and_switches)
-
-
-@lru_cache(maxsize=256)
-def _is_math_under(
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int,
-    value_dim: int,
-    mask_dtype: torch.dtype | None,
-    enabled: tuple[bool, ...],
-) -> bool:
-    """Whether PyTorch chooses the math backend. ``enabled`` are the user's switches, for the cache of the answers."""
-    try:
-        return _choose_backend(_small_problem(dtype, device, head_dim, value_dim, mask_dtype)) == MATH
-    except RuntimeError:  # No backend is left. require_backend() says so on every rank.
-        return False
-
-
-def _small_problem(
-    dtype: torch.dtype, device: torch.device, head_dim: int, value_dim: int, mask_dtype: torch.dtype | None
-) -> LocalAttentionCall:
-    """Return a call with two tokens and one head."""
-    query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
-    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
-    return LocalAttentionCall(query, query, value, fold_causal(mask, False, query, query)[0], False, None)
-
-
-def _choose_backend(problem: LocalAttentionCall) -> int:
-    """Return the value of the ``SDPBackend`` that SDPA would choose if key and value had as many heads as query."""
-    query, key, value, mask, is_causal, scale = problem
-    heads = query.shape[1]
-    if key.shape[1] != heads:
-        # With enable_gqa SDPA excludes memory-efficient attention, which may be the best one after heads are expanded.
-        key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
-    try:
-        choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
-    except RuntimeError as error:
-        if math_sdp_enabled():
-            raise
-        raise _no_backend(query, value, mask) from error
-    return choice if choice in FORWARD else MATH  # Backends of other devices return no lse.
-
-
-def _no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    # SDPBackend(value).name would do, but Dynamo cannot trace it.
-    names = {"math": "MATH", **{name: f"{name.upper()}_ATTENTION" for name in ("flash", "efficient", "cudnn")}}
-    enabled = [names[name] for name, is_enabled in SWITCHES.items() if is_enabled()]
-    masked = "" if mask is None else f" with a mask of {mask.dtype}"
-    return RuntimeError(
-        f"no attention backend is left: sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...) allow "
-        f"{', '.join(enabled) or 'none'}, and none of these takes {query.dtype} with head dims {query.shape[-1]} and "
-        f"{value.shape[-1]}{masked} on {query.device.type}. Allow another one: SDPBackend.MATH takes everything."
-    )
-
-
-# -- masks
-
-
-def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """Return ``mask`` and ``is_causal`` with at most one of them set, the mask in a dtype that the backends accept."""
-    if mask is None:
-        return None, is_causal
-    if is_causal:
-        causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
-    return _in_taken_dtype(mask, query), False
-
-
-def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
-    """Return ``mask`` in a dtype that SDPA accepts: bool or the dtype of query; on a CPU also float32."""
-    if mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu):
-        return mask
-    largest = torch.finfo(query.dtype).max
-    if torch.finfo(mask.dtype).max <= largest:
-        return mask.to(query.dtype)
-    # finfo(float32).min hides a key, but a row that has nothing else weighs all keys equally, so it must not become
-    # -inf. Half of the range, because kernels multiply scores by log2(e).
-    return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
-
-
-def fully_masked_rows(mask: Tensor) -> Tensor:
-    """Return which rows of ``mask`` hide every key: ``[B or 1, H or 1, S_q or 1]``, bool."""
-    return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
+# -- results
 
 
 def as_sdpa(out: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.backend_selection import learns_by_formula, require_backend
+from para_core.attention.backends import fold_causal, fully_masked_rows
 from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import (
     NO_MASK,
@@ -26,13 +28,7 @@ from para_core.attention.call_agreement import (
     settle_call,
 )
 from para_core.attention.checks import check, check_kind, refuse_transforms
-from para_core.attention.local import (
-    fold_causal,
-    fully_masked_rows,
-    learns_by_formula,
-    local_attention_with_lse,
-    require_backend,
-)
+from para_core.attention.local import local_attention_with_lse
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp

@@ -35,6 +35,7 @@ from para_core.distributed.lazy import lazy
 
 # Waits for an exchange that was started, and returns its results.
 Finish = Callable[[], Sequence[Tensor]]
+Start = Callable[[Sequence[Tensor]], Finish]
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,15 @@ class UlyssesPlan:
     def _entering(self) -> UnevenAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
-    def start_enter(self, tensors: Sequence[Tensor]) -> Finish:
-        """Start the exchange of query, key and value: each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``.
+    @lazy
+    def start_enter(self) -> Start:
+        """Starts the exchange of query, key and value. Each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``.
 
         Replicated tokens are not sent: each rank takes its own heads of them.
         """
-        if not self._replicates:
-            return self._entering.start(tensors)
+        return self._start_enter_with_replicated if self._replicates else self._entering.start
+
+    def _start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
         kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
@@ -201,14 +204,15 @@ class UlyssesPlan:
         layouts, heads = [self.query_layout], [self.heads.of_query]
         return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
-    def start_leave(self, out: Tensor) -> Finish:
-        """Start the exchange of the output, the only result: ``[B, H_local, S_block, D_v]`` becomes
-        ``[B, H, S_local, D_v]``.
-
-        Every rank gets all heads of the replicated tokens.
+    @lazy
+    def start_leave(self) -> Start:
+        """Starts the exchange of the output: ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``, in which
+        every rank gets all heads of the replicated tokens.
         """
-        if self._num_common is None:
-            return self._leaving.start((out,))
+        return self._leaving.start if self._num_common is None else self._start_leave_with_replicated
+
+    def _start_leave_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
+        (out,) = tensors
         finish = self._leaving.start((out, self.replicated_of(out, self.query_layout)))
         return lambda: (join_kinds(finish(), self.query_layout, self.mesh.rank),)
 
@@ -225,7 +229,7 @@ class UlyssesPlan:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Run the transpose of :meth:`start_leave`."""
+        """Run the transpose of :attr:`start_leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
@@ -234,7 +238,7 @@ class UlyssesPlan:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Run the transpose of :meth:`start_enter` for the gradients of query, key and value."""
+        """Run the transpose of :attr:`start_enter` for the gradients of query, key and value."""
         results = list(self._gradients_leaving.start(grads)())
         for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:

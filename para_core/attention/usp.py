@@ -65,7 +65,7 @@ def usp_forward(
         return _in_chunks(plan, query, key, value, mask, attn_func), None
     query, key, value = ulysses.start_enter((query, key, value))()
     out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
-    return ulysses.start_leave(out)()[0], None if lse is None else Saved(query, key, value, out, lse)
+    return ulysses.start_leave((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -132,7 +132,7 @@ def _in_chunks(
         start, count = chunk.heads.of_query[rank]
         rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
         out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attn_func, save=False)
-        leaving.append(chunk.start_leave(out))
+        leaving.append(chunk.start_leave((out,)))
     whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
     for chunk, finish in zip(chunks, leaving, strict=True):
         (part,) = finish()

@@ -12,13 +12,12 @@ from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import backend_selection, local
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backend_selection import resolve_backend
+from para_core.attention.backend_selection import require_backend, resolve_backend
 from para_core.attention.local import (
     continued_attention,
     local_attention,
     local_attention_backward,
     local_attention_with_lse,
-    require_backend,
 )
 from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
-from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.local import fold_causal, local_attention_backward, local_attention_with_lse
+from para_core.attention.backends import LocalAttentionCall, fold_causal
+from para_core.attention.local import local_attention_backward, local_attention_with_lse
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -256,7 +256,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[SDPBackend], None]:
     """Fix SDPA's choice, which torch cannot make for meta tensors."""
 
     def fix(backend: SDPBackend) -> None:
-        monkeypatch.setattr(local, "_choose_backend", lambda *_: backend.value)
+        monkeypatch.setattr(local, "choose_backend", lambda *_: backend.value)
 
     return fix
 
