@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
+from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved, add_autograd_dependency
 from para_core.attention.grid import GridPlan
 from para_core.attention.local import lse_dtype
 from para_core.attention.merge import Merged
@@ -144,9 +144,7 @@ def attention_2d(
     The other arguments and the result are those of :func:`~para_core.attention.ring.ring_attention`.
     """
     dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
-    attention = partial(
-        BlockAttention, scale=spec.scale, backend=spec.options.backend, heads=heads, attn_func=attn_func
-    )
+    attention = partial(BlockAttention, spec=spec, heads=heads, attn_func=attn_func)
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     arriving: list[_Arriving] = []
     if grid.row:
@@ -204,25 +202,19 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
 
 def attention_2d_backward(
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    saved: Saved,
     mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     grid: GridPlan,
     *,
-    heads: Tensor | None = None,
-    mask_gradient: bool = False,
+    heads: Tensor | None,
+    mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. Arguments as in
-    :func:`attention_2d`.
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. ``mask`` and
+    ``heads`` are those of :func:`attention_2d`.
     """
+    query, key, value, out, lse = saved.query, saved.key, saved.value, saved.out, saved.lse
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
-    spec = grid.spec
-    gradients = partial(
-        BlockGradients, scale=spec.scale, backend=spec.options.backend, heads=heads, mask_gradient=mask_gradient
-    )
+    gradients = partial(BlockGradients, spec=grid.spec, heads=heads, mask_gradient=mask_gradient)
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     if grid.row:
         arriving_queries = _give(_by_token(query, grad_out, out, _as_dtype(lse, query.dtype)), grid.row, sizes, dim)

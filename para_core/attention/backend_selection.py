@@ -201,7 +201,7 @@ def _cached_choice(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> int | None:
-    """Return the choice for two tokens and one head. The user's switches, ``enabled``, are a part of the cache's key."""
+    """Return the choice for two tokens and one head. The user's switches, ``enabled``, are part of the cache's key."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     mask, _ = fold_causal(mask, False, query, query)

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from para_core.attention.backend_selection import Backend
 from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
+from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
 from para_core.distributed.layout import Run
 
@@ -49,6 +49,17 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
     return x
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The tensors of an attention call that its backward needs: those of a ring block, ``[B, H_local, S_block, …]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class BlockAttention:
     """Attention of a block of queries to key blocks that are added one by one, merged by lse.
 
@@ -57,8 +68,9 @@ class BlockAttention:
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole
             sequence.
         tiling: Which queries see which keys of each block.
+        spec: Gives the scale and the backend.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
-        attn_func: Computes local attention instead of ``backend``.
+        attn_func: Computes local attention instead of the backend.
     """
 
     def __init__(
@@ -66,25 +78,22 @@ class BlockAttention:
         query: Tensor,
         mask: Tensor | None,
         tiling: Tiling,
+        spec: AttentionSpec,
         *,
-        scale: float | None,
-        backend: Backend | None,
-        heads: Tensor | None = None,
-        attn_func: LocalAttention | None = None,
+        heads: Tensor | None,
+        attn_func: LocalAttention | None,
     ) -> None:
-        self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
+        self._tiling, self._scale, self._backend, self._heads = tiling, spec.scale, spec.options.backend, heads
         self._queries = tiling.split(query) if tiling.by_position else [query]
         finite_rows = None if mask is None else FiniteMaskedRows.of(mask)
         self._finite_rows: Sequence[FiniteMaskedRows | None] = (
             [None] * len(self._queries) if finite_rows is None else finite_rows.split(tiling.split)
         )
-        self._rows: Sequence[Tensor | None] = [None] * len(self._queries)
-        if mask is not None:
-            self._rows = tiling.split(mask if finite_rows is None else finite_rows.mask)
+        self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
         self._merged = [Merged() for _ in self._queries]
         # If the lse of partial results has to be corrected, a kernel must not merge them itself.
         self._continues = attn_func is None and finite_rows is None
-        self._attn_func = partial(local_attention_with_lse, backend=backend) if attn_func is None else attn_func
+        self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
         """Attend to the keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]`` of the tiling's ``step``.
@@ -165,13 +174,12 @@ class BlockGradients:
         lse: Tensor,
         mask: Tensor | None,
         tiling: Tiling,
+        spec: AttentionSpec,
         *,
-        scale: float | None,
-        backend: Backend | None,
-        heads: Tensor | None = None,
-        mask_gradient: bool = False,
+        heads: Tensor | None,
+        mask_gradient: bool,
     ) -> None:
-        self._tiling, self._scale, self._backend, self._heads = tiling, scale, backend, heads
+        self._tiling, self._scale, self._backend, self._heads = tiling, spec.scale, spec.options.backend, heads
         self._mask_is_broadcast = mask is not None and mask.shape[2] == 1
         finite_rows = FiniteMaskedRows.of(mask)
         if finite_rows is not None:
@@ -217,8 +225,7 @@ class BlockGradients:
             piece.grad_query.add_(grad_query)
             for total, grad in zip(grads, grad_block, strict=True):
                 put(total, 2, tile.runs, grad, self._heads)
-            if piece.grad_mask is not None and grad_mask is not None:
-                piece.add_to_mask(grad_mask, tile.positions)
+            piece.add_to_mask(grad_mask, tile.positions)
         return [order.restore(grad) for grad in grads]
 
     def result(self) -> tuple[Tensor, Tensor | None]:
@@ -242,9 +249,9 @@ class _QueryGroup:
     grad_query: Tensor
     grad_mask: Tensor | None
 
-    def add_to_mask(self, grad: Tensor, positions: Sequence[Run]) -> None:
-        """Add ``grad``, ``[B, H, S_q, S_k]``, to the gradient of the mask's columns at ``positions``."""
-        if self.grad_mask is None:
+    def add_to_mask(self, grad: Tensor | None, positions: Sequence[Run]) -> None:
+        """Add ``grad``, ``[B, H, S_q, S_k]``, to the gradient of the mask's columns at ``positions``, if it is kept."""
+        if self.grad_mask is None or grad is None:
             return
         if self.grad_mask.shape[3] == 1:
             self.grad_mask.add_(grad.sum_to_size(self.grad_mask.shape))

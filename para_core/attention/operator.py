@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
+from para_core.attention.blocks import Saved
 from para_core.attention.local import lse_dtype
-from para_core.attention.usp import Saved, usp_backward, usp_forward
+from para_core.attention.usp import usp_backward, usp_forward
 from para_core.distributed.collectives import define_collective, done
 from para_core.torch_internals import innermost_transform, is_grad_tracking_tensor, unwrap_transform_tensor
 
@@ -31,7 +32,7 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         out: Tensor = operator(query, key, value, mask, plan.spec.text, plan.spec.numbers, plan.spec.scale)[0]
         return out
     if save:
-        out = _Attention.apply(query, key, value, mask, plan)[0]  # type: ignore[no-untyped-call]
+        out = _EagerAttention.apply(query, key, value, mask, plan)[0]  # type: ignore[no-untyped-call]
         return out
     with torch.no_grad():
         return usp_forward(plan, query, key, value, mask)[0]
@@ -79,8 +80,8 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
         )
 
 
-class _Attention(torch.autograd.Function):
-    """Attention in eager code."""
+class _EagerAttention(torch.autograd.Function):
+    """Attention over the mesh in eager code. In a graph the operators below take its place."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:

@@ -26,7 +26,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from para_core.attention.blocks import Block, BlockAttention, BlockGradients, LocalAttention, add_autograd_dependency
+from para_core.attention.blocks import (
+    Block,
+    BlockAttention,
+    BlockGradients,
+    LocalAttention,
+    Saved,
+    add_autograd_dependency,
+)
 from para_core.attention.hooks import WireFormat
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
@@ -178,15 +185,7 @@ def ring_attention(
     Returns:
         out, ``[B, H, S_q, D_v]`` in the dtype of query, and lse, ``[B, H, S_q]``.
     """
-    attention = BlockAttention(
-        query,
-        mask,
-        plan.tiling,
-        scale=plan.spec.scale,
-        backend=plan.spec.options.backend,
-        heads=heads,
-        attn_func=attn_func,
-    )
+    attention = BlockAttention(query, mask, plan.tiling, plan.spec, heads=heads, attn_func=attn_func)
     packing = Packing(key, value, plan.block_sizes, wire=plan.wire)
     received: list[Tensor] = []
     last_hop = plan.hops[-1] if plan.hops else OWN
@@ -207,31 +206,19 @@ def ring_attention(
 
 def ring_attention_backward(
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    saved: Saved,
     mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     plan: RingPlan,
     *,
-    heads: Tensor | None = None,
-    mask_gradient: bool = False,
+    heads: Tensor | None,
+    mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. Arguments as in
-    :func:`ring_attention`.
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. ``mask`` and ``heads`` are those
+    of :func:`ring_attention`.
     """
+    query, key, value = saved.query, saved.key, saved.value
     gradients = BlockGradients(
-        grad_out,
-        query,
-        out,
-        lse,
-        mask,
-        plan.tiling,
-        scale=plan.spec.scale,
-        backend=plan.spec.options.backend,
-        heads=heads,
-        mask_gradient=mask_gradient,
+        grad_out, query, saved.out, saved.lse, mask, plan.tiling, plan.spec, heads=heads, mask_gradient=mask_gradient
     )
     grad_key, grad_value = _key_gradients(gradients, key, value, plan)
     grad_query, grad_mask = gradients.result()

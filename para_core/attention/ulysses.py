@@ -176,9 +176,8 @@ class UlyssesPlan:
 
     @lazy
     def start_enter(self) -> Start:
-        """Starts the exchange of query, key and value. Each ``[B, H, S_local, D]`` becomes ``[B, H_local, S_block, D]``.
-
-        Replicated tokens are not sent: each rank takes its own heads of them.
+        """Starts the exchange of query, key and value: each ``[B, H, S_local, D]`` becomes
+        ``[B, H_local, S_block, D]``. Replicated tokens are not sent: each rank takes its own heads of them.
         """
         return self._start_enter_with_replicated if self._replicates else self._entering.start
 

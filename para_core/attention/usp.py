@@ -4,29 +4,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.blocks import LocalAttention, columns, expand
+from para_core.attention.blocks import LocalAttention, Saved, columns, expand
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
 from para_core.torch_internals import is_any_autocast_enabled
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The tensors of an attention call that its backward needs: those of a ring block, ``[B, H_local, S_block, …]``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 def usp_forward(
@@ -157,7 +144,7 @@ def usp_backward(
     hidden, selection = mask, plan.spec.options.kept_keys
     if selection is not None:
         hidden = selection.hide(saved.query, saved.key, mask, plan.ring, heads=heads)
-    block = (grad_out, saved.query, saved.key, saved.value, hidden, saved.out, saved.lse)
+    block = grad_out, saved, hidden
     if plan.grid is None:
         *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)
     else:
