@@ -12,8 +12,8 @@ from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.text_encoders import TEXT_ENCODERS, TextEncoders
 from para_core.attention.attention_options import AttnOptions, RotateMethod
+from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
-from para_core.attention.mesh_attention import AttnFunc
 from para_core.distributed.timeouts import as_timedelta
 from para_core.weights.pipefusion import PipeFusion
 

@@ -20,8 +20,8 @@ from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.stages import release_pipe
 from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.attention.attention_options import RotateMethod
+from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
-from para_core.attention.mesh_attention import AttnFunc
 from para_core.instance_patching import original_class
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 

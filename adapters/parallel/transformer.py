@@ -23,8 +23,8 @@ from para_core.adapters.weights.stages import (
     suspend_stage,
 )
 from para_core.attention.attention_options import AttnOptions, RotateMethod
+from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
-from para_core.attention.mesh_attention import AttnFunc
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh

@@ -5,11 +5,13 @@ para_core.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
-AttnFunc = Callable[..., "tuple[Tensor, Tensor]"]
+from para_core.attention.attn_func import AttnFunc
 
 
 def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
@@ -57,8 +59,6 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 
 def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the argument that makes ``function`` return lse. Earlier versions have none, and always return it."""
-    from inspect import signature
-
     asks = "return_attn_probs" in signature(function).parameters
     return {"return_attn_probs": True} if asks else {}
 
@@ -114,8 +114,6 @@ def _refuse_mask(library: str, mask: Tensor | None) -> None:
 
 
 def _imported(module: str, name: str, library: str) -> Callable[..., Any]:
-    from importlib import import_module
-
     try:
         result: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -100,19 +100,30 @@ def _review(mask: Tensor, num_common: int) -> Review:
         code = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
         bits = int(code.item())
         all_equal = bits & EQUAL and mask.shape[-2] > 1
-        return Review(bits, 0 if all_equal else _digest(mask[..., :num_common, :]))
+        return Review(bits, 0 if all_equal else _rows_digest(mask[..., :num_common, :]))
 
 
-def _digest(rows: Tensor) -> int:
-    """Return a number that stands for some of ``rows``; 0 if these are equal to each other, or there is none."""
-    count = min(rows.shape[-2], _MOST_COMPARED)
+def _rows_digest(rows: Tensor) -> int:
+    """Return a digest of some of ``rows``; 0 if these are equal to each other, or there is none."""
     if 0 in rows.shape:
         return 0
-    index = torch.linspace(0, rows.shape[-2] - 1, count, device=rows.device).long()
-    read = rows.index_select(-2, index).cpu()
-    if count > 1 and torch.equal(read, read[..., :1, :].expand_as(read)):
+    read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
+    if read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read)):
         return 0
-    values = read.contiguous().view(torch.uint8).numpy().tobytes()
+    return digest_of(read)
+
+
+def evenly_spaced_rows(x: Tensor, most: int) -> Tensor:
+    """Return at most ``most`` rows of ``x`` along its last dim but one, at equal distances, the first and the last
+    included.
+    """
+    count = min(x.shape[-2], most)
+    return x.index_select(-2, torch.linspace(0, x.shape[-2] - 1, count, device=x.device).long())
+
+
+def digest_of(x: Tensor) -> int:
+    """Return a digest of a CPU tensor, in 64 bits with a sign; never 0."""
+    values = x.contiguous().view(torch.uint8).numpy().tobytes()
     return int.from_bytes(blake2b(values, digest_size=8).digest(), "little", signed=True) | 1
 
 

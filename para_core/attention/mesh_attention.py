@@ -14,25 +14,23 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.attn_func import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.backend_selection import learns_by_formula, require_backend
-from para_core.attention.backends import fold_causal, fully_masked_rows
-from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import (
     NO_MASK,
     OwnPart,
     call_signature,
     explain_difference,
-    has_single_tokens,
     last_two,
     own_part,
     settle_call,
 )
 from para_core.attention.checks import check, check_kind, refuse_transforms
-from para_core.attention.local import local_attention_with_lse
 from para_core.attention.local_rows import MaskReviews
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall
+from para_core.attention.single_tokens import has_single_tokens
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups
@@ -43,8 +41,6 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, inne
 
 # (local query length, local key length, whether positions matter) -> layouts of queries and keys.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
-# SDPA or a user's own attention: (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
-AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 # Numbers of entries that one MeshAttention keeps. A full cache is emptied.
 _MOST_SIGNATURES = 1024
@@ -197,7 +193,7 @@ class MeshAttention:
             if self._attn_func is None:
                 require_backend(query, value, mask=mask, backend=options.backend)
             else:
-                _check_attn_func(self._attn_func, query, key, value, self._mesh, options, is_causal=call.is_causal)
+                check_attn_func(self._attn_func, call, self._mesh, options)
             ordered = call.is_causal or mask is not None or options.by_position
             query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
             if call.lengths is not None:
@@ -257,7 +253,7 @@ class MeshAttention:
             if torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return differentiable_usp(plan, query, key, value, mask)
             return usp_forward(plan, query, key, value, mask)[0]
-        return usp_forward(plan, query, key, value, mask, attn_func=partial(_run_attn_func, self._attn_func))[0]
+        return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -339,63 +335,3 @@ def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
     if all(size == 1 for size in mask.shape[:-3]):
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
-
-
-def _run_attn_func(
-    attn_func: AttnFunc,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    if 0 in query.shape or 0 in key.shape:  # Most kernels do not support empty tensors.
-        out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
-        return add_autograd_dependency(out, [query, key, value]), lse
-    mask, is_causal = fold_causal(mask, is_causal, query, key)
-    if mask is not None:
-        # Many kernels return NaN for a row without keys. It gets all keys here, and its result is discarded below.
-        empty_row = fully_masked_rows(mask)
-        mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
-    result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
-    # _check_attn_func has verified that lse is returned if results have to be merged.
-    out, lse = (
-        (result, result.new_zeros(result.shape[:-1], dtype=torch.float32)) if isinstance(result, Tensor) else result
-    )
-    if mask is not None:
-        out, lse = out.masked_fill(empty_row[..., None], 0.0), lse.masked_fill(empty_row, float("-inf"))
-    return out, lse
-
-
-def _check_attn_func(
-    attn_func: AttnFunc,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mesh: SequenceMesh,
-    options: AttnOptions,
-    *,
-    is_causal: bool,
-) -> None:
-    """Raise if ``attn_func`` cannot compute this call. Calls it with one token to see whether it returns lse, before
-    anything is sent.
-    """
-    if torch.compiler.is_compiling() and (is_causal or options.by_position):
-        raise RuntimeError(
-            "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "
-            "Leave attn_func out, or compile around this call."
-        )
-    if mesh.ring.size == 1 and not is_causal:
-        return
-    heads = max(1, query.shape[-3])
-    probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in (query, key, value)]
-    result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
-    if isinstance(result, Tensor):
-        reason = f"a ring of {mesh.ring.size} ranks" if mesh.ring.size > 1 else "is_causal over several ranks"
-        raise ValueError(
-            f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
-            "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
-            "its 'ulysses' dim, without is_causal."
-        )

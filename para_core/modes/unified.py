@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnKeywords, AttnOptions
-from para_core.attention.mesh_attention import AttnFunc, MeshAttention
+from para_core.attention.attn_func import AttnFunc
+from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.consistency import check_consistent, signature

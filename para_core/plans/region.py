@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.mesh_attention import AttnFunc
+from para_core.attention.attn_func import AttnFunc
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
