@@ -1,8 +1,7 @@
 """One all-to-all of tensors ``[B, H, S, D]``, in which each peer gets a run of the tokens and a run of the heads.
 
-:class:`EvenAllToAll` is for slices of equal sizes, :class:`UnevenAllToAll` for all others. The way of packing and
-unpacking is chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation of views,
-peer by peer, by one Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
+Packing and unpacking are chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation
+of views, peer by peer, by one Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
 
 Launches for any number of ranks: one strided copy serves all peers whose slices have equal sizes. On a GPU with Triton,
 one kernel serves all peers and tensors (:mod:`para_core.attention.pack_ops`).
@@ -23,7 +22,7 @@ from torch import Tensor
 from para_core.attention.hooks import WireFormat
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_uniform_peers
-from para_core.distributed.collectives import Travelling, start_all_to_all, wait
+from para_core.distributed.collectives import start_all_to_all, wait
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.exchange_reference import CopyRegion
@@ -79,7 +78,7 @@ class _PeerView:
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
-# -- the two kinds of all-to-all
+# -- the all-to-all
 
 
 class _Steps(NamedTuple):
@@ -93,18 +92,17 @@ class _Steps(NamedTuple):
     unpack: Unpack
 
 
-class UnevenAllToAll:
+class SlicedAllToAll:
     """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets its slices.
 
-    Slices with the same tokens are packed as columns of one table, other slices one after the other.
+    Slices with the same tokens are packed as columns of one table, other slices one after the other. If the slices of
+    all peers have equal sizes (``is_even``), backends need no sizes, and are faster.
 
     Args:
         sent: For each tensor, the slices that are sent to each peer.
         arriving: For each result, the slices that each peer sends. Overlapping slices are summed.
         wire: Not exact. The format to which tensors are rounded. Supports neither overlapping slices nor gradients.
     """
-
-    is_even = False
 
     def __init__(
         self,
@@ -115,6 +113,8 @@ class UnevenAllToAll:
         wire: WireFormat | None = None,
     ) -> None:
         self.sent, self.arriving, self.dim, self.wire = sent, arriving, dim, wire
+        runs = [runs for side in (sent, arriving) for slices in side for runs in (slices.tokens, slices.heads)]
+        self.is_even = all(count == of_peers[0][1] for of_peers in runs for _, count in of_peers)
         self.one_table = all(slices.tokens == side[0].tokens for side in (sent, arriving) for slices in side)
         self._steps: dict[Any, _Steps] = {}
 
@@ -142,11 +142,13 @@ class UnevenAllToAll:
         steps = None if torch.compiler.is_compiling() else self._steps.get(kind)
         if steps is None:
             steps = self._find_steps(*kind)
-        started = self._send(steps.pack(tensors), steps)
-        return partial(_finish, started, steps.unpack)
-
-    def _send(self, buffer: Tensor, steps: _Steps) -> Travelling:
-        return start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim)
+        buffer = steps.pack(tensors)
+        if not self.is_even:
+            buffer = buffer.view(-1)
+        elif buffer.ndim == 1:
+            buffer = buffer.view(self.dim.size, steps.send[0])
+        started = start_all_to_all(buffer, steps.send, steps.receive, self.dim, even=self.is_even)
+        return lambda: steps.unpack(wait(started))
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
         """Return the steps for tensors of these shapes. Cached in eager code, where lengths are plain integers."""
@@ -167,29 +169,6 @@ class UnevenAllToAll:
         ]
 
 
-class EvenAllToAll(UnevenAllToAll):
-    """An :class:`UnevenAllToAll` whose slices all have the same size: backends need no sizes for it, and are faster."""
-
-    is_even = True
-
-    def _send(self, buffer: Tensor, steps: _Steps) -> Travelling:
-        by_peer = buffer if buffer.ndim > 1 else buffer.view(self.dim.size, steps.send[0])
-        return start_all_to_all(by_peer, steps.send, steps.receive, self.dim, even=True)
-
-
-def all_to_all_of(
-    sent: Sequence[PeerSlices], arriving: Sequence[PeerSlices], dim: MeshDim, *, wire: WireFormat | None = None
-) -> UnevenAllToAll:
-    """Return the all-to-all of these slices; an :class:`EvenAllToAll` if all peers have slices of equal sizes."""
-    runs = [runs for side in (sent, arriving) for slices in side for runs in (slices.tokens, slices.heads)]
-    is_even = all(count == of_peers[0][1] for of_peers in runs for _, count in of_peers)
-    return (EvenAllToAll if is_even else UnevenAllToAll)(sent, arriving, dim, wire=wire)
-
-
-def _finish(started: Travelling, unpack: Unpack) -> Sequence[Tensor]:
-    return unpack(wait(started))
-
-
 # -- packing and unpacking: pure functions of tensors and buffer
 
 
@@ -203,7 +182,7 @@ def takes_kernels(x: Tensor) -> bool:
 
 
 def _choose_packing(
-    of: UnevenAllToAll,
+    of: SlicedAllToAll,
     shapes: Sequence[Sequence[int]],
     widths: Sequence[int],
     dtype: torch.dtype,
@@ -368,7 +347,7 @@ def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]
 
 
 def _regions(
-    of: UnevenAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
+    of: SlicedAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
 ) -> list[int]:
     """Return the regions of the buffer for all peers and tensors, as the numbers of :class:`CopyRegion`."""
     regions, offset, batch = [], 0, shapes[0][0]

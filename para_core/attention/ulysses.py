@@ -29,7 +29,7 @@ from torch import Tensor
 from para_core.attention.hooks import wire_format
 from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.transfer import UnevenAllToAll, all_to_all_of
+from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.lazy import lazy
 
@@ -141,7 +141,7 @@ class UlyssesPlan:
         *,
         to_heads: bool,
         comm_dtype: torch.dtype | None = None,
-    ) -> UnevenAllToAll:
+    ) -> SlicedAllToAll:
         """Return the exchange of sharded tokens from ``[B, H, S_local, D]`` to
         ``[B, H_local, sharded tokens of the block, D]``, or back.
 
@@ -161,7 +161,7 @@ class UlyssesPlan:
             local.append(PeerSlices(common, of_peers))
             block.append(PeerSlices(common, own_heads))
         sent, arriving = (local, block) if to_heads else (block, local)
-        return all_to_all_of(sent, arriving, self.mesh.ulysses, wire=wire_format(comm_dtype))
+        return SlicedAllToAll(sent, arriving, self.mesh.ulysses, wire=wire_format(comm_dtype))
 
     @lazy
     def _num_common(self) -> int | None:
@@ -171,7 +171,7 @@ class UlyssesPlan:
     # -- in
 
     @lazy
-    def _entering(self) -> UnevenAllToAll:
+    def _entering(self) -> SlicedAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
     @lazy
@@ -199,7 +199,7 @@ class UlyssesPlan:
     # -- out
 
     @lazy
-    def _leaving(self) -> UnevenAllToAll:
+    def _leaving(self) -> SlicedAllToAll:
         layouts, heads = [self.query_layout], [self.heads.of_query]
         return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
@@ -224,7 +224,7 @@ class UlyssesPlan:
     # -- gradients
 
     @lazy
-    def _gradient_entering(self) -> UnevenAllToAll:
+    def _gradient_entering(self) -> SlicedAllToAll:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class UlyssesPlan:
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
     @lazy
-    def _gradients_leaving(self) -> UnevenAllToAll:
+    def _gradients_leaving(self) -> SlicedAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel
 import para_core
 from benchmarks.harness import fake_group
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, parallelize_pipe
-from para_core.attention.transfer import UnevenAllToAll
+from para_core.attention.transfer import SlicedAllToAll
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer
 
 ROOT = Path(para_core.__file__).parents[1]
@@ -58,7 +58,7 @@ def test_each_wrapper_is_one_frame(cached, at_forward, at_exchange):
         # Three of them are the wrapped methods: the pipe's and the model's __call__, and the model's _call_impl.
         assert files_at(FluxTransformer2DModel, "forward", pipe).total() <= at_forward
         # Down to where keys and values leave for other ranks.
-        assert files_at(UnevenAllToAll, "start", pipe).total() <= at_exchange
+        assert files_at(SlicedAllToAll, "start", pipe).total() <= at_exchange
 
 
 def test_warning_points_at_line_of_user():

@@ -13,7 +13,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.transfer import EvenAllToAll, all_to_all_of
+from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.mesh import _sequence_mesh as mesh_of_dims
 
@@ -57,7 +57,7 @@ def test_what_is_no_json_is_refused(number):
 )
 def test_peers_with_equal_slices_need_no_sizes(tokens, heads, is_even):
     slices, dim = PeerSlices(tokens, heads), MeshDim("ulysses", 2, 0, "", None)
-    assert isinstance(all_to_all_of([slices], [slices], dim), EvenAllToAll) == is_even
+    assert SlicedAllToAll([slices], [slices], dim).is_even == is_even
     assert slices.output_size == (sum(tokens[1]), sum(heads[1]))
 
 
