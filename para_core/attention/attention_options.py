@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
-from para_core.attention.hooks import BlockVisibility, KeySelection, read_block_visibility, read_key_selection
+from para_core.attention.block_mask import BlockMask
 
 # How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all
 # come at once; or queries travel along rows of ranks, and keys along columns.
@@ -19,14 +19,43 @@ ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
+@dataclass(frozen=True)
+class KeptKeys:
+    """Keep a share of the keys by SnapKV's criterion (:mod:`para_core.attention.approximate.snapkv`).
+
+    Args:
+        share: Share of the keys that each head keeps, 0 < share <= 1, rounded up to whole keys.
+        window: Number of observed queries, >= 1.
+    """
+
+    share: float
+    window: int
+
+    @property
+    def fields(self) -> tuple[float, int]:
+        """The value as JSON values."""
+        return self.share, self.window
+
+    def observed(self, num_queries: int) -> list[int]:
+        """Return the positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all
+        queries.
+
+        >>> KeptKeys(0.5, 3).observed(12)
+        [2, 6, 10]
+        """
+        if num_queries <= self.window:
+            return list(range(num_queries))
+        return [(2 * i + 1) * num_queries // (2 * self.window) for i in range(self.window)]
+
+
 class AttnKeywords(TypedDict, total=False):
     """The fields of :class:`AttnOptions`, for functions that take them one by one."""
 
     ulysses_chunks: int
     rotate_method: RotateMethod
     comm_dtype: torch.dtype | None
-    block_mask: BlockVisibility | None
-    kept_keys: KeySelection | None
+    block_mask: BlockMask | None
+    kept_keys: KeptKeys | None
     backend: Backend | None
 
 
@@ -54,8 +83,8 @@ class AttnOptions:
     ulysses_chunks: int = 1
     rotate_method: RotateMethod = "alltoall"
     comm_dtype: torch.dtype | None = None
-    block_mask: BlockVisibility | None = None
-    kept_keys: KeySelection | None = None
+    block_mask: BlockMask | None = None
+    kept_keys: KeptKeys | None = None
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
@@ -117,8 +146,8 @@ class AttnOptions:
             fields["ulysses_chunks"],
             fields["rotate_method"],
             None if comm_dtype is None else COMM_DTYPES[comm_dtype],
-            None if blocks is None else read_block_visibility(blocks),
-            None if kept is None else read_key_selection(kept),
+            None if blocks is None else BlockMask(*blocks),
+            None if kept is None else KeptKeys(*kept),
             fields["backend"],
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,15 +19,8 @@ from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import SequenceMesh
 
-
-class VisibleBlocks(Protocol):
-    """A block mask: which blocks of queries see which blocks of keys."""
-
-    def equal_runs(self, *, is_causal: bool) -> list[Run]:
-        """Return runs of queries that see the same keys."""
-
-    def keys_of(self, query: int) -> list[Run]:
-        """Return the positions of the keys that the query at position ``query`` sees."""
+if TYPE_CHECKING:
+    from para_core.attention.block_mask import BlockMask
 
 
 # -- the tokens of a rank's block
@@ -235,7 +228,7 @@ class Tiling:
         key_runs: Sequence[Sequence[Run]],
         *,
         is_causal: bool,
-        visible: VisibleBlocks | None,
+        visible: BlockMask | None,
     ) -> None:
         self._query_runs, self._key_runs = query_runs, key_runs
         self._is_causal, self._visible = is_causal, visible

@@ -10,6 +10,7 @@ from torch import Tensor
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import LocalAttention, Saved, columns, expand
+from para_core.attention.hooks import load_snapkv
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
@@ -88,9 +89,11 @@ def attend_block(
             query, key, value, mask=mask, is_causal=plan.spec.is_causal, scale=plan.spec.scale, backend=backend
         )
         return out, None
-    selection = plan.spec.options.kept_keys
-    if selection is not None:
-        out, lse = selection.attend(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save)
+    kept_keys = plan.spec.options.kept_keys
+    if kept_keys is not None:
+        out, lse = load_snapkv().sparse_attention(
+            kept_keys, query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save
+        )
     elif plan.grid is not None:
         out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attn_func=attn_func)
     else:
@@ -141,9 +144,11 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, selection = mask, plan.spec.options.kept_keys
-    if selection is not None:
-        hidden = selection.hide(saved.query, saved.key, mask, plan.ring, heads=heads)
+    hidden, kept_keys = mask, plan.spec.options.kept_keys
+    if kept_keys is not None:
+        snapkv = load_snapkv()
+        is_kept = snapkv.select_keys(kept_keys, saved.query, saved.key, mask, plan.ring, heads=heads)
+        hidden = snapkv.hide(mask, is_kept)
     block = grad_out, saved, hidden
     if plan.grid is None:
         *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)

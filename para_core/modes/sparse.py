@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.attention.attention_options import KeptKeys
+from para_core.attention.block_mask import read_block_mask
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.unified import UnifiedAttnMode
 
@@ -41,8 +43,6 @@ class BlockSparseAttnMode(UnifiedAttnMode):
         block_size: int | tuple[int, int],
         **options: Any,
     ) -> None:
-        from para_core.attention.approximate.block_mask import read_block_mask  # Only for users of this mode.
-
         super().__init__(mesh, block_mask=read_block_mask(block_mask, block_size), **options)
 
 
@@ -82,6 +82,4 @@ class SparseKVAttnMode(UnifiedAttnMode):
             raise ValueError(f"share is {share!r}; expected the share of the keys to keep, 0 < share <= 1.")
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window is {window!r}; expected a positive number of observed queries.")
-        from para_core.attention.approximate.kept_keys import KeptKeys  # Only for users of this mode.
-
         super().__init__(mesh, kept_keys=KeptKeys(float(share), window), **options)

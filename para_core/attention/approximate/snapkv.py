@@ -23,7 +23,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from para_core.attention.approximate.kept_keys import KeptKeys
+from para_core.attention.attention_options import KeptKeys
 from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import BlockSparseAttnMode
-from para_core.attention.approximate.block_mask import BlockMask, read_block_mask
-from para_core.attention.hooks import read_block_visibility
+from para_core.attention.block_mask import BlockMask, read_block_mask
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
 from tests.attention.one_device import make_qkv, relative_error
@@ -169,7 +168,7 @@ def test_bad_block_mask_raises_on_every_rank(rank_pool, blocks, block_size, mess
 def test_a_mask_survives_being_written_as_text(rows, columns, share):
     blocks = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) < share
     mask = read_block_mask(blocks, (3, 2))
-    assert read_block_visibility(json.loads(json.dumps(mask.fields))) == mask
+    assert BlockMask(*json.loads(json.dumps(mask.fields))) == mask
     assert isinstance(mask, BlockMask)
     for row in range(rows):
         seen = torch.zeros(columns * 2, dtype=torch.bool)
