@@ -135,7 +135,7 @@ def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | 
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:
-        return in_float32(head_dim)
+        return FLOAT32[head_dim > 128]
     length: Length = "short" if query.shape[2] <= SHORT else "long"
     config = _on_device(query.device.index, head_dim, is_causal, length)
     kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
@@ -180,10 +180,6 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
         block_n = 16 if head_dim > 128 else 32
         config = replace(config, block_n=block_n, num_warps=warps, num_stages=2, resident=1, spills=spills)
     return config
-
-
-def in_float32(head_dim: int) -> Config:
-    return FLOAT32[head_dim > 128]
 
 
 @lru_cache

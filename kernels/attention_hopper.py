@@ -2,9 +2,8 @@
 
 **It has not run on a device**, so it is never used by default: ``python -m para_core.kernels.tune --hopper`` tries it
 on the user's GPU, and keeps it if it computes the same as the portable kernel (:mod:`para_core.kernels.attention`), and
-faster. It supports the calls that matter for long
-sequences: 16 bits, head dims 64, 128 and 256, no mask, at most one key range per sample, causal or not, from scratch or
-continued.
+faster. It supports the calls that matter for long sequences: 16 bits, head dims 64, 128 and 256, no mask, at most one
+key range per sample, causal or not, from scratch or continued.
 
 - The kernel describes its head's queries, keys and values to the copy engine. One thread requests a tile: no thread
   computes addresses, and loads in flight take no registers. Rows after the last visible key are read as zeros.

@@ -18,11 +18,9 @@ from para_core.kernels import attention as exact
 from para_core.kernels.attention import LIBRARY, RoundedKeys
 from para_core.kernels.attention_configs import config_for_int8
 from para_core.kernels.eight_bits import to_int8
+from para_core.kernels.merge import NUM_WARPS, block_of
 
 DTYPES = (torch.float16, torch.bfloat16)
-NUM_WARPS = 4
-# Elements of a program: two loads of 16 bytes for each of its 128 threads.
-_ELEMENTS = 2048
 
 
 @triton.jit
@@ -103,12 +101,6 @@ def round_keys(key: Tensor) -> RoundedKeys:
     with torch.cuda.device_of(key):
         round_keys_kernel[grid](key, rounded.mean, rounded.key, rounded.scales, *numbers, **block, num_warps=NUM_WARPS)
     return rounded
-
-
-def block_of(width: int) -> dict[str, int]:
-    """Return the part of a head that one program rounds."""
-    columns = triton.next_power_of_2(width)
-    return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}
 
 
 def _launch(

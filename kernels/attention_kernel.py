@@ -71,17 +71,9 @@ def _tiles(
             if MASK != "none":
                 if MASK == "bits":
                     mask_tile = _bits(
-                        mask_head,
-                        step_mask_rows,
-                        step_mask_keys,
-                        rows,
-                        num_queries,
-                        start,
-                        last,
-                        MASK_HAS_ROWS,
-                        IN_RANGES,
-                        BLOCK_N,
-                    )
+                        mask_head, step_mask_rows, step_mask_keys, rows, num_queries, start, last,
+                        MASK_HAS_ROWS, IN_RANGES, BLOCK_N,
+                    )  # fmt: skip
                 else:
                     at = mask_head + tl.cast(start, tl.int64) * step_mask_keys + (columns * step_mask_keys)[None, :]
                     if MASK_HAS_ROWS:
@@ -141,17 +133,9 @@ def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr
 
 @triton.jit
 def _bits(
-    words,
-    step_rows,
-    step_words,
-    rows,
-    num_queries,
-    start,
-    last,
-    HAS_ROWS: tl.constexpr,
-    ANY_START: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    words, step_rows, step_words, rows, num_queries, start, last,
+    HAS_ROWS: tl.constexpr, ANY_START: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Read a tile of a mask of bits as 0 or 1: ``[rows or 1, BLOCK_N]``. A word of 32 keys is loaded once.
 
     ANY_START: ``start`` need not be a multiple of 32.

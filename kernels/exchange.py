@@ -125,35 +125,20 @@ def exchange_kernel(
         )  # fmt: skip
 
 
-def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
-    """Copy like :func:`para_core.kernels.exchange_reference.pack`, from up to three tensors."""
-    _launch(*_as_integers(tensors, buffer), regions, pack=True)
-    return buffer
-
-
-def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy like :func:`para_core.kernels.exchange_reference.unpack`, into up to three tensors."""
-    _launch(*_as_integers(tensors, buffer), regions, pack=False)
-    return tensors
-
-
-def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
-    """Round like :func:`para_core.kernels.exchange_reference.pack_rounded`, bit for bit, from up to three tensors."""
+def pack(
+    tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype | None = None
+) -> Tensor:
+    """Copy or round like :func:`para_core.kernels.exchange_reference.pack`, bit for bit, from up to three tensors."""
     _launch(tensors, buffer, regions, pack=True, eight_bits=to)
     return buffer
 
 
-def unpack_rounded(
-    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
+def unpack(
+    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype | None = None
 ) -> Sequence[Tensor]:
-    """Read like :func:`para_core.kernels.exchange_reference.unpack_rounded`, into up to three tensors."""
+    """Copy like :func:`para_core.kernels.exchange_reference.unpack`, into up to three tensors."""
     _launch(tensors, buffer, regions, pack=False, eight_bits=of)
     return tensors
-
-
-def _as_integers(tensors: Sequence[Tensor], buffer: Tensor) -> tuple[list[Tensor], Tensor]:
-    integers = _INTEGERS[buffer.element_size()]
-    return [x.view(integers) for x in tensors], buffer.view(integers)
 
 
 def _launch(
@@ -162,7 +147,7 @@ def _launch(
     regions: Sequence[CopyRegion],
     *,
     pack: bool,
-    eight_bits: torch.dtype | None = None,
+    eight_bits: torch.dtype | None,
 ) -> None:
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors; expected at most {MOST_TENSORS}. Pack the others in another call.")
@@ -171,6 +156,9 @@ def _launch(
     most_heads = max([region.heads for region in regions], default=0)
     if not rows * most_heads or not buffer.numel():
         return
+    if eight_bits is None:
+        integers = _INTEGERS[buffer.element_size()]
+        tensors, buffer = [x.view(integers) for x in tensors], buffer.view(integers)
     # Every pointer argument must be a tensor, even if no region uses it.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
     widths = [x.shape[3], y.shape[3], z.shape[3]]

@@ -39,44 +39,36 @@ class CopyRegion(NamedTuple):
     step: int
 
 
-def pack(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor) -> Tensor:
+def pack(
+    tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype | None = None
+) -> Tensor:
     """Copy all regions from the tensors into ``buffer``, and return it.
 
     Args:
         tensors: ``[B, H, S, D]``, of any strides and one dtype. B is equal for all, D may differ.
         regions: Regions that do not overlap in the buffer.
-        buffer: Flat and contiguous. Elements outside all regions are not changed.
+        buffer: Flat and contiguous; of bytes if tensors are rounded. Elements outside all regions are not changed.
+        to: Round to the nearest numbers of int8 (halves upwards) or float8_e4m3fn (halves to even). The scale of a
+            token and head is its largest absolute value divided by the largest number of ``to``, or 1 if it is 0. If
+            any element is not finite, all of the token and head become NaN.
     """
     for region in regions:
-        _in_buffer(region, tensors, buffer).copy_(_in_tensor(region, tensors))
+        rows = _in_tensor(region, tensors)
+        _in_buffer(region, tensors, buffer, to).copy_(rows if to is None else _rounded(rows, to))
     return buffer
 
 
-def unpack(buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy all regions from ``buffer`` into the tensors, in which they do not overlap, and return the tensors."""
-    for region in regions:
-        _in_tensor(region, tensors).copy_(_in_buffer(region, tensors, buffer))
-    return tensors
-
-
-def pack_rounded(tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype) -> Tensor:
-    """Round to the nearest number of ``to``, and pack into a buffer of bytes.
-
-    ``to`` is int8 (halves upwards) or float8_e4m3fn (halves to even). The scale of a token and head is its largest
-    absolute value divided by the largest number of ``to``, or 1 if it is 0. If any element is not finite, all of the
-    token and head become NaN.
-    """
-    for region in regions:
-        _in_buffer(region, tensors, buffer, SCALE_BYTES).copy_(_rounded(_in_tensor(region, tensors), to))
-    return buffer
-
-
-def unpack_rounded(
-    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype
+def unpack(
+    buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype | None = None
 ) -> Sequence[Tensor]:
-    """Unpack what :func:`pack_rounded` packed with ``to=of``, into floating-point tensors."""
+    """Copy all regions from ``buffer`` into the tensors, in which they do not overlap, and return the tensors.
+
+    Args:
+        of: The dtype to which :func:`pack` rounded. The tensors then have any floating dtype.
+    """
     for region in regions:
-        _in_tensor(region, tensors).copy_(_read(_in_buffer(region, tensors, buffer, SCALE_BYTES), of))
+        rows = _in_buffer(region, tensors, buffer, of)
+        _in_tensor(region, tensors).copy_(rows if of is None else _read(rows, of))
     return tensors
 
 
@@ -104,18 +96,17 @@ def _read(eight: Tensor, of: torch.dtype) -> Tensor:
 
 def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
     """Return the region as a view of its tensor, ``[tokens, B, heads, D]``."""
-    return (
-        tensors[region.tensor]
-        .narrow(2, region.token, region.tokens)
-        .narrow(1, region.head, region.heads)
-        .permute(2, 0, 1, 3)
-    )
+    rows = tensors[region.tensor].narrow(2, region.token, region.tokens).narrow(1, region.head, region.heads)
+    return rows.permute(2, 0, 1, 3)
 
 
-def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, more: int = 0) -> Tensor:
-    """Return the region as a view of the buffer, ``[tokens, B, heads, D + more]``."""
-    batch, width = tensors[region.tensor].shape[0], tensors[region.tensor].shape[3] + more
-    shape = region.tokens, batch, region.heads, width
+def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None) -> Tensor:
+    """Return the region as a view of the buffer, ``[tokens, B, heads, D]``, or ``[tokens, B, heads, D + 4]`` of
+    rounded numbers with their scale.
+    """
+    batch, _, _, width = tensors[region.tensor].shape
+    width += 0 if rounded_to is None else SCALE_BYTES
+    size = region.tokens, batch, region.heads, width
     return buffer.as_strided(
-        shape, (batch * region.step, region.step, width, 1), buffer.storage_offset() + region.offset
+        size, (batch * region.step, region.step, width, 1), buffer.storage_offset() + region.offset
     )

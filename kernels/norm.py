@@ -2,9 +2,8 @@
 
 Statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread has a running
 mean and a sum of squared deviations from it (Welford); these are merged pairwise (Chan), so nothing cancels far from
-zero. There are no
-atomics: the order of additions depends on the shape only. The norm itself is one launch, in which each program merges
-the statistics of all ranks. Bytes: each element is read twice and written once.
+zero. There are no atomics: the order of additions depends on the shape only. The norm itself is one launch, in which
+each program merges the statistics of all ranks. Bytes: each element is read twice and written once.
 """
 
 from __future__ import annotations

@@ -79,15 +79,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     num_chunks = triton.cdiv(num_elements, BLOCK * STEPS)
     sums = totals.new_empty(batch, num_chunks, 2)
     change_kernel[(num_chunks, batch)](
-        now,
-        before,
-        sums,
-        num_elements,
-        now.stride(0),
-        before.stride(0),
-        BLOCK=BLOCK,
-        STEPS=STEPS,
-        num_warps=NUM_WARPS,
+        now, before, sums, num_elements, now.stride(0), before.stride(0), BLOCK=BLOCK, STEPS=STEPS, num_warps=NUM_WARPS
     )
     # A compile-time constant, because the interpreter of Triton 3.6 has no other ranges. One step covers 16.8 million
     # elements.

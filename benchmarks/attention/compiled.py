@@ -246,9 +246,9 @@ def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
     for dtype, common in (("bf16", True), ("fp16", False)):
         arguments: dict[str, Any] = {"key": f"*{dtype}", "mean": "*fp32", "rounded": "*i8", "scales": "*fp32"}
         arguments |= dict.fromkeys(("step_kb", "step_kh", "step_k"), 64) | {"num_heads": "i32", "num_keys": "i32"}
-        arguments |= {"width": head_dim, **attention_int8.block_of(head_dim)}
+        arguments |= {"width": head_dim, **merge.block_of(head_dim)}
         name = f"round keys {dtype}, D = {head_dim}"
-        yield Launch(attention_int8.round_keys_kernel, name, arguments, attention_int8.NUM_WARPS, common)
+        yield Launch(attention_int8.round_keys_kernel, name, arguments, merge.NUM_WARPS, common)
 
 
 def _of_residuals() -> Iterator[Launch]:

@@ -182,13 +182,13 @@ def _rounded_exchange(
         found: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
         return found
 
-    buffer = exchange_reference.pack_rounded(
+    buffer = exchange_reference.pack(
         tensors[:1], arriving, tensors[0].new_empty(rows * row, dtype=torch.uint8), eight_bits
     )
-    expected = exchange_reference.pack_rounded(
+    expected = exchange_reference.pack(
         tensors, sent, tensors[0].new_empty(3 * rows * row, dtype=torch.uint8), eight_bits
     )
-    read = exchange_reference.unpack_rounded(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
+    read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
     each, name = rows * (2 * head_dim + row), str(eight_bits).removeprefix("torch.")
     yield Case(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
     yield Case(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)

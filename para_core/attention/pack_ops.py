@@ -47,8 +47,8 @@ def pack(
         to: Not exact. A dtype of 8 bits to which tensors are rounded, into a buffer of bytes.
         exchange: The module of kernels, or of their references.
     """
-    arguments = (tensors, read_regions(tuple(regions)), _new_buffer(tensors, regions, numel, to))
-    packed: Tensor = exchange.pack(*arguments) if to is None else exchange.pack_rounded(*arguments, to)
+    buffer = _new_buffer(tensors, regions, numel, to)
+    packed: Tensor = exchange.pack(tensors, read_regions(tuple(regions)), buffer, to)
     return packed
 
 
@@ -73,8 +73,8 @@ def unpack(
         dtypes: For a buffer that was rounded: the dtype of 8 bits, and the dtype of the new tensors.
         exchange: The module of kernels, or of their references.
     """
-    arguments = (buffer, read_regions(tuple(regions)), _new_tensors(buffer, regions, shapes, *dtypes))
-    return list(exchange.unpack_rounded(*arguments, dtypes[0]) if dtypes else exchange.unpack(*arguments))
+    tensors = _new_tensors(buffer, regions, shapes, *dtypes)
+    return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, *dtypes[:1]))
 
 
 def unpack_on_gpu(buffer: Tensor, *arguments: Any) -> list[Tensor]:

@@ -11,13 +11,13 @@ import torch
 
 from benchmarks.attention.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import (
+    FLOAT32,
     HEAD_DIMS,
     HOPPER,
     TABLE,
     Config,
     ConfigKey,
     adjusted,
-    in_float32,
     in_int8,
     row_of_dim,
 )
@@ -188,7 +188,7 @@ def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
 @pytest.mark.parametrize("mask", ["none", "float", "bits"])
 def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     options = {**EVERYTHING, "mask": mask, "mask_has_rows": mask != "none"}
-    config = in_float32(head_dim)
+    config = FLOAT32[head_dim > 128]
     found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
     check_room(found, config)
     assert "tf32" not in found.ptx and "mma" not in found.ptx and "fma.rn.f32" in found.ptx

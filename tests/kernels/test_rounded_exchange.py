@@ -42,11 +42,11 @@ def rows_of(x, buffer):
     return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
 
 
-def packed(tensors, regions, numel, eight=FLOAT8, *, by=exchange_reference.pack_rounded):
+def packed(tensors, regions, numel, eight=FLOAT8, *, by=exchange_reference.pack):
     return by(tensors, regions, torch.full((numel,), 7, dtype=torch.uint8), eight)
 
 
-def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack_rounded):
+def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack):
     return by(buffer, regions, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
 
 
@@ -121,8 +121,8 @@ def test_both_ways_give_the_bits_of_pytorch(interpreter, widths, tokens, heads, 
     regions, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)
     tensors[0][1, 0, 0] = 0
     expected = packed(tensors, regions, numel, eight)
-    assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=exchange.pack_rounded), expected)
-    found = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack_rounded)
+    assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=exchange.pack), expected)
+    found = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack)
     for x, y in zip(found, unpacked(expected, regions, shapes, dtype, eight), strict=True):
         alike(x, y)
 
@@ -139,9 +139,9 @@ def test_any_strides_are_packed_and_gaps_kept(interpreter, data):
     regions = [CopyRegion(0, token, tokens, head, heads, data.draw(st.integers(0, 3)), row)]
     numel = regions[0].offset + shape[0] * tokens * row
     buffer = packed([x], regions, numel)
-    assert torch.equal(interpreter(packed, [x], regions, numel, by=exchange.pack_rounded), buffer)
-    (found,) = interpreter(exchange.unpack_rounded, buffer, regions, [x.clone().zero_()], FLOAT8)
-    (expected,) = exchange_reference.unpack_rounded(buffer, regions, [x.clone().zero_()], FLOAT8)
+    assert torch.equal(interpreter(packed, [x], regions, numel, by=exchange.pack), buffer)
+    (found,) = interpreter(exchange.unpack, buffer, regions, [x.clone().zero_()], FLOAT8)
+    (expected,) = exchange_reference.unpack(buffer, regions, [x.clone().zero_()], FLOAT8)
     assert torch.equal(found, expected)
 
 
@@ -150,25 +150,25 @@ def test_every_8_bit_number_equals_pytorch(interpreter):
     buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
     expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
     regions, numel = whole(expected)
-    (found,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack_rounded)
+    (found,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     # 448 is the largest one, so the scale is 1.
     finite = expected.nan_to_num(0.0)
-    bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack_rounded))
+    bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack))
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
 
 
 def test_integer_halves_round_upwards(interpreter):
     x = torch.tensor([127.0, -127.0, 2.5, 3.5, -2.5, 0.49, -0.5, -0.51]).view(1, 1, 1, 8)
     regions, numel = whole(x)
-    bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=exchange.pack_rounded))
+    bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=exchange.pack))
     assert bits.view(torch.int8).flatten().tolist() == [127, -127, 3, 4, -2, 0, 0, -1]
 
 
 def test_float8_halves_round_to_even(interpreter):
     least = 2.0**-9
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, least / 2, 1.5 * least, -2.5 * least, 0.4 * least]).view(1, 1, 1, 8)
-    bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack_rounded))
+    bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack))
     found = bits.view(torch.float8_e4m3fn).float().flatten()
     assert found.tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2 * least, -2 * least, 0.0]
 
@@ -181,9 +181,9 @@ def test_nonfinite_value_makes_its_token_nan(interpreter, bad, place, eight):
     x[0, 1, 2, place] = bad
     regions, numel = whole(x)
     given_x = [x], regions, numel, eight
-    for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack_rounded):
+    for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack):
         read = regions, [x.shape], torch.float16, eight
-        for (found,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack_rounded):
+        for (found,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack):
             assert found[0, 1, 2].isnan().all()
             assert int(found.isnan().sum()) == 16
 
@@ -207,12 +207,12 @@ def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
 def test_nothing_is_rounded_where_there_is_nothing(interpreter):
     for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
         x = torch.empty(shape)
-        assert interpreter(packed, [x], *whole(x), by=exchange.pack_rounded).shape == (0,)
+        assert interpreter(packed, [x], *whole(x), by=exchange.pack).shape == (0,)
 
 
 def test_more_tensors_than_a_launch_takes_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
-        exchange.pack_rounded([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
+        exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
 
 
 # -- compiled
