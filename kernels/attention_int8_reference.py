@@ -35,7 +35,8 @@ def attention(
 
     Args:
         query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
-        ones. smooth: Whether to subtract the mean.
+            ones.
+        smooth: Whether to subtract the mean.
 
     Returns:
         ``out`` and ``lse`` as in exact attention. Weights and values are not rounded further.

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once, and number of times that it loads as many.
+# Elements of a tile, and number of tiles that a program of the statistics reads.
 BLOCK = 1024
 STEPS = 16
 # Channels per tile of the norm if channels are the last dim in memory.

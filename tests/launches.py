@@ -153,17 +153,8 @@ def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: Attn
 @contextmanager
 def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
     """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
-    spec = AttentionSpec.of(
-        layout,
-        layout,
-        sequence_mesh(mesh),
-        num_heads=heads,
-        num_kv_heads=heads,
-        is_causal=False,
-        scale=None,
-        options=options,
-        options_text=options.as_text(),
-    )
+    text = options.as_text()
+    spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Of meta tensors SDPA itself makes matrix products, of those on a GPU the one kernel that is called here.

@@ -201,13 +201,7 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
 
 
 def attention_2d_backward(
-    grad_out: Tensor,
-    saved: Saved,
-    mask: Tensor | None,
-    grid: GridPlan,
-    *,
-    heads: Tensor | None,
-    mask_gradient: bool,
+    grad_out: Tensor, saved: Saved, mask: Tensor | None, grid: GridPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. ``mask`` and
     ``heads`` are those of :func:`attention_2d`.

@@ -11,11 +11,11 @@ import torch
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 from para_core.attention.block_mask import BlockMask
 
-# How the queries of a ring's ranks meet the keys of others: these are passed on from neighbour to neighbour, or all
-# come at once; or queries travel along rows of ranks, and keys along columns.
+# How keys reach the queries of other ring ranks: passed on from neighbour to neighbour, gathered at once, or in a grid
+# in which queries are sent along rows and keys along columns.
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
-# By the name of each in the JSON of a graph.
+# By their names in the JSON of a graph.
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 

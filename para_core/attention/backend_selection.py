@@ -33,13 +33,12 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
 
 # The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose
-# another one. Rows come from benchmarks/attention/single_device.py on that device, and from nowhere else. It has not
-# run on one yet, so there is none: PyTorch's own order holds everywhere, and the Triton kernel computes only where it
-# is named.
+# another one. Rows come only from benchmarks/attention/single_device.py on that device. The benchmark has not run on a
+# device yet, so the table is empty: PyTorch's own order holds, and the Triton kernel computes only if it is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 
 OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
-_OF_CUDA = ("efficient", "cudnn")  # PyTorch has no form of them for CPUs
+_OF_CUDA = ("efficient", "cudnn")  # PyTorch has none of these for CPUs.
 
 
 def resolve_backend(

@@ -320,12 +320,7 @@ def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
     return backend
 
 
-BACKWARD = {
-    MATH: _math_backward,
-    FLASH: _flash_backward,
-    EFFICIENT: _memory_efficient_backward,
-    CUDNN: _cudnn_backward,
-}
+BACKWARD = {MATH: _math_backward, FLASH: _flash_backward, EFFICIENT: _memory_efficient_backward, CUDNN: _cudnn_backward}
 
 
 # -- PyTorch's choice

@@ -101,7 +101,7 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     )
 
 
-# -- what each rank tells of its own part
+# -- what each rank states about its own part
 
 
 # Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its

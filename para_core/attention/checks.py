@@ -13,9 +13,7 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``TypeError`` unless ``tensors`` are plain tensors ``[..., S, D]`` of this rank: not nested, not DTensors,
-    and so on.
-    """
+    """Raise ``TypeError`` unless all three are plain, dense tensors of this rank."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
@@ -49,7 +47,7 @@ def check(
         )
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head dim; got {_shapes(query, key, value)}.")
-    if not _alike(key.shape[:-1], value.shape[:-1]):
+    if not _equal_shapes(key.shape[:-1], value.shape[:-1]):
         raise ValueError(f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}.")
     if query.shape[:-3] != key.shape[:-3]:
         raise ValueError(
@@ -69,7 +67,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
 
-def _alike(shape: torch.Size, other: torch.Size) -> bool:
+def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
     """Whether two shapes are equal. A comparison that is unknown while tracing counts as equal, because lengths may
     depend on data.
     """

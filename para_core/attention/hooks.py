@@ -1,4 +1,4 @@
-"""What exact attention loads only when an option first needs it: :mod:`para_core.attention.approximate`."""
+"""Code of :mod:`para_core.attention.approximate` that exact attention loads only when an option needs it."""
 
 from __future__ import annotations
 

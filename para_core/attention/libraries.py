@@ -40,7 +40,7 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("FlashAttention-3", attn_mask)
-        # [B, S, H, D] there; views, where a model's projections left the tensors so.
+        # The library takes [B, S, H, D], which is the memory layout of most models' tensors: the transposes are views.
         result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
@@ -91,14 +91,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask("SageAttention", attn_mask)
         result: tuple[Tensor, Tensor] = kernel(
-            query,
-            key,
-            value,
-            tensor_layout="HND",
-            is_causal=is_causal,
-            sm_scale=scale,
-            return_lse=True,
-            **options,
+            query, key, value, tensor_layout="HND", is_causal=is_causal, sm_scale=scale, return_lse=True, **options
         )
         return result
 

@@ -31,7 +31,7 @@ from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.single_tokens import has_single_tokens
-from para_core.attention.spec import AttentionSpec
+from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups
 from para_core.distributed.consistency import Signature, check_consistent
@@ -92,7 +92,7 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # What the values of masks say about how their rows were counted, read once per mask.
+        # Whether the rows of masks were counted from 0 on each rank. The values of each mask are read once.
         self.reviews = MaskReviews()
         # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded
         # through it.
@@ -202,12 +202,12 @@ class MeshAttention:
                 options.block_mask.check(query_layout.total, key_layout.total)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
-        spec = AttentionSpec.of(
+        spec = AttentionSpec(
             query_layout,
             key_layout,
-            self._mesh,
-            num_heads=query.shape[-3],
-            num_kv_heads=key.shape[-3],
+            needed_mesh(self._mesh, key_layout, options),
+            query.shape[-3],
+            key.shape[-3],
             is_causal=call.is_causal,
             scale=call.scale,
             options=options,
@@ -293,7 +293,7 @@ def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
     # Not cached: nested tensors, whose `shape` raises; and calls while the user has switched off the math backend,
-    # because his other switches, which are not part of the key, then decide whether the call is valid.
+    # because the other switches, which are not part of the key, then decide whether the call is valid.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None

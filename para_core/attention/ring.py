@@ -94,9 +94,10 @@ class Packing:
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
 
 
-# How what each rank has packed, ``sent``, gets to the others: these give the blocks that this rank sees, its own first.
-# The next one is in flight while the caller computes. They let go of a block before they wait for the next: so must who
-# takes them. What autograd follows is added to ``received``.
+# The two generators below send ``sent``, this rank's packed block, and yield the blocks that this rank sees, its own
+# first. The next block is in flight while the caller computes. A generator drops a block before it waits for the next,
+# and the caller must do so, too, or one more block stays in memory. Received buffers that autograd has to follow are
+# appended to ``received``.
 
 
 def ring_pass(
@@ -193,7 +194,7 @@ def ring_attention(
     for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
         if block is not None:
             attention.add(block, hop.step, is_last=hop is last_hop)
-        # Or three blocks would be in memory while the next hop is on its way.
+        # Otherwise three blocks would be in memory while the next hop is in flight.
         del block
     out, lse = attention.result(key, value)
     if out.dtype != query.dtype:
@@ -205,13 +206,7 @@ def ring_attention(
 
 
 def ring_attention_backward(
-    grad_out: Tensor,
-    saved: Saved,
-    mask: Tensor | None,
-    plan: RingPlan,
-    *,
-    heads: Tensor | None,
-    mask_gradient: bool,
+    grad_out: Tensor, saved: Saved, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. ``mask`` and ``heads`` are those
     of :func:`ring_attention`.
@@ -233,7 +228,7 @@ def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: 
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []
-    arriving: list[Travelling] = []  # on its way while this rank computes its own share
+    arriving: list[Travelling] = []  # In flight while this rank computes its own share.
     for hop, block in _blocks(key, value, packing, plan, []):
         grads = [] if block is None else gradients.add(block, hop.step)
         del block

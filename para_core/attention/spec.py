@@ -37,25 +37,6 @@ class AttentionSpec:
     options: AttnOptions = field(default_factory=AttnOptions)
     options_text: str = ""
 
-    @staticmethod
-    def of(
-        query_layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        mesh: SequenceMesh,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        is_causal: bool,
-        scale: float | None,
-        options: AttnOptions,
-        options_text: str,
-    ) -> AttentionSpec:
-        """Return the spec of a call. If all keys are replicated, its mesh is this rank alone: nothing has to move."""
-        if not key_layout.sharded and options.kept_keys is None:  # Votes for kept keys come from all queries.
-            mesh = mesh.alone()
-        flags = (num_heads, num_kv_heads, is_causal, scale, options, options_text)
-        return AttentionSpec(query_layout, key_layout, mesh, *flags)
-
     @lazy
     def with_gradients(self) -> AttentionSpec:
         """This spec without options that round to 8 bits, for a call that keeps a gradient. The same object if it has
@@ -96,6 +77,13 @@ class AttentionSpec:
         key_layout = query_layout if key_kinds is None else _layout(totals[len(query_kinds) :], key_kinds, ranks)
         flags = (num_heads, num_kv_heads, fields["is_causal"], scale, AttnOptions.read(options_text), options_text)
         return AttentionSpec(query_layout, key_layout, mesh, *flags)
+
+
+def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
+    """Return the mesh of a call: ``mesh``, or this rank alone if all keys are replicated, because nothing is sent."""
+    if key_layout.sharded or options.kept_keys is not None:  # Votes for kept keys come from all queries.
+        return mesh
+    return mesh.alone()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -204,10 +204,7 @@ def _choose_packing(
             )
         sizes = _output_sizes(of.arriving, shapes)
         sent, arriving = _regions(of, of.sent, shapes, widths), _regions(of, of.arriving, shapes, widths)
-        return (
-            partial(_pack_rounded, of.wire, sent, numel),
-            partial(_unpack_rounded, of.wire, arriving, sizes, dtype),
-        )
+        return (partial(_pack_rounded, of.wire, sent, numel), partial(_unpack_rounded, of.wire, arriving, sizes, dtype))
     same_width = of.one_table and all(width == widths[0] for width in widths)
     pack: Pack
     if by_kernel and (len(shapes) > 1 or not (same_width and len(out_groups) == 1)):

@@ -28,7 +28,7 @@ from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.mesh_attention import ChooseLayouts
-from para_core.attention.spec import AttentionSpec
+from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.layout import Run, Segment, SequenceLayout
@@ -157,17 +157,9 @@ class FlexOverMesh:
 
     def _plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
         query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
-        spec = AttentionSpec.of(
-            query_layout,
-            key_layout,
-            self._mesh,
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            is_causal=False,
-            scale=None,
-            options=_OPTIONS,
-            options_text=_OPTIONS_TEXT,
-        )
+        mesh = needed_mesh(self._mesh, key_layout, _OPTIONS)
+        heads = query.shape[1], key.shape[1]
+        spec = AttentionSpec(query_layout, key_layout, mesh, *heads, options=_OPTIONS, options_text=_OPTIONS_TEXT)
         return AttentionPlan(spec)
 
 

@@ -234,10 +234,7 @@ def _call(tensors, backend, *, save):
     with fake_group(1), torch.no_grad():
         mesh = sequence_mesh(init_context_parallel_mesh("cpu"))
         layouts = even_layout(tensors[0].shape[2], 1), even_layout(tensors[1].shape[2], 1)
-        spec = AttentionSpec.of(
-            *layouts, mesh, num_heads=2, num_kv_heads=2, is_causal=False, scale=None,
-            options=options, options_text=options.as_text()
-        )  # fmt: skip
+        spec = AttentionSpec(*layouts, mesh, 2, 2, options=options, options_text=options.as_text())
         return usp_forward(AttentionPlan(spec), *tensors, None, save=save)
 
 

@@ -192,12 +192,7 @@ def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
 
 
 def _kept_blocks(
-    key: Tensor,
-    value: Tensor,
-    is_kept: Tensor,
-    mask: Tensor,
-    plan: RingPlan,
-    received: list[Tensor],
+    key: Tensor, value: Tensor, is_kept: Tensor, mask: Tensor, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield the kept keys and values of each ring block, this rank's first, and a mask, because heads keep different
     numbers of keys.
