@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 from torch import nn
@@ -128,13 +129,5 @@ class FusedPipe:
 
     def report(self) -> PipeFusionReport:
         """Return the report of the last generation, over all transformers."""
-        found = [fusion.report() for fusion in self.fusions.values()]
-        return PipeFusionReport(
-            sum(one.whole_calls for one in found),
-            sum(one.patched_calls for one in found),
-            sum(one.overlapping_calls for one in found),
-            sum(one.key_bytes for one in found),
-            sum(one.bytes_sent for one in found),
-            sum(one.seconds for one in found),
-            sum(one.seconds_waited for one in found),
-        )
+        reports = [astuple(fusion.report) for fusion in self.fusions.values()]
+        return PipeFusionReport(*map(sum, zip(*reports, strict=True)))

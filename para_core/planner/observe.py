@@ -163,7 +163,7 @@ class _Observer(TorchFunctionMode):
         parameters = parameters_of(module)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            splits = {key: rule for key, rule in rules.cuts if isinstance(key, str)}
+            splits = rules.of_inputs
             self._note(splits, {**dict(zip(parameters, args, strict=False)), **kwargs})
             if isinstance(rules.attention, LinearAttention):
                 self._summing.append((rules.attention, []))
@@ -177,7 +177,7 @@ class _Observer(TorchFunctionMode):
                 self._summing.pop()
             elif rules.attention:
                 self._attending.pop()
-            splits = {key: rule for key, rule in rules.cuts if isinstance(key, int)}
+            splits = rules.of_outputs
             self._note(splits, dict(enumerate([output] if isinstance(output, Tensor) else output)) if splits else {})
             if rules.gathers:
                 self._note_gathered(output, rules.gathers)

@@ -184,9 +184,9 @@ def planned_layouts(
     Raises:
         ValueError: The numbers of tokens do not fit the segments.
     """
-    query_layout = _layout_of(attention.queries, segments, mesh, num_queries, "query")
+    query_layout = layout_of_segments(attention.queries, segments, mesh, num_queries, "query")
     if attention.keys is not None:
-        return query_layout, _layout_of(attention.keys, segments, mesh, num_keys, "key")
+        return query_layout, layout_of_segments(attention.keys, segments, mesh, num_keys, "key")
     if any(segment.name == PAST for segment in segments) and num_keys > num_queries:
         past = Segment(PAST, num_keys - num_queries, replicated=True)
         return query_layout, SequenceLayout((past, *query_layout.segments), mesh.ranks)
@@ -198,9 +198,19 @@ def planned_layouts(
     return query_layout, query_layout
 
 
-def _layout_of(
+def layout_of_segments(
     names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, held: int, kind: str
 ) -> SequenceLayout:
+    """Return the layout of a sequence that consists of the segments ``names``, of which this rank has ``held`` tokens.
+
+    One of ``names`` that is not among ``segments`` is replicated, with the remaining tokens.
+
+    Args:
+        kind: Name of the tokens, for the error message.
+
+    Raises:
+        ValueError: The number of tokens does not fit the segments.
+    """
     known = {segment.name: segment for segment in segments}
     local = sum([known[name].size(mesh.rank, mesh.ranks) for name in names if name in known])
     # The remaining tokens belong to the one segment that was never sharded.

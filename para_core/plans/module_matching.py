@@ -20,22 +20,30 @@ class ModuleRules:
 
     Args:
         name: The name in the plan, with wildcards.
-        cuts: Rules for inputs (by parameter) and outputs (by index).
+        shard_rules: Rules for inputs (by parameter) and outputs (by index).
         exchange: For a submodule of an :class:`AttentionByHeads`, whether its output is exchanged to all tokens
             (``"enter"``) or its input back to this rank's tokens (``"leave"``).
     """
 
     name: str = ""
-    cuts: tuple[tuple[str | int, ShardRule], ...] = ()
+    shard_rules: tuple[tuple[str | int, ShardRule], ...] = ()
     gathers: tuple[Gather | None, ...] = ()
     attention: Attending = ()
     halo: Halo | None = None
     exchange: Literal["enter", "leave"] | None = None
 
+    @property
+    def of_inputs(self) -> dict[str, ShardRule]:
+        return {parameter: rule for parameter, rule in self.shard_rules if isinstance(parameter, str)}
+
+    @property
+    def of_outputs(self) -> dict[int, ShardRule]:
+        return {index: rule for index, rule in self.shard_rules if isinstance(index, int)}
+
     def with_more(self, other: ModuleRules) -> ModuleRules:
         return ModuleRules(
             self.name,
-            (*self.cuts, *other.cuts),
+            (*self.shard_rules, *other.shard_rules),
             self.gathers or other.gathers,
             self.attention or other.attention,
             self.halo or other.halo,
@@ -49,7 +57,7 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
     Raises:
         ValueError: The plan has a rule for a module that does not exist. Attention rules without a match are allowed.
     """
-    required = [ModuleRules(name, cuts=tuple(cuts.items())) for name, cuts in plan.inner.items()]
+    required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
     required += [ModuleRules(name, halo=halo) for name, halo in plan.halos.items()]
     attending = [ModuleRules(name, attention=attention) for name, attention in plan.attention.items()]

@@ -287,10 +287,14 @@ class Plan:
     common: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
 
+    @property
+    def shard_rules(self) -> list[ShardRule]:
+        """All rules for inputs of the model, and for inputs and outputs of submodules."""
+        return [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
+
     def cuts(self, segment: str) -> bool:
         """Whether the plan splits a tensor of ``segment``."""
-        rules = [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
-        return any(isinstance(rule, Split) and rule.segment == segment for rule in rules)
+        return any(isinstance(rule, Split) and rule.segment == segment for rule in self.shard_rules)
 
     def with_replicated(self, segment: str) -> Plan:
         """Return this plan with ``segment`` replicated on every rank."""
@@ -305,7 +309,7 @@ class Plan:
 def coarse_segments(plan: Plan) -> frozenset[str]:
     """Return the segments of rows or frames, whose entries stand for several tokens each."""
     gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
-    rules = [*plan.inputs.values(), *[rule for rules in plan.inner.values() for rule in rules.values()], *gathers]
+    rules = [*plan.shard_rules, *gathers]
     rules = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
     names = [
         rule.segment or rule.like if isinstance(rule, Split) else rule.segment

@@ -370,8 +370,7 @@ class _Region:
 
     def _module_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
         name, attention = rules.name, rules.attention
-        of_inputs = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
-        of_outputs = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
+        of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
 
         def cut_and_gather(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             interception = self.interception
@@ -409,7 +408,7 @@ class _Region:
         if rules.exchange is not None:
             return self._exchange_heads(rules.exchange)
         inside = attend if rules.halo is None else mix
-        return cut_and_gather if rules.cuts or rules.gathers else inside
+        return cut_and_gather if rules.shard_rules or rules.gathers else inside
 
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated

@@ -1,3 +1,1 @@
-"""Weights that one device does not hold alone: FSDP2 and tensor parallelism of PyTorch, under attention and caches as
-they are.
-"""
+"""Distributed weights: FSDP2, tensor parallelism, pipeline stages and PipeFusion."""

@@ -1,7 +1,7 @@
-"""Attention of a patch as one opaque operator for compiled blocks, whose graphs contain no stored keys.
+"""Attention of one patch as an opaque operator, so that the graph of a compiled block contains no stored keys.
 
-The patch, and the stored keys, are looked up when the operator runs (:func:`attending_by`), so that one graph serves
-all patches of equal length and all blocks of equal kind.
+The operator looks up the function that computes it when it runs (:func:`patch_attention_handler`). One graph therefore
+serves all patches of equal length and all blocks with equal attention calls.
 """
 
 from __future__ import annotations
@@ -20,89 +20,77 @@ from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 from para_core.torch_internals import no_frame_of_its_own
 
-# Computes an attention call, given the index of its kind.
+# Computes an attention call of a patch. The integer is the index of its plan entry in PatchHooks.attentions.
 PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
 class _ThreadState(threading.local):
-    """The handlers of patch attention in this thread, the innermost last."""
+    """The handlers of the operator in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.attending: list[PatchHandler] = []
+        self.handlers: list[PatchHandler] = []
 
 
 _THREAD_STATE = _ThreadState()
 
 
 @contextmanager
-def attending_by(attend: PatchHandler) -> Iterator[None]:
-    """Let ``attend(kind, call)`` compute the operator in this thread while the block runs."""
-    _THREAD_STATE.attending.append(attend)
+def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
+    """Compute the operator by ``handler`` in this thread inside the ``with`` block."""
+    _THREAD_STATE.handlers.append(handler)
     try:
         yield
     finally:
-        _THREAD_STATE.attending.pop()
+        _THREAD_STATE.handlers.pop()
 
 
 class PatchAttnMode(TorchFunctionMode):
-    """A mode that turns each attention call into the operator, in graphs and in eager code.
+    """Mode that replaces each attention call by the operator, in graphs and in eager code.
 
     Args:
-        kinds: The kind of the first, second, … call. The last one is that of all further calls.
+        indices: Index of the plan entry of the first, second, … call. The last one also applies to further calls.
     """
 
-    def __init__(self, kinds: tuple[int, ...]) -> None:
+    def __init__(self, indices: tuple[int, ...]) -> None:
         super().__init__()
-        self._kinds, self._calls = kinds, 0
+        self._indices, self._calls = indices, 0
 
     @no_frame_of_its_own
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return intercept(self, self._attend, 1, func, args, kwargs or {})
+        return intercept(self, self._call_operator, 1, func, args, kwargs or {})
 
-    def _attend(self, call: SdpaCall) -> Tensor:
-        kind = self._kinds[min(self._calls, len(self._kinds) - 1)]
-        if len(self._kinds) > 1:
+    def _call_operator(self, call: SdpaCall) -> Tensor:
+        index = self._indices[min(self._calls, len(self._indices) - 1)]
+        if len(self._indices) > 1:
             self._calls += 1
-        out: Tensor = torch.ops.para_core.patch_attention(*call[:8], kind)[0]
+        out: Tensor = torch.ops.para_core.patch_attention(*call[:8], index)[0]
         return out
 
 
-def _patch_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    kind: int,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if not _THREAD_STATE.attending:
+def _patch_attention(*args: Any) -> tuple[Tensor, Tensor]:
+    if not _THREAD_STATE.handlers:
         raise RuntimeError(
             "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or "
             "unparallelize_pipe(pipe) first."
         )
-    call = SdpaCall(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
-    out = _THREAD_STATE.attending[-1](kind, call)
-    # The memory layout that the fake kernel states: [B, S, H, D].
+    out = _THREAD_STATE.handlers[-1](args[8], SdpaCall(*args[:8]))
+    # Memory in the order [B, S, H, D], as _output_shape declares it.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, done(out)
 
 
-def _shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+def _output_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
     return out, done(out)
 
 
-# A collective, because ranks that share a patch exchange keys: the operator must keep its order and must not be
-# removed.
+# Defined as a collective, because ranks that share a sequence exchange keys in it: a compiler must neither reorder nor
+# remove it.
 define_collective(
     "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
-    "scale, bool enable_gqa, int kind, Tensor? after=None) -> (Tensor, Tensor)",
+    "scale, bool enable_gqa, int index, Tensor? after=None) -> (Tensor, Tensor)",
     _patch_attention,
-    _shape,
+    _output_shape,
 )

@@ -1,44 +1,53 @@
-"""Split a model's tokens into patches by its plan: patch m of M gets what rank m of M ranks would get."""
+"""Split the tokens of a model into patches by its plan: patch m of M is the part of rank m of M ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance_patching import WrapperPriority, unwrap, wrap_alike
+from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
-from para_core.plans.plan import Attention, AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
+from para_core.plans.plan import (
+    Attention,
+    AttentionByHeads,
+    Entries,
+    FirstTokens,
+    LastTokens,
+    Plan,
+    Replicate,
+    ShardRule,
+    Split,
+)
 from para_core.weights.patch_operator import PatchAttnMode
 
-# (begin, length) along tokens, or along a dim of a model's input.
-Rows = tuple[int, int]
-# Keys of the wrappers that split inputs and gather outputs, and that split outputs.
+# Keys of the wrappers of submodules: one runs outside the wrapper of the model's plan, the other inside it.
 _INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a model that makes tokens from a video. Its tokens are in the order of the frames, equally many per
-    frame.
+    """The frames of a video model, whose tokens are ordered by frame, with the same number of tokens for each frame.
 
     Args:
         dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
-        together (`str`, *optional*): The entry of the config with the number of frames that become one frame of tokens
-            (of a tuple, the first number). Defaults to one frame.
+        together (`str`, *optional*): Name of the entry of ``module.config`` with the number of latent frames per frame
+            of tokens. If the entry is a tuple, its first number counts. Defaults to one latent frame.
     """
 
     dim: int
     together: str | None = None
 
-    def of_one(self, module: nn.Module) -> int:
-        """Return the number of frames that become one frame of tokens."""
+    def latents_per_token(self, module: nn.Module) -> int:
+        """Return the number of latent frames per frame of tokens."""
         config: Any = module.config
         entry = None if self.together is None else config[self.together]
         return int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
@@ -49,10 +58,11 @@ class PatchPlan:
     """The split of one model into patches.
 
     Args:
-        segment: The segment of ``plan`` that is split. Other sharded segments belong to the first patch, replicated
-            ones to each patch.
-        dim: The dim of ``hidden_states`` and of the output along which patches follow each other.
-        together: Number of entries along ``dim`` that stay in one patch.
+        plan: The plan of the model.
+        segment: The segment of ``plan`` that is split into patches. Other sharded segments belong to the first patch,
+            replicated ones to every patch.
+        dim: The dim of ``hidden_states`` and of the output that is split.
+        together: Number of consecutive entries along ``dim`` that stay in one patch.
         ndim: Number of dims of ``hidden_states``.
     """
 
@@ -64,23 +74,26 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model returns the tokens of a patch, and not a whole output in which only these are valid."""
+        """Whether the model returns only the tokens of a patch. Otherwise its output has the full size, and only the
+        part of the patch is valid.
+        """
         return "" in self.plan.outputs
 
-    def rows(self, like: Tensor, num_patches: int) -> list[Rows]:
-        """Return begin and length of each patch along ``dim`` of ``like``, the model's input.
+    def runs(self, hidden_states: Tensor, num_patches: int) -> list[Run]:
+        """Return the begin and length of each patch along ``dim`` of ``hidden_states``.
 
         Raises:
-            ValueError: ``like`` has other dims than expected, or there are fewer tokens or frames than patches.
+            ValueError: ``hidden_states`` does not have the expected dims, or fewer tokens or frames than patches.
         """
-        total, rest = divmod(like.shape[self.dim], self.together) if like.ndim == self.ndim else (0, 1)
-        if rest:
+        shape, together = list(hidden_states.shape), self.together
+        if len(shape) != self.ndim or shape[self.dim] % together:
             raise ValueError(
-                f"the model's input is {list(like.shape)}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} "
-                f"a multiple of {self.together}."
+                f"the model's input is {shape}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a multiple "
+                f"of {together}."
             )
         what = "tokens" if self.ndim == 3 else "frames of latents"
-        return [(self.together * begin, self.together * size) for begin, size in patch_rows(total, num_patches, what)]
+        patches = patch_runs(shape[self.dim] // together, num_patches, what)
+        return [(together * begin, together * length) for begin, length in patches]
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
@@ -100,155 +113,143 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     if reason is not None:
         return reason
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
-    # The output has the form of the input, because schedulers add them.
-    of_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
-    if of_tokens and gathers[0].dim == 1:
+    # The scheduler adds the output to hidden_states, so both consist of tokens or neither does.
+    takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
+    if takes_tokens and gathers[0].dim == 1:
         return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
-    if frames is None or of_tokens:
+    if frames is None or takes_tokens:
         return (
             "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
         )
-    return PatchPlan(plan, segment, frames.dim, frames.of_one(module), ndim=5)
+    return PatchPlan(plan, segment, frames.dim, frames.latents_per_token(module), ndim=5)
 
 
 def _why_not(plan: Plan) -> str | None:
-    cuts = [*plan.inputs.values(), *[cut for rules in plan.inner.values() for cut in rules.values()]]
-    if plan.halos or not all(isinstance(cut, (Split, Replicate, FirstTokens, LastTokens, Entries)) for cut in cuts):
+    rules = plan.shard_rules
+    if plan.halos or not all(isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules):
         return "some of its modules need the tokens of other patches"
-    if any(isinstance(cut, Split) and (cut.then_replicated or cut.after_replicated) for cut in cuts):
+    if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
         return "its tokens share a tensor with others"
-    rules_of_attention = plan.attention.values()
-    if any(isinstance(rule, AttentionByHeads) for rule in rules_of_attention):
+    attention = plan.attention.values()
+    if any(isinstance(calls, AttentionByHeads) for calls in attention):
         return "its attention needs the tokens of all patches at once"
-    if not all(isinstance(rule, tuple) and all(call.mask != "pairs" for call in rule) for rule in rules_of_attention):
+    if not all(isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention):
         return "it attends to sums, to lists, or by a mask of pairs of tokens"
     return None
 
 
-def patch_rows(total: int, num_patches: int, what: str = "tokens") -> list[Rows]:
-    """Return begin and length of each patch. The split is that of ``torch.tensor_split``.
+def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
+    """Return the begin and length of each patch of ``total`` entries, split like ``torch.tensor_split``.
 
-    >>> patch_rows(10, 4)
+    >>> patch_runs(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
 
     Raises:
-        ValueError: There are more patches than entries. ``what`` names the entries.
+        ValueError: There are more patches than entries. ``what`` names the entries in the message.
     """
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
-    sizes = [(total + num_patches - 1 - patch) // num_patches for patch in range(num_patches)]
-    return [(sum(sizes[:patch]), size) for patch, size in enumerate(sizes)]
+    return [Segment("patches", total).runs(patch, num_patches)[0] for patch in range(num_patches)]
 
 
-class PatchCuts(RuleExecutor):
-    """Applies the rules of a plan for patch ``index`` of ``count``, without other ranks and without communication.
+class PatchRuleExecutor(RuleExecutor):
+    """Applies the rules of a plan for one patch, as for one of ``num_patches`` ranks, but without communication.
 
     Args:
-        units: Number of frames, whose tokens stay together; None if tokens are split individually.
+        plan: The plan of the model.
+        index: Index of the patch.
+        num_patches: Number of patches.
+        num_frames: Number of frames, whose tokens stay together; None if tokens are split individually.
     """
 
-    def __init__(self, plan: PatchPlan, index: int, count: int, units: int | None) -> None:
-        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", count, index, "", None), "cpu"))
-        self._units = units
-        cuts = [*plan.plan.inputs.values(), *[cut for rules in plan.plan.inner.values() for cut in rules.values()]]
-        self._in_first_patch = {cut.segment for cut in cuts if isinstance(cut, Split)} - {None, plan.segment}
+    def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
+        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", num_patches, index, "", None), "cpu"))
+        self._num_frames = num_frames
+        sharded = {rule.segment for rule in plan.plan.shard_rules if isinstance(rule, Split)}
+        self._in_first_patch = sharded - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment of ``total`` tokens: all in the first patch, or frame by frame.
+        """Return the segment of ``total`` tokens: all in the first patch, or split, but not within a frame.
 
         Raises:
-            ValueError: The tokens do not divide evenly over the frames.
+            ValueError: The number of frames does not divide ``total``.
         """
         if name in self._in_first_patch:
             return Segment(name, total, together=max(total, 1))
-        units = self._units or total
-        if total % units:
-            raise ValueError(f"{name} has {total} entries; expected a multiple of the {units} frames.")
-        return Segment(name, total, together=max(total // units, 1))
+        num_frames = self._num_frames or total
+        if total % num_frames:
+            raise ValueError(f"{name} has {total} entries; expected a multiple of the {num_frames} frames.")
+        return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1: models see the tokens of all patches, so a single token is not taken for a decoding step."""
+        """Return 1. A patch of a single token is safe, because attention still sees the tokens of all patches."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return a whole tensor with ``part`` in the place of this patch, and zeros elsewhere."""
+        """Return a tensor with all tokens of ``layout``: ``part`` for this patch, zeros for the others."""
         shape = list(part.shape)
         shape[dim] = layout.total
-        whole, start = part.new_zeros(shape), 0
-        for begin, length in layout.runs(self.mesh.rank):
-            whole.narrow(dim, begin, length).copy_(part.narrow(dim, start, length))
-            start += length
+        whole = part.new_zeros(shape)
+        write_runs(whole, part, dim, layout.runs(self.mesh.rank))
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value`` itself, because one rank computes a patch."""
+        """Return ``value``. It is computed on one rank only, so there is nothing to make equal."""
         return value
 
-    def rows(self, names: tuple[str, ...], held: int) -> tuple[list[Rows], int] | None:
-        """Return the rows of this patch's tokens in the segments ``names``, and the number of tokens of all patches.
-
-        Returns None if ``held``, the number of tokens of this patch, does not fit the plan. At most one segment may
-        have an unknown length; it is replicated.
-        """
-        unknown = [name for name in names if name not in self.segments]
-        rest = held - sum(self.segments[x].size(self.mesh.rank, self.mesh.ranks) for x in names if x not in unknown)
-        if rest < 0 or len(unknown) > 1 or (rest and not unknown):
-            return None
-        segments = [self.segments.get(name) or Segment(name, rest, replicated=True) for name in names]
-        layout = SequenceLayout(tuple(segments), self.mesh.ranks)
-        return list(layout.runs(self.mesh.rank)), layout.total
-
-    def cuts(self, names: tuple[str, ...]) -> bool:
-        """Whether one of these segments is split."""
+    def splits(self, names: tuple[str, ...]) -> bool:
+        """Whether one of the segments ``names`` is split into patches."""
         return any(name in self.segments and not self.segments[name].replicated for name in names)
 
 
-class PatchPlaces:
-    """Wrappers that apply a plan's rules to the submodules of ``module`` for one patch. :attr:`cutting` is the patch of
-    the current call, or None.
+def write_runs(whole: Tensor, part: Tensor, dim: int, runs: Sequence[Run]) -> None:
+    """Copy ``part``, whose entries along ``dim`` are those of ``runs`` one after the other, into ``whole``."""
+    lengths = [length for _, length in runs]
+    for (begin, length), chunk in zip(runs, part.split(lengths, dim), strict=True):
+        whole.narrow(dim, begin, length).copy_(chunk)
+
+
+class PatchHooks:
+    """Wrappers of the submodules of ``module`` that apply the rules of ``plan`` for one patch.
 
     Attributes:
-        kinds: All kinds of attention calls in the plan. A call is identified by its index in this tuple.
-        default: The indices of calls in modules that the plan does not name.
+        executor: Applies the rules for the patch of the current call of the model. None outside of a call.
+        attentions: The attention entries of the plan. The one of modules that the plan does not name comes first.
     """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.module = module
-        self.cutting: PatchCuts | None = None
+        self.executor: PatchRuleExecutor | None = None
         self._matches = match_modules(module, plan)
-        rules_by_name = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
-        self.kinds = tuple(
-            dict.fromkeys([Attention(plan.joint_order), *[call for rule in rules_by_name for call in rule]])
-        )
-        self.default = (0,)
-        # A stack of (kinds of a module's attention calls, their number so far), the innermost module last. In graphs a
-        # stack of modes does this.
+        attending = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
+        self.attentions = tuple(dict.fromkeys([Attention(plan.joint_order), *chain.from_iterable(attending)]))
+        # In eager code: (indices of a module's attention entries, its number of calls so far), the innermost module
+        # last. In graphs, nested modes hold this.
         self._attending: list[tuple[tuple[int, ...], list[int]]] = []
         self._in_graphs = False
 
-    def begin(self, cutting: PatchCuts | None, *, in_graphs: bool = False) -> None:
+    def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
         """Set the patch of the next call of the model; None after the call.
 
         Args:
-            in_graphs: Whether blocks are compiled or the plan intercepts by a mode. :class:`PatchAttnMode` then
-                identifies attention calls.
+            in_graphs: Whether :class:`PatchAttnMode` intercepts attention calls, and not the dispatcher.
         """
-        self.cutting, self._attending, self._in_graphs = cutting, [(self.default, [0])], in_graphs
+        self.executor, self._attending, self._in_graphs = executor, [((0,), [0])], in_graphs
 
     def next_attention(self) -> Attention:
-        """Return the segments of the next attention call."""
-        attending, calls = self._attending[-1]
+        """Return the plan entry of the next attention call. For eager code only."""
+        indices, calls = self._attending[-1]
         calls[0] += 1
-        return self.kinds[attending[min(calls[0], len(attending)) - 1]]
+        return self.attentions[indices[min(calls[0], len(indices)) - 1]]
 
     @contextmanager
-    def attending_to(self, kinds: tuple[int, ...]) -> Iterator[None]:
-        """Identify the attention calls inside the block as these ``kinds``, counted from 0."""
+    def _attending_to(self, indices: tuple[int, ...]) -> Iterator[None]:
+        """Use the plan entries ``indices`` for the first, second, … attention call inside the ``with`` block."""
         if self._in_graphs:
-            with PatchAttnMode(kinds):
+            with PatchAttnMode(indices):
                 yield
             return
-        self._attending.append((kinds, [0]))
+        self._attending.append((indices, [0]))
         try:
             yield
         finally:
@@ -259,43 +260,40 @@ class PatchPlaces:
         for submodule, rules in self._matches.values():
             groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
         for (rules, parameters), submodules in groups.items():
-            around = self._inputs(rules, parameters)
-            wrap_alike(submodules, "__call__", _INPUTS, around, order=WrapperPriority.PATCH)
-            cuts = {key: cut for key, cut in rules.cuts if isinstance(key, int)}
-            if cuts:
-                outputs = self._outputs(rules.name, cuts)
-                wrap_alike(submodules, "__call__", _OUTPUTS, outputs, order=WrapperPriority.PATCH_OUTPUTS)
+            hook = self._hook(rules, parameters)
+            wrap_alike(submodules, "__call__", _INPUTS, hook, order=WrapperPriority.PATCH)
+            if rules.of_outputs:
+                hook = partial(self._split_outputs, rules.of_outputs, rules.name)
+                wrap_alike(submodules, "__call__", _OUTPUTS, hook, order=WrapperPriority.PATCH_OUTPUTS)
 
     def remove(self) -> None:
         for submodule, _ in self._matches.values():
             unwrap(submodule, _INPUTS)
             unwrap(submodule, _OUTPUTS)
 
-    def _inputs(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Any:
-        cuts = {key: cut for key, cut in rules.cuts if isinstance(key, str)}
+    def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
         attention = rules.attention if isinstance(rules.attention, tuple) else ()
-        kinds = tuple(self.kinds.index(call) for call in attention)
+        indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
-        def attend(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # This may be traced, so nothing here may differ from patch to patch.
-            if self.cutting is None or not kinds:
+        def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # This may be traced, and the graph serves all patches, so nothing here may depend on the patch.
+            if self.executor is None or not indices:
                 return call(module, *args, **kwargs)
-            with self.attending_to(kinds):
+            with self._attending_to(indices):
                 return call(module, *args, **kwargs)
 
-        def cut_and_gather(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            cutting = self.cutting
-            if cutting is None:
+        def split_and_gather(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            executor = self.executor
+            if executor is None:
                 return call(module, *args, **kwargs)
-            args, kwargs = cutting.arguments(cuts, parameters, args, kwargs, rules.name)
-            output = attend(call, module, *args, **kwargs)
-            return cutting.outputs(output, rules.gathers) if rules.gathers else output
+            args, kwargs = executor.arguments(of_inputs, parameters, args, kwargs, rules.name)
+            output = identify(call, module, *args, **kwargs)
+            return executor.outputs(output, rules.gathers) if rules.gathers else output
 
-        return cut_and_gather if cuts or rules.gathers else attend
+        return split_and_gather if of_inputs or rules.gathers else identify
 
-    def _outputs(self, name: str, cuts: Mapping[int, Any]) -> Any:
-        def around(call: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            output = call(module, *args, **kwargs)
-            return output if self.cutting is None else self.cutting.outputs_at(output, cuts, name)
-
-        return around
+    def _split_outputs(
+        self, rules: Mapping[int, ShardRule], name: str, call: Around, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = call(module, *args, **kwargs)
+        return output if self.executor is None else self.executor.outputs_at(output, rules, name)

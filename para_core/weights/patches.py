@@ -1,4 +1,4 @@
-"""Tensors whose patches arrive one after the other, and pointwise functions of them, evaluated patch by patch."""
+"""Tensors whose patches arrive one after the other, and pointwise functions that are evaluated patch by patch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize, run_without_data
+from para_core.distributed.layout import Run
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
-# Like pointwise functions: each element of the result depends only on the same element of the input.
+# Not tagged as pointwise, but each element of the result depends only on the same element of the input.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Tagged as pointwise, but returns one bool for all elements.
+# Tagged as pointwise, but the result is one bool for all elements.
 _WHOLE = (_aten.equal.default,)
 
 
@@ -22,41 +23,43 @@ class Arrival:
     """A tensor whose patches along ``dim`` arrive one after the other.
 
     Args:
-        whole: The memory of the tensor, uninitialised.
-        rows: Begin and length of each patch.
+        whole: Uninitialised memory for the tensor.
+        runs: Begin and length of each patch.
+        dim: The dim along which the patches follow each other.
     """
 
-    def __init__(self, whole: Tensor, rows: list[tuple[int, int]], dim: int = 1) -> None:
-        self._whole, self._rows, self._dim = whole, rows, dim
-        # For each patch, the function that waits for it; None if it was read.
-        self._coming: list[Callable[[], Tensor] | None] = []
+    def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
+        self._whole, self._runs, self._dim = whole, runs, dim
+        # For each patch, the function that returns it; None once it was copied into the memory.
+        self._pending: list[Callable[[], Tensor] | None] = []
 
     @property
     def num_patches(self) -> int:
-        return len(self._rows)
+        return len(self._runs)
 
-    def comes(self, get: Callable[[], Tensor]) -> None:
-        """Add the next patch: ``get`` returns it, and may wait."""
-        self._coming.append(get)
+    def add(self, get: Callable[[], Tensor]) -> None:
+        """Add the next patch. ``get`` returns it, after waiting for it if necessary."""
+        self._pending.append(get)
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 … ``patch``, and return the whole tensor. Its other patches are uninitialised."""
+        """Wait for patches 0 to ``patch``, and return the whole tensor. Later patches may be uninitialised."""
         for index in range(patch + 1):
-            get = self._coming[index]
+            get = self._pending[index]
             if get is not None:
-                self._whole.narrow(self._dim, *self._rows[index]).copy_(get())
-                self._coming[index] = None
+                self._whole.narrow(self._dim, *self._runs[index]).copy_(get())
+                self._pending[index] = None
         return self._whole
 
     @property
     def is_complete(self) -> bool:
-        """Whether all patches have arrived and were read."""
-        return len(self._coming) == self.num_patches and all(get is None for get in self._coming)
+        """Whether all patches have been added and copied into the memory."""
+        return len(self._pending) == self.num_patches and all(get is None for get in self._pending)
 
 
 class _Pointwise:
-    """A recorded pointwise call on tensors of which some arrive in patches. It is evaluated on whole tensors, up to a
-    valid patch.
+    """A pointwise call on tensors that arrive in patches.
+
+    It is evaluated on whole tensors, and the result is valid up to the last patch that had arrived.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
@@ -67,27 +70,27 @@ class _Pointwise:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its inputs have arrived."""
+        """Whether all inputs are complete."""
         leaves = pytree.tree_leaves(self._call) if self._call is not None else []
         return all(x.source.is_complete for x in leaves if isinstance(x, Patched))
 
     def up_to(self, patch: int) -> Tensor:
+        """Wait for patches 0 to ``patch`` of the inputs, and return the result, which is valid for these patches."""
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(Patched, lambda x: x.source.up_to(patch), (args, kwargs))
             self._output, self._patch = func(*args, **kwargs), patch
             if patch == self.num_patches - 1:
-                # The inputs are not needed any more.
-                self._call = None
+                self._call = None  # Releases the inputs.
         if self._output is None:
             raise RuntimeError(f"patch {patch} was requested, but no patch has been computed.")
         return self._output
 
 
-class _Always:
-    """The round of a :class:`Patched` tensor. It never ends, because each tensor has patches of its own."""
+class _NeverOver:
+    """A :class:`PendingRound` that never ends, because each :class:`Patched` tensor waits only for its own patches."""
 
-    later: list[Any] = []  # noqa: RUF012  It stays empty.
+    later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
     is_over = False
     waits_for_more = True
 
@@ -95,27 +98,25 @@ class _Always:
         self.live = live
 
     def finish(self) -> None:
-        """Do nothing, because each tensor is waited for separately."""
+        """Do nothing. Reading a tensor waits for its own patches."""
 
 
 class Patched(Deferred):
-    """A tensor that arrives in patches. Pointwise functions of it are recorded; everything else waits for all patches.
+    """A tensor that arrives in patches. Pointwise functions of it are recorded; other operations wait for all patches.
 
-    Other tensor arguments of a recorded function are copied, because pipelines may change them in place (latents).
+    The other tensor arguments of a recorded function are copied, because pipelines may change them (latents) in place.
     """
 
     source: Arrival | _Pointwise
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor like ``expected`` that waits for ``source``. ``live`` holds the deferred tensors of the
-        pipeline call.
-        """
+        """Return a tensor like ``expected`` with the data of ``source``, and add it to ``live``."""
         like = expected.like
         patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
         )
-        patched.of, patched.source = _Always(live), source
+        patched.of, patched.source = _NeverOver(live), source
         live.add(patched)
         return patched
 
@@ -134,10 +135,10 @@ class Patched(Deferred):
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
-    """Return the result of ``func`` as a :class:`Patched` tensor; None if it cannot be evaluated patch by patch."""
+    """Record a call of ``func`` and return its result. Returns None if it cannot be evaluated patch by patch."""
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
-    # Random numbers would be drawn again for each patch.
+    # Each evaluation would draw new random numbers.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,25 +1,26 @@
-"""PipeFusion (arXiv:2405.14430): all stages work at once, each on another patch of the image. Not exact, and off by
-default.
+"""PipeFusion (arXiv:2405.14430): all pipeline stages work at once, on different patches. Not exact; off by default.
 
 The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch
-``m + 1``. A patch attends to the keys and values that the other patches had at the previous step
-(:mod:`~para_core.weights.stale_keys`). The output of the model arrives in patches (:mod:`~para_core.weights.patches`),
-and the scheduler's step is recorded, so that patch ``m`` of the next step starts as soon as patch ``m`` of this step
-has arrived. The result depends on the number of patches, not on the number of stages: one process computes the same
-numbers.
+``m + 1``. A patch attends to stored keys and values of the other patches, some of them of the previous step
+(:mod:`~para_core.weights.stale_keys`). The output of the model arrives patch by patch
+(:mod:`~para_core.weights.patches`), and the operations of the scheduler are recorded, so patch ``m`` of the next step
+starts as soon as patch ``m`` of this step has arrived. The result depends on the number of patches, but not on the
+number of stages: a single process computes the same numbers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
+from para_core.distributed.layout import Run
 from para_core.instance_patching import (
     WrapperPriority,
     has_compiled_parts,
@@ -33,14 +34,14 @@ from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_availab
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import intercepts_by_mode, suspend_interception
 from para_core.torch_internals import pytree
-from para_core.weights.patch_operator import PatchAttnMode, attending_by
-from para_core.weights.patch_plan import PatchCuts, PatchPlaces, PatchPlan, Rows
+from para_core.weights.patch_operator import PatchAttnMode, patch_attention_handler
+from para_core.weights.patch_plan import PatchHooks, PatchPlan, PatchRuleExecutor
 from para_core.weights.patches import Arrival, Patched
 from para_core.weights.stages import Stages, stages_of
 from para_core.weights.stale_keys import StaleKeys
 
 _KEY = "pipefusion"
-# With fewer steps, consecutive steps differ too much, so all steps are computed without patches.
+# A generation with fewer steps is computed without patches, because its consecutive steps differ too much.
 FEWEST_STEPS = 8
 
 
@@ -49,8 +50,8 @@ class PipeFusion:
     """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. Not exact.
 
     Args:
-        num_patches (`int`, defaults to `4`): Number of patches of an image. With more patches the stages are idle for
-            less time, and the host has more work.
+        num_patches (`int`, defaults to `4`): Number of patches of an image. More patches leave stages idle for less
+            time, but give the host more work.
         warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed without
             patches, exactly.
         cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed without patches.
@@ -64,8 +65,7 @@ class PipeFusion:
     cooldown_steps: int = 0
 
     def __post_init__(self) -> None:
-        least = {"num_patches": 1, "warmup_steps": 1, "cooldown_steps": 0}
-        for name, smallest in least.items():
+        for name, smallest in {"num_patches": 1, "warmup_steps": 1, "cooldown_steps": 0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
@@ -84,13 +84,14 @@ class PipeFusionReport:
 
     Args:
         whole_calls, patched_calls: Number of model calls without patches, which are exact, and with patches.
-        overlapping_calls: Number of patched calls that started before the previous step had ended. These are all but
-            the first if the scheduler computes elementwise (Euler, DPM++ 2M). With other schedulers (UniPC) the stages
-            wait once per step.
-        key_bytes: Bytes of the stored keys and values, of all CFG branches.
+        overlapping_calls: Number of patched calls that started before the previous step had ended: all but the first
+            if the scheduler computes elementwise (Euler, DPM++ 2M), none with others (UniPC), whose stages wait once
+            per step.
+        key_bytes: Bytes of the stored keys and values of all CFG branches.
         bytes_sent: Bytes sent to other stages.
-        seconds, seconds_waited: Duration of the patched calls, and how long this stage waited for others. On NCCL the
-            host does not wait.
+        seconds: Duration of the patched calls.
+        seconds_waited: How long this stage waited for other stages during these calls. About 0 on NCCL, where the host
+            does not wait.
     """
 
     whole_calls: int = 0
@@ -103,33 +104,34 @@ class PipeFusionReport:
 
 
 @dataclass
-class _Branch:
-    """The state of one CFG branch: the keys of the previous step, and the forms of the model's inputs and output."""
+class _BranchState:
+    """The state of one CFG branch between its steps.
+
+    Args:
+        keys: The stored keys.
+        signature: Name, shape and dtype of the tensors among the model's inputs.
+        output: Shape, dtype and device of the model's output. None if it is not a single tensor.
+    """
 
     keys: StaleKeys
-    form: tuple[Any, ...]
+    signature: tuple[Any, ...]
     output: Expected | None = None
-    calls: int = 0
-
-
-@dataclass
-class _Counted:
-    whole: int = 0
-    patched: int = 0
-    overlapping: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    sent: int = 0
-    marks: list[int] = field(default_factory=list)
 
 
 class Fusion:
-    """PipeFusion on one model, with the stages that are applied to it, or on one process. For inference in eager code
-    and one thread.
+    """PipeFusion on one model. The model may run in stages or on one process. For inference in one thread.
 
     Args:
-        branch_of: Returns the name of the CFG branch for the arguments of a call by name.
-        step_of: Returns the index of a branch's current step, and the number of steps.
+        module: The model.
+        options: The options of the user.
+        plan: The split of the model into patches.
+        blocks: The blocks of the model, of all stages.
+        branch_of: Returns the name of the CFG branch, given the arguments of a call by name.
+        step_of: Returns the index of the current step of a branch, and the number of steps.
+
+    Attributes:
+        report: The report of the last generation.
+        few_steps: Whether the last generation had fewer steps than :data:`FEWEST_STEPS`.
     """
 
     def __init__(
@@ -142,43 +144,47 @@ class Fusion:
         step_of: Callable[[str], tuple[int, int]],
     ) -> None:
         self.module, self.options = module, options
+        self.report, self.few_steps = PipeFusionReport(), False
         self._plan, self._branch_of, self._step_of = plan, branch_of, step_of
         self._parameters = parameters_of(module)
-        self._places = PatchPlaces(module, plan.plan)
+        self._hooks = PatchHooks(module, plan.plan)
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
-        self._branches: dict[str, _Branch] = {}
-        # The stored keys of the current call, and whether a mode turns its attention into operators.
+        self._branches: dict[str, _BranchState] = {}
+        # The stored keys of the current model call.
         self._keys: StaleKeys | None = None
+        # Whether a mode intercepts attention in the current model call, and not the dispatcher.
         self._in_graphs = False
         # Outputs whose patches may still be in flight.
-        self._coming: list[Arrival] = []
+        self._pending: list[Arrival] = []
         self._live = LiveDeferred()
-        self._counted = _Counted()
-        self.few_steps = False
+        # For the last two patched calls, the number of tensors that this rank had sent before.
+        self._sent_before: list[int] = []
 
     def install(self) -> None:
+        """Wrap the model and its blocks on this rank."""
         wrap_method(self.module, "__call__", _KEY, self.run, order=WrapperPriority.STAGES)
-        wrap_alike(self._own, "__call__", _KEY, self._block, order=WrapperPriority.STAGED_BLOCK)
-        self._places.install()
+        wrap_alike(self._own, "__call__", _KEY, self._run_block, order=WrapperPriority.STAGED_BLOCK)
+        self._hooks.install()
 
     def remove(self) -> None:
-        self._places.remove()
+        """Undo :meth:`install`."""
+        self._hooks.remove()
         for module in (self.module, *self._own):
             unwrap(module, _KEY)
 
     # -- a generation
 
     def begin(self) -> None:
-        self._branches, self._coming, self._counted, self.few_steps = {}, [], _Counted(), False
-        self._report = PipeFusionReport()
+        """Begin a generation with an empty report."""
+        self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
 
     def end(self, *, failed: bool = False) -> None:
-        """Wait for all patches in flight. After an exception, mark the links as broken instead."""
+        """End a generation: wait for all patches in flight. If it ``failed``, mark the links as broken instead."""
         links = None if self._stages is None else self._stages.links
         try:
             if not failed:
-                for arrival in self._coming:
+                for arrival in self._pending:
                     arrival.up_to(arrival.num_patches - 1)
                 if links is not None:
                     links.drain()
@@ -188,31 +194,17 @@ class Fusion:
         finally:
             if failed and links is not None:
                 links.mark_broken()
-            self._finish()
+            self._live.become_tensors()
+            self._count(key_bytes=sum(branch.keys.nbytes for branch in self._branches.values()))
+            self._branches, self._pending, self._keys = {}, [], None
 
-    def _finish(self) -> None:
-        """Write the report and drop the state of the generation."""
-        self._live.become_tensors()
-        counted = self._counted
-        held = sum(branch.keys.nbytes for branch in self._branches.values())
-        self._report = PipeFusionReport(
-            counted.whole,
-            counted.patched,
-            counted.overlapping,
-            held,
-            counted.sent,
-            counted.seconds,
-            counted.waited,
-        )
-        self._branches, self._coming, self._keys = {}, [], None
+    def _count(self, **increments: float) -> None:
+        totals: dict[str, Any] = {name: getattr(self.report, name) + value for name, value in increments.items()}
+        self.report = replace(self.report, **totals)
 
-    def report(self) -> PipeFusionReport:
-        """Return the report of the last generation."""
-        return self._report
+    # -- wrappers of the model and its blocks
 
-    # -- around the model and its blocks
-
-    def _block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._keys is None:
             return call(block, *args, **kwargs)
         if not self._in_graphs:
@@ -221,104 +213,100 @@ class Fusion:
         args, kwargs = pytree.tree_map_only(Tensor, _with_own_strides, (args, kwargs))
         with (
             suspend_interception(self.module),
-            attending_by(self._keys.attend_in_graph),
-            PatchAttnMode(self._places.default),
+            patch_attention_handler(self._keys.attend_in_graph),
+            PatchAttnMode((0,)),
         ):
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model, with all tokens or patch by patch.
+
+        Raises:
+            RuntimeError: The model was compiled as a whole, or gradients are enabled.
+        """
+        if torch.compiler.is_compiling() or is_compiled(module):
+            raise RuntimeError(
+                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot "
+                "return patch after patch. Compile its blocks: "
+                "transformer.compile_repeated_blocks(fullgraph=True)."
+            )
+        if torch.is_grad_enabled():
+            # The gradient would not be that of the model, because keys of other steps are used.
+            raise RuntimeError(
+                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
+                "under torch.no_grad(), or leave pipefusion= out."
+            )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        self._refuse(module)
-        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside of it. Once
-        # per call and not per patch, because has_compiled_parts looks at all modules.
+        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside it. Decided
+        # once per call and not per patch, because has_compiled_parts looks at all modules.
         by_mode = intercepts_by_mode(module) or not dispatcher_is_available()
         self._in_graphs = by_mode or any(map(has_compiled_parts, self._own))
         name = self._branch_of(arguments)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS
-        form = tuple((key, tuple(x.shape), x.dtype) for key, x in sorted(arguments.items()) if isinstance(x, Tensor))
-        branch = self._branches.get(name)
-        if branch is None or branch.form != form or branch.output is None or self.options.is_whole(index, total):
-            return self._whole(call, module, name, form, arguments)
-        return self._patched(call, module, branch, arguments)
+        tensors = {key: x for key, x in sorted(arguments.items()) if isinstance(x, Tensor)}
+        signature = tuple((key, tuple(x.shape), x.dtype) for key, x in tensors.items())
+        branch, compute = self._branches.get(name), partial(call, module)
+        if (
+            branch is None
+            or branch.signature != signature
+            or branch.output is None
+            or self.options.is_whole(index, total)
+        ):
+            # Rebinding `branch` frees the keys of the previous step, which a whole call does not need.
+            branch = self._branches[name] = _BranchState(StaleKeys(self._hooks), signature)
+            return self._run_whole(compute, branch, materialize(arguments))
+        return self._run_patches(compute, branch.keys, branch.output, arguments)
 
-    def _refuse(self, module: nn.Module) -> None:
-        if torch.compiler.is_compiling() or is_compiled(module):
-            raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot "
-                "return patch after patch. "
-                "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
-            )
-        # The gradient would not be that of the model, because keys of other steps are used.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
-                "under torch.no_grad(), or leave pipefusion= out."
-            )
-
-    def _whole(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        name: str,
-        form: tuple[Any, ...],
-        arguments: Mapping[str, Any],
-    ) -> Any:
-        """Compute all tokens at once, exactly, and store the keys for the patches of the next step."""
-        arguments = materialize(dict(arguments))
-        branch = self._branches.setdefault(name, _Branch(StaleKeys(self._places), form))
-        branch.form = form
-        self._counted.whole += 1
-        output = self._call(call, module, branch, self._cuts(arguments, 0, 1), arguments)
+    def _run_whole(self, compute: Callable[..., Any], branch: _BranchState, arguments: Mapping[str, Any]) -> Any:
+        """Compute all tokens at once, exactly, and store their keys and the form of the output in ``branch``."""
+        self._count(whole_calls=1)
+        output = self._run_patch(compute, branch.keys, arguments, 0, 1)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         branch.output = Expected(tensors[0].to("meta"), tensors[0].device) if len(tensors) == 1 else None
         return output
 
-    def _cuts(self, arguments: Mapping[str, Any], patch: int, num_patches: int) -> PatchCuts:
-        tokens = arguments["hidden_states"]
-        units = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
-        return PatchCuts(self._plan, patch, num_patches, units)
-
-    def _call(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        branch: _Branch,
-        cuts: PatchCuts,
-        arguments: Mapping[str, Any],
+    def _run_patch(
+        self, compute: Callable[..., Any], keys: StaleKeys, arguments: Mapping[str, Any], patch: int, num_patches: int
     ) -> Any:
-        """Compute the patch of ``cuts``."""
-        branch.keys.begin(whole=cuts.mesh.ranks == 1)
-        self._places.begin(cuts, in_graphs=self._in_graphs)
-        self._keys = branch.keys
+        """Run one patch through the model."""
+        tokens = arguments["hidden_states"]
+        num_frames = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
+        executor = PatchRuleExecutor(self._plan, patch, num_patches, num_frames)
+        keys.begin()
+        self._hooks.begin(executor, in_graphs=self._in_graphs)
+        self._keys = keys
         try:
-            _, kwargs = cuts.arguments(self._plan.plan.inputs, self._parameters, (), dict(arguments))
-            return call(module, **kwargs)
+            _, kwargs = executor.arguments(self._plan.plan.inputs, self._parameters, (), dict(arguments))
+            return compute(**kwargs)
         finally:
-            self._places.begin(None)
+            self._hooks.begin(None)
             self._keys = None
 
-    def _patched(
-        self, call: Callable[..., Any], module: nn.Module, branch: _Branch, arguments: Mapping[str, Any]
+    def _run_patches(
+        self, compute: Callable[..., Any], keys: StaleKeys, expected: Expected, arguments: Mapping[str, Any]
     ) -> Any:
-        """Compute all patches, and return an output whose patches may still be in flight."""
-        stages, counted = self._stages, self._counted
-        start = time.perf_counter()
+        """Run all patches, and return an output whose patches may still be in flight.
+
+        Args:
+            expected: Shape, dtype and device of the output.
+        """
+        stages, dim, start = self._stages, self._plan.dim, time.perf_counter()
         tokens = arguments["hidden_states"]
         overlapping = isinstance(tokens, Patched) and not tokens.source.is_complete
         waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
-        rows = self._plan.rows(tokens, self.options.num_patches)
-        expected: Any = branch.output
+        runs = self._plan.runs(tokens, self.options.num_patches)
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
-        arrival = Arrival(whole, rows, self._plan.dim)
-        self._begin_call(arrival)
+        arrival = Arrival(whole, runs, dim)
+        self._pending = [earlier for earlier in self._pending if not earlier.is_complete] + [arrival]
+        self._release_sent()
         if stages is not None:
             stages.whole = False
         try:
-            for patch, own in enumerate(rows):
-                output = self._one_patch(
-                    call, module, branch, self._arguments_of(arguments, patch), arrival, patch, own
-                )
+            for patch, run in enumerate(runs):
+                of_patch = self._arguments_of(arguments, patch)
+                output = self._run_patch(compute, keys, of_patch, patch, self.options.num_patches)
+                self._exchange_output(output, whole.narrow(dim, *run), arrival, run)
         finally:
             if stages is not None:
                 stages.whole = True
@@ -326,61 +314,52 @@ class Fusion:
             # Complete by now, because this stage or an earlier one has computed with it. Reading it drops the recorded
             # operations of the step.
             tokens.value()
-        counted.patched, counted.overlapping = counted.patched + 1, counted.overlapping + overlapping
-        counted.seconds += time.perf_counter() - start
         if stages is not None:
-            counted.waited += stages.links.seconds_waited - waited
-            counted.sent += stages.links.bytes_sent - sent
+            waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
+        seconds = time.perf_counter() - start
+        self._count(
+            patched_calls=1, overlapping_calls=overlapping, seconds=seconds, seconds_waited=waited, bytes_sent=sent
+        )
         patched = Patched.of_source(arrival, expected, self._live)
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
-    def _begin_call(self, arrival: Arrival) -> None:
-        """Release the tensors that were sent two calls ago. Their receivers have them, because they sent tokens of the
-        last call to this rank.
-        """
-        self._coming = [earlier for earlier in self._coming if not earlier.is_complete] + [arrival]
-        if self._stages is not None:
-            marks = self._counted.marks
-            marks.append(self._stages.links.sent)
-            if len(marks) > 2:
-                self._stages.links.drain(marks.pop(0))
+    def _release_sent(self) -> None:
+        """Release the tensors that were sent two calls ago.
 
-    def _one_patch(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        branch: _Branch,
-        arguments: Mapping[str, Any],
-        arrival: Arrival,
-        patch: int,
-        own: Rows,
-    ) -> Any:
-        """Run ``patch`` through this rank's blocks. The last stage sends the noise to all stages, and the others start
-        to receive it.
+        Their receivers have them by now, because they have sent this rank tokens of the last call.
+        """
+        if self._stages is not None:
+            self._sent_before.append(self._stages.links.sent)
+            if len(self._sent_before) > 2:
+                self._stages.links.drain(self._sent_before.pop(0))
+
+    def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
+        """Add the patch at ``run`` to ``arrival``. The last stage sends it to all stages, which start to receive it.
+
+        Args:
+            output: The output of the model on this rank. On stages before the last one it has no meaning.
+            like: A tensor like the patch.
         """
         stages = self._stages
-        like: Any = branch.output
-        noise = like.like.narrow(self._plan.dim, *own)
-        output = self._call(call, module, branch, self._cuts(arguments, patch, self.options.num_patches), arguments)
         if stages is not None and not stages.is_last:
-            # After the computation, because the noise depends on the tokens that this rank has just sent, and on NCCL a
-            # receive occupies the device until its tensor is here. If the host had to wait for the device while it
-            # computes those tokens, both ranks would hang.
-            buffer = torch.empty(noise.shape, dtype=noise.dtype, device=like.device)
-            arrival.comes(stages.links.receive(buffer, stages.dim.size - 1).wait)
-        if stages is None or stages.is_last:
-            computed: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
-            if not self._plan.returns_patch:
-                computed = computed.narrow(self._plan.dim, *own).contiguous()
-            arrival.comes(lambda: computed)
-            for stage in range(0 if stages is None else stages.dim.size - 1):
-                stages.links.send(computed, stage)  # type: ignore[union-attr]
-        return output
+            # After the computation of the patch, because the last stage needs the tokens that this rank has just sent,
+            # and on NCCL a receive occupies the device until its tensor is here. If the host waited for the device
+            # while it computes those tokens, both ranks would hang.
+            buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            arrival.add(stages.links.receive(buffer, stages.dim.size - 1).wait)
+            return
+        computed: Tensor = next(x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+        if not self._plan.returns_patch:
+            computed = computed.narrow(self._plan.dim, *run).contiguous()
+        arrival.add(lambda: computed)
+        if stages is not None:
+            for stage in range(stages.dim.size - 1):
+                stages.links.send(computed, stage)
 
     def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
         """Return the arguments with latents that are valid for patches 0 to ``patch``.
 
-        Stages after the first get zeros: they need only the shape of the embedded tokens, which they receive.
+        Stages after the first get zeros, because they use only the shape: they receive the embedded tokens.
         """
         tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
@@ -391,10 +370,10 @@ class Fusion:
 
 
 def _with_own_strides(x: Tensor) -> Tensor:
-    """Return ``x`` with the strides of a new tensor of its shape, and not as a view.
+    """Return ``x`` contiguous, with the strides of a new tensor of its shape, and not as a view.
 
-    A part of a tensor of text and image tokens has other strides than a new tensor, even if it is contiguous (a batch
-    of one, or no tokens), and a base of another shape. Dynamo would compile a graph for each.
+    Dynamo would otherwise compile one more graph for a slice of a larger tensor. Even if it is contiguous (a batch of
+    one, or no tokens), its strides differ from those of a new tensor, and its base has another shape.
     """
     return x.contiguous().view(-1).view(x.shape).detach()
 

@@ -27,7 +27,7 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.cfg.deferred import LiveDeferred
-from para_core.weights.patch_plan import patch_rows
+from para_core.weights.patch_plan import patch_runs
 from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
@@ -541,7 +541,7 @@ def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
 
 
 def test_patched_modules_run_per_patch():
-    rows, computed = patch_rows(5, 2), []
+    rows, computed = patch_runs(5, 2), []
     whole = torch.full((1, 5, 2), torch.nan)
     arrival, tokens = Arrival(whole.clone(), rows), torch.randn(1, 5, 2)
     for place, (begin, length) in enumerate(rows):
@@ -550,7 +550,7 @@ def test_patched_modules_run_per_patch():
             computed.append(place)
             return tokens[:, begin : begin + length]
 
-        arrival.comes(get)
+        arrival.add(get)
     noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device), LiveDeferred())
     latents = torch.ones(1, 5, 2)
     made = (latents + 0.5 * noise).to(torch.float64)
