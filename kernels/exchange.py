@@ -104,9 +104,9 @@ def exchange_kernel(
     """
     # The head varies fastest, so that neighbouring memory is copied at the same time.
     head = (tl.program_id(0) % most_heads).to(tl.int64)
-    of_box = tl.program_id(0) // most_heads
-    block = (of_box % num_blocks).to(tl.int64)
-    region = regions + (of_box // num_blocks) * 7
+    of_region = tl.program_id(0) // most_heads
+    block = (of_region % num_blocks).to(tl.int64)
+    region = regions + (of_region // num_blocks) * 7
     tensor = tl.load(region)
     if tensor == 0:
         _copy_rows(

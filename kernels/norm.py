@@ -38,9 +38,9 @@ def moments_kernel(
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)
     squares = tl.zeros((CHANNELS, SIZE), tl.float32)
     for i in range(STEPS):
-        place = chunk.to(tl.int64) * (SIZE * STEPS) + i * SIZE + tl.arange(0, SIZE)[None, :]
-        inside = (channel < channels) & (place < size)
-        number = tl.load(x + channel * channel_step + place * step, mask=inside, other=0.0).to(tl.float32) - origin
+        element = chunk.to(tl.int64) * (SIZE * STEPS) + i * SIZE + tl.arange(0, SIZE)[None, :]
+        inside = (channel < channels) & (element < size)
+        number = tl.load(x + channel * channel_step + element * step, mask=inside, other=0.0).to(tl.float32) - origin
         count += tl.where(inside, 1.0, 0.0)
         apart = number - mean
         mean += tl.where(inside, apart / (i + 1), 0.0)
@@ -109,15 +109,15 @@ def normalize_kernel(
     scale = 1.0 / tl.sqrt(var + eps)
     if HAS_WEIGHT:
         scale *= tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = exists[:, None] & (place < size)
+    element = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = exists[:, None] & (element < size)
     channel = channel[:, None].to(tl.int64)
-    number = tl.load(x + batch * batch_step + channel * channel_step + place * step, mask=inside, other=0.0)
+    number = tl.load(x + batch * batch_step + channel * channel_step + element * step, mask=inside, other=0.0)
     # number * scale + shift would cancel far from zero.
     number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
     if HAS_BIAS:
         number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)
-    out += batch * out_batch_step + channel * out_channel_step + place * out_step
+    out += batch * out_batch_step + channel * out_channel_step + element * out_step
     tl.store(out, number.to(out.dtype.element_ty), mask=inside)
 
 

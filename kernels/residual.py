@@ -37,9 +37,9 @@ def change_kernel(now, before, sums, num_elements, now_batch, before_batch, BLOC
         y = tl.load(before + sample * before_batch + element, mask=inside, other=0.0).to(tl.float32)
         changed += tl.abs(x - y)
         size += tl.abs(y)
-    place = sums + (sample * tl.num_programs(0) + chunk) * 2
-    tl.store(place, tl.sum(changed, axis=0))
-    tl.store(place + 1, tl.sum(size, axis=0))
+    pair = sums + (sample * tl.num_programs(0) + chunk) * 2
+    tl.store(pair, tl.sum(changed, axis=0))
+    tl.store(pair + 1, tl.sum(size, axis=0))
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def add_up_kernel(sums, totals, num_chunks, BLOCK: tl.constexpr, STEPS: tl.const
     size = tl.zeros((BLOCK,), tl.float32)
     for step in range(STEPS):
         chunk = step * BLOCK + tl.arange(0, BLOCK)
-        place = sums + (sample * num_chunks + chunk) * 2
-        changed += tl.load(place, mask=chunk < num_chunks, other=0.0)
-        size += tl.load(place + 1, mask=chunk < num_chunks, other=0.0)
+        pair = sums + (sample * num_chunks + chunk) * 2
+        changed += tl.load(pair, mask=chunk < num_chunks, other=0.0)
+        size += tl.load(pair + 1, mask=chunk < num_chunks, other=0.0)
     tl.store(totals + sample * 2, tl.sum(changed, axis=0))
     tl.store(totals + sample * 2 + 1, tl.sum(size, axis=0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,18 +154,10 @@ def continued_attention(
             *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
         )
         return
-    result = _triton(
-        backend,
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        so_far=(so_far.out, so_far.lse) if so_far.count else None,
-        out_dtype=query.dtype if is_last else torch.float32,
-    )
-    so_far.replace(*result)
+    earlier = (so_far.out, so_far.lse) if so_far.count else None
+    out_dtype = query.dtype if is_last else torch.float32
+    options = {"is_causal": is_causal, "scale": scale, "so_far": earlier, "out_dtype": out_dtype}
+    so_far.replace(*_triton(backend, query, key, value, mask=mask, **options))
 
 
 def local_attention_backward(
@@ -221,34 +214,17 @@ def local_attention_backward(
 
 
 def _triton(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    so_far: tuple[Tensor, Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    # Triton is an extra.
+    """Run the kernel of ``backend``, whose contract is :func:`para_core.kernels.attention_reference.attention`."""
+    # Imported here, because Triton is an extra.
     if backend == "triton":
         from para_core.kernels.attention import attention
     else:
         from para_core.kernels.attention_int8 import attention
 
-    return attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        key_ranges=None if mask is None else _range_of_seen_keys(mask),
-        scale=scale,
-        so_far=so_far,
-        out_dtype=out_dtype,
-    )
+    key_ranges = None if mask is None else _range_of_seen_keys(mask)
+    return attention(query, key, value, mask=mask, key_ranges=key_ranges, **options)
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:

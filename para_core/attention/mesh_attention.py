@@ -132,7 +132,10 @@ class MeshAttention:
         lookup_key = None if compiling else _lookup_key(call)
         prepared = None if lookup_key is None else self._prepared.get(lookup_key)
         if prepared is None:
-            self._check_kind(query, key, value)
+            try:
+                check_kind(query, key, value)
+            except TypeError as error:
+                self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
             prepared = self._prepare(call, lookup_key)
@@ -158,12 +161,6 @@ class MeshAttention:
         if not any(x.requires_grad for x in tensors):
             return False
         return learns_by_formula(query, value, mask, self._options.with_gradients.backend)
-
-    def _check_kind(self, *tensors: Tensor) -> None:
-        try:
-            check_kind(*tensors)
-        except TypeError as error:
-            self.raise_everywhere(error)
 
     def _agree(
         self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
