@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.registry import TRANSFORMERS, adapter_for, plan_for
+from para_core.adapters.registry import TRANSFORMERS, adapter_for, plan_for, require_adapter, require_blocks
 from para_core.adapters.spec import Adapter, Text
 from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
@@ -90,14 +90,11 @@ def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBl
     """Return the block stack of ``module`` in order, with the cost of each block.
 
     Raises:
-        ValueError: If no adapter describes the blocks.
+        TypeError: If no adapter describes the blocks.
     """
-    adapter = adapter_for(module, adapter)
-    if adapter is None or adapter.blocks is None:
-        raise ValueError(f"the blocks of {original_class(module).__name__} are not described.")
     return [
         StagedBlock(block, group.streams, cost_of(block))
-        for group in adapter.blocks.groups
+        for group in require_blocks(module, adapter).groups
         for block in chain.from_iterable(module.get_submodule(name).children() for name in group.lists)
     ]
 
@@ -110,6 +107,6 @@ def cost_of(block: nn.Module) -> float:
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
     """Return how PipeFusion splits a supported transformer into patches, or the reason why it cannot."""
-    own: Any = adapter_for(module, adapter)
+    own = require_adapter(module, adapter)
     text: Text | None = None if own.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, own.frames)

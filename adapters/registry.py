@@ -1,4 +1,4 @@
-"""Lookup of adapters, plans, transformers and UNets."""
+"""Lookup of adapters, plans, transformers and UNets, and checks that there is one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import UNETS, unet_adapter
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.spec import Adapter, Text
-from para_core.instance_patching import original_class, uncompiled
+from para_core.cache.blocks import CachedBlocks
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.instance_patching import original_class, uncompiled, wrapper
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
+from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
+_DESCRIBE_BLOCKS = "pass adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks(...))."
 # Names of the components that denoise. Wan 2.2 has one for each part of the schedule, Ideogram 4 one for each branch of
 # guidance.
 TRANSFORMERS = ("transformer", "transformer_2", "unconditional_transformer")
@@ -76,9 +80,28 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     return next((candidate for name in names for candidate in candidates if candidate.transformer == name), None)
 
 
-def why_refused(module: nn.Module) -> str | None:
-    """Return the reason why the class of ``module`` cannot have a plan; None if no reason is known."""
-    return next((REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED), None)
+def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapter:
+    """Return the adapter for the class of ``module`` like :func:`adapter_for`.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    adapter = adapter_for(module, adapter)
+    if adapter is None:
+        raise TypeError(f"no adapter describes {original_class(module).__name__}: {_DESCRIBE_BLOCKS}")
+    return adapter
+
+
+def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedBlocks:
+    """Return the block stack that the adapter for ``module`` describes.
+
+    Raises:
+        TypeError: If no adapter describes one.
+    """
+    blocks = require_adapter(module, adapter).blocks
+    if blocks is None:
+        raise TypeError(f"no adapter describes the blocks of {original_class(module).__name__}: {_DESCRIBE_BLOCKS}")
+    return blocks
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:
@@ -117,3 +140,134 @@ def supported() -> str:
 def cached() -> str:
     """Return a list of the pipelines that First Block Cache supports, for messages."""
     return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
+
+
+# -- what is applied
+
+# Keys of the wrappers of ``__call__``. Their handlers have an attribute ``mesh``, a GuidedMesh.
+PARALLEL_PIPE = "parallel"
+PARALLEL_UNET = "parallel_unet"
+
+
+def mesh_of(pipe: Any) -> GuidedMesh | None:
+    """Return the mesh on which ``pipe`` runs; None if it is not parallel."""
+    return _mesh_of_handler(pipe, PARALLEL_PIPE)
+
+
+def applied_mesh(module: Any) -> SequenceMesh | None:
+    """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
+    unet = _mesh_of_handler(module, PARALLEL_UNET)
+    return mesh_of_plan(module) or (None if unet is None else unet.sequence)
+
+
+def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
+    handler = getattr(wrapper(instance, "__call__", key), "__self__", None)
+    mesh = getattr(handler, "mesh", None)
+    return mesh if isinstance(mesh, GuidedMesh) else None
+
+
+# -- checks
+
+
+def refuse_missing_transformer(owner: Any, module: Any) -> None:
+    """Refuse a pipeline without a transformer, in parallel."""
+    if module is None:
+        raise TypeError(
+            f"{original_class(owner).__name__} is not supported: it has no transformer. Supported are {supported()}."
+        )
+
+
+def refuse_other_type_of_adapter(adapter: Any, module: nn.Module) -> None:
+    """Refuse an adapter= that is not an Adapter."""
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise TypeError(
+            f"adapter is {adapter!r}; expected an Adapter, or None: "
+            f"adapter=Adapter(transformer={original_class(module).__name__!r}, pipelines='…', "
+            "blocks=CachedBlocks(...), plan=Plan(...))."
+        )
+
+
+def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
+    """Refuse a transformer class that cannot have a plan."""
+    reason = next((REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED), None)
+    if reason is not None and plan_for(module, adapter=adapter) is None:
+        raise TypeError(
+            f"{original_class(owner).__name__} is not supported: {original_class(module).__name__} has no plan, "
+            f"because {reason}. Give each rank its own prompts instead. Supported are {supported()}."
+        )
+
+
+def refuse_missing_plan(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
+    """Refuse a transformer without a plan."""
+    if plan_for(module, adapter=adapter) is None:
+        raise TypeError(
+            f"{original_class(owner).__name__} is not supported: there is no plan for "
+            f"{original_class(module).__name__}. A plan says in about ten lines what the model shards and gathers: "
+            f"parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={original_class(module).__name__!r}, "
+            "pipelines=..., plan=Plan(...))). propose_plan finds most plans; docs/new_model.md shows how to write one. "
+            f"Supported are {supported()}."
+        )
+
+
+def refuse_replaced_model(called: Any, module: nn.Module, name: str) -> None:
+    """Refuse another transformer than the one that was parallelized."""
+    if uncompiled(called) is not module:
+        raise RuntimeError(
+            f"{name} is another module than when the pipe was parallelized, and would run on one rank. Call "
+            "parallelize_pipe(pipe, mesh=...) again."
+        )
+
+
+def refuse_other_mesh(module: nn.Module, name: str, applied: SequenceMesh | None) -> None:
+    """Refuse a transformer whose plan was replaced or removed."""
+    if applied_mesh(module) != applied:
+        raise RuntimeError(
+            f"{name} got another mesh, or was unparallelized, after the pipe was parallelized, perhaps through a pipe "
+            "that shares it. Call parallelize_pipe(pipe, mesh=...) again, or unparallelize_pipe(pipe)."
+        )
+
+
+def refuse_cache_without_transformer(owner: Any, module: Any) -> None:
+    """Refuse a pipeline without a transformer, with a cache."""
+    if module is None:
+        raise TypeError(f"{original_class(owner).__name__} cannot be cached: it has no transformer.")
+
+
+def refuse_cache_on_unet(owner: Any, module: nn.Module) -> None:
+    """Refuse a cache on a UNet."""
+    if unet_adapter(module) is not None:
+        raise TypeError(
+            f"{original_class(owner).__name__} cannot be cached: First Block Cache skips blocks whose output has the "
+            f"size of their input. The blocks of {original_class(module).__name__} pass residuals of many sizes to "
+            "each other."
+        )
+
+
+def refuse_uncached_blocks(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
+    """Refuse a cache on blocks that cannot be skipped."""
+    adapter = adapter_for(module, adapter)
+    if adapter is not None and adapter.blocks is None and adapter.uncached is not None:
+        raise TypeError(
+            f"{original_class(owner).__name__} cannot be cached: {adapter.uncached} "
+            f"({original_class(module).__name__}). Leave the cache out; parallelize_pipe runs it on several ranks."
+        )
+
+
+def refuse_unknown_blocks(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
+    """Refuse a cache on blocks that no adapter describes."""
+    adapter = adapter_for(module, adapter)
+    if adapter is None or adapter.blocks is None:
+        raise TypeError(
+            f"{original_class(owner).__name__} cannot be cached: no adapter describes the blocks of "
+            f"{original_class(module).__name__}. Supported are {cached()}. Describe them: "
+            "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', "
+            "blocks=CachedBlocks((BlockGroup(('blocks',)),))))."
+        )
+
+
+def refuse_replaced_cached_model(called: Any, module: nn.Module, name: str) -> None:
+    """Refuse another transformer than the one that was cached."""
+    if uncompiled(called) is not module:
+        raise RuntimeError(
+            f"{name} is another module than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
+        )

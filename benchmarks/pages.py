@@ -8,9 +8,10 @@ compares each page with what this program writes.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
-from string import Formatter
 from typing import Any
 
 from benchmarks.attention import compiled, low_precision
@@ -35,25 +36,32 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility import REFUSALS, CompatibilityRule, When
+from para_core.adapters.compatibility.phases import PHASES
 
-_WHEN = {
-    When.PARALLELIZE: "`parallelize_pipe`",
-    When.PARALLEL_CALL: "a parallel call",
-    When.CACHE: "`apply_cache_on_pipe`",
-    When.CACHED_CALL: "a cached call",
-    When.SHARD: "`shard_weights`",
+# Fields of messages that are the same in all cases; every other field is an ellipsis on the page.
+_WORDS = {
+    "name": "pipe.transformer",
+    "original_class(owner).__name__": "the pipeline",
+    "original_class(pipe).__name__": "the pipeline",
+    "original_class(module).__name__": "the transformer's class",
 }
-# What a sentence says of any case; all else is an ellipsis on the page.
-_WORDS = {"name": "pipe.transformer", "owner": "the pipeline", "cls": "the transformer's class"}
 
 
-def sentence_of(refusal: CompatibilityRule) -> str:
-    """The sentence of a row, with words in place of what differs from case to case."""
-    parts = []
-    for text, field, _, _ in Formatter().parse(refusal.message):
-        parts += [text, "" if field is None else _WORDS.get(field, "…")]
-    return _cell("".join(parts))
+def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
+    """Return the checks that ``phase`` calls, in order."""
+    functions = inspect.getclosurevars(phase).globals.values()
+    return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
+
+
+def error_of(check: Callable[..., None]) -> tuple[str, str]:
+    """Return the class of the error that ``check`` raises, and its message without what differs from case to case."""
+    nodes = ast.walk(ast.parse(inspect.getsource(check)))
+    error: Any = next(node.exc for node in nodes if isinstance(node, ast.Raise))
+    parts = getattr(error.args[0], "values", [error.args[0]])
+    texts = [
+        part.value if isinstance(part, ast.Constant) else _WORDS.get(ast.unparse(part.value), "…") for part in parts
+    ]
+    return error.func.id, _cell("".join(texts))
 
 
 def _cell(text: str) -> str:
@@ -62,16 +70,18 @@ def _cell(text: str) -> str:
 
 
 def refused_rows() -> list[list[str]]:
-    """Return a row for each refusal: the combination, the calls, the error's class, and what its message says to do."""
-    return [
-        [
-            _cell(refusal.title),
-            ", ".join(_WHEN[when] for when in refusal.when),
-            f"`{refusal.error.__name__}`",
-            way_out(sentence_of(refusal)),
-        ]
-        for refusal in REFUSALS
-    ]
+    """Return a row for each check: what it refuses, in which phases, the error's class, and what to do instead."""
+    phases: dict[Callable[..., None], list[str]] = {}
+    for name, phase in PHASES.items():
+        for check in checks_of(phase):
+            phases.setdefault(check, []).append(name)
+    rows = []
+    for check, names in phases.items():
+        combination = inspect.cleandoc(check.__doc__ or "").splitlines()[0]
+        error, message = error_of(check)
+        title = combination.removeprefix("Refuse ").removesuffix(".")
+        rows.append([_cell(title), ", ".join(names), f"`{error}`", way_out(message)])
+    return rows
 
 
 def way_out(message: str) -> str:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.applied import mesh_of
-from para_core.adapters.registry import transformers_of
+from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.instance_patching import original_class

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from para_core.adapters import cache_report
-from para_core.adapters.applied import mesh_of
+from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.fleet.outputs import Output, encode

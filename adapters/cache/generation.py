@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.cache.scheduler_tracker import SchedulerTracker
-from para_core.adapters.compatibility import CompatibilityContext, When, refuse
+from para_core.adapters.compatibility.phases import CheckedModel, check_cached_call
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.registry import adapter_for, plan_for
+from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
@@ -135,7 +135,7 @@ class PipelineCache:
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
-            refuse(When.CACHED_CALL, CompatibilityContext(pipe, cache.module, name, options=cache.options))
+            check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:
             stack.enter_context(self._tracker.following(pipe, self._begin_schedule, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from torch import nn
 
-from para_core.adapters.applied import mesh_of
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
-from para_core.adapters.compatibility import CompatibilityContext, When, cases_of, refuse
-from para_core.adapters.registry import adapter_for
+from para_core.adapters.compatibility.phases import CheckedModel, check_cache, models_to_check
+from para_core.adapters.registry import mesh_of, require_adapter, require_blocks
 from para_core.adapters.spec import Adapter
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
@@ -90,21 +89,23 @@ def _resolve(
     Raises:
         TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
-    cases = cases_of(pipe, adapter)
-    refuse(When.CACHE, *cases)
-    names = [case.component for case in cases]
+    models = models_to_check(pipe, adapter)
+    for model in models:
+        check_cache(model)
+    names = [model.component for model in models]
     unknown = [name for name in per_transformer if name not in names]
     if unknown:
         raise ValueError(
             f"per_transformer names {unknown[0]!r}; this {original_class(pipe).__name__} has {', '.join(names)}."
         )
     caches: dict[str, BlockCache] = {}
-    for case in cases:
-        known: Any = adapter_for(case.module, adapter)
-        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(case.component, {})}, known)
-        refuse(When.CACHE, replace(case, options=chosen))
+    for model in models:
+        known = require_adapter(model.module, adapter)
+        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(model.component, {})}, known)
+        check_cache(model, chosen)
         scheduled = getattr(pipe, "scheduler", None) is not None
-        caches[case.component] = BlockCache(case.module, known.blocks, chosen.on_schedule() if scheduled else chosen)
+        blocks = require_blocks(model.module, adapter)
+        caches[model.component] = BlockCache(model.module, blocks, chosen.on_schedule() if scheduled else chosen)
     return caches
 
 
@@ -131,12 +132,10 @@ def apply_cache_on_transformer(
         TypeError, ValueError: The transformer is not supported, or an option is invalid.
     """
     module = uncompiled(transformer)
-    refuse(When.CACHE, CompatibilityContext(module, module, adapter=adapter))
-    known: Any = adapter_for(module, adapter)
-    chosen = _options("apply_cache_on_transformer", options, known)
-    return apply_cache(
-        transformer, known.blocks, **{field.name: getattr(chosen, field.name) for field in fields(chosen)}
-    )
+    check_cache(CheckedModel(module, module, adapter=adapter))
+    chosen = _options("apply_cache_on_transformer", options, require_adapter(module, adapter))
+    settings = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
+    return apply_cache(transformer, require_blocks(module, adapter), **settings)
 
 
 def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOptions:

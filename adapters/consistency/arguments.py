@@ -27,7 +27,7 @@ def require_same_call(
     mesh: GuidedMesh,
     what: str,
     state: Callable[[bool], Mapping[str, Any]],
-    problem: str | None = None,
+    check: Callable[[], None],
 ) -> None:
     """Raise on every rank unless all ranks call ``pipe`` with equal arguments. The message names what differs.
 
@@ -35,12 +35,12 @@ def require_same_call(
         what: Name of the called object, for messages.
         state: Returns the state of the pipeline that must also be equal. Its argument is whether the call decodes
             latents.
-        problem: Reason why this rank cannot take part in the call; None if it can.
+        check: Called first. It raises if this rank cannot take part in the call.
 
     Raises:
         ValueError: If an argument or the state differs between two ranks.
         TypeError: If the arguments of a rank do not fit the signature of ``pipe``.
-        RuntimeError: If a rank has a ``problem``.
+        TypeError, ValueError, RuntimeError: What ``check`` raised on one rank.
     """
 
     def values() -> Mapping[str, Any]:
@@ -53,27 +53,27 @@ def require_same_call(
         values,
         mesh,
         what,
-        problem,
+        check,
         "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger "
         "mesh).",
     )
 
 
-def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, problem: str | None = None) -> None:
+def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, check: Callable[[], None]) -> None:
     """Raise on every rank unless all ranks call a module with equal inputs. The message names what differs.
 
     Args:
-        what, problem: As in :func:`require_same_call`.
+        what, check: As in :func:`require_same_call`.
 
     Raises:
         ValueError: If an input differs between two ranks.
-        RuntimeError: If a rank has a ``problem``.
+        TypeError, ValueError, RuntimeError: What ``check`` raised on one rank.
     """
     _require_equal(
         lambda: inputs,
         mesh,
         what,
-        problem,
+        check,
         "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as "
         "well: parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a "
         "generator with the same seed on all ranks.",
@@ -92,11 +92,11 @@ def _record(values: Mapping[str, Any]) -> Record:
 
 
 def _require_equal(
-    values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, problem: str | None, way_out: str
+    values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, check: Callable[[], None], way_out: str
 ) -> None:
     """Raise on every rank unless all ranks have equal ``values()``.
 
-    An error of ``values`` on one rank raises on all of them.
+    An error of ``check`` or ``values`` on one rank raises on all of them.
     """
 
     def explain(records: list[Record]) -> str:
@@ -104,7 +104,8 @@ def _require_equal(
 
     local: Signature | Exception
     try:
-        local = signature(_record(values())) if problem is None else RuntimeError(problem)
+        check()
+        local = signature(_record(values()))
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
     check_consistent(local, mesh, explain=explain)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.applied import PARALLEL_PIPE, applied_mesh
 from para_core.adapters.cache.generation import PipelineCache, caching_of
-from para_core.adapters.compatibility import CompatibilityContext, When, reason_against
+from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
@@ -23,7 +22,7 @@ from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
-from para_core.adapters.registry import TRANSFORMERS
+from para_core.adapters.registry import PARALLEL_PIPE, TRANSFORMERS, applied_mesh
 from para_core.adapters.rows.unet import known_equal_unets
 from para_core.adapters.weights.pipefusion import FusedPipe
 from para_core.cfg.deferred import materialize
@@ -86,18 +85,17 @@ class ParallelCall:
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.mesh.check_alive()
-        problem = reason_against(
-            When.PARALLEL_CALL,
-            *[
-                CompatibilityContext(pipe, module, name, mesh=self.mesh, applied=self._applied[name])
-                for name, module in {**self._transformers, **self._unets}.items()
-            ],
+        models = {**self._transformers, **self._unets}
+        check = partial(
+            check_parallel_call,
+            [CheckedModel(pipe, module, name, applied=self._applied[name]) for name, module in models.items()],
+            self.mesh,
         )
-        if not self._assume_equal:
+        if self._assume_equal:
+            check()
+        else:
             state = partial(self._state, pipe)
-            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", state, problem)
-        elif problem is not None:
-            raise RuntimeError(problem)
+            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", state, check)
         self._places = self._places or places_of_all(self.mesh)
         self._caching = caching_of(pipe)
         with ExitStack() as stack:

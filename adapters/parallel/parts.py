@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.session import Part, Undo, nothing
-from para_core.adapters.rows.unet import UnetRun
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.spec import Adapter
 from para_core.adapters.weights.pipefusion import FusedPipe
@@ -31,18 +30,6 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
 from para_core.weights.group import timeout_of, weights_mesh
 from para_core.weights.pipefusion import PipeFusion
-
-
-@dataclass(frozen=True)
-class UnetPart(Part):
-    """One UNet or ControlNet whose rows are sharded."""
-
-    run: UnetRun
-    name = "the UNet"
-
-    def apply(self) -> Undo:
-        self.run.apply()
-        return self.run.remove
 
 
 @dataclass(frozen=True)

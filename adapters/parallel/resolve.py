@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from para_core.adapters.compatibility import When, cases_of, refuse
+from para_core.adapters.compatibility.phases import check_parallelize, models_to_check
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall
 from para_core.adapters.parallel.options import ParallelOptions
@@ -17,19 +17,18 @@ from para_core.adapters.parallel.parts import (
     PipeFusionPart,
     TextEncodersPart,
     TimeoutPart,
-    UnetPart,
     VaePart,
     WeightsPart,
 )
 from para_core.adapters.parallel.session import ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
+from para_core.adapters.parallel.unet import UnetPart, resolve_unet
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import Mesh, mesh_and_method
 from para_core.adapters.registry import plan_for, transformers_of, unets_of
-from para_core.adapters.rows.unet import resolve_unet
 from para_core.adapters.rows.vae import require_parallel_vae
 from para_core.adapters.weights.pipefusion import patches_of
-from para_core.adapters.weights.shard import require_mesh_fits, weights_groups
+from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
 from para_core.adapters.weights.text_encoders import (
     TextEncoders,
@@ -59,7 +58,8 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`parallelize_pipe` documents.
     """
-    refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter))
+    models = models_to_check(pipe, options.adapter)
+    check_parallelize(models)
     autoencoders = _vaes_of(pipe) if options.vae else []
     _require_transformer(pipe, options)
     for module in transformers_of(pipe).values():
@@ -70,7 +70,7 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
         _global_ranks(guided) if guided.ranks > 1 and (options.timeout is not None or placement == "fsdp") else set()
     )
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
-        refuse(When.PARALLELIZE, *cases_of(pipe, options.adapter, guided, unshards=unshards))
+        check_parallelize(models, guided, unshards=unshards)
         _require_weights_fit(guided, options)
         if placement is not None:
             require_text_encoders(pipe, placement)
@@ -81,7 +81,7 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
         for vae in autoencoders:
             require_parallel_vae(vae)
         if guided.ranks > 1 and options.weights in METHODS:
-            refuse(When.SHARD, *cases_of(pipe))
+            check_shard(pipe)
         session = ParallelSession(guided, [*transformers, *unets])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from para_core.adapters.compatibility import CompatibilityContext, When, refuse, require_same_call_of_model
+from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
@@ -79,11 +79,12 @@ def parallelize_transformer(
         attn_func=attn_func,
     )
     module = uncompiled(transformer)
-    refuse(When.PARALLELIZE, CompatibilityContext(module, module, adapter=adapter))
+    model = CheckedModel(module, module, adapter=adapter)
+    check_parallelize([model])
     plan_for(module, text, adapter)
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
-        refuse(When.PARALLELIZE, CompatibilityContext(module, module, adapter=adapter, mesh=guided))
+        check_parallelize([model], guided)
         part = resolve_transformer(module, guided, options, options.attention(None))
     replace_session(module, None, ParallelSession(guided, [part]))
     return transformer
@@ -171,4 +172,4 @@ class TransformerPart(Part):
         options = cache_options(self.module)
         cached = {} if options is None else {"its cache": options.as_text()}
         inputs = {**kwargs, **cached, **self.attention.by_name}
-        require_same_call_of_model(self.module, inputs, self.mesh, assume_equal=self.options.assume_equal)
+        require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)

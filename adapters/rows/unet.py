@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,19 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.applied import PARALLEL_UNET
-from para_core.adapters.compatibility import CompatibilityContext, When, refuse, require_same_call_of_model
-from para_core.adapters.models.unets import unet_adapter
-from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.models.unets import unet_adapter, why_refused_unet
+from para_core.adapters.registry import PARALLEL_UNET, supported
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import deliver
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (
     WrapperPriority,
+    has_compiled_parts,
     original_class,
-    restored_on_failure,
     uncompiled,
     unwrap,
     wrap_method,
@@ -39,50 +36,6 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 Unet = TypeVar("Unet", bound=nn.Module)
 
 
-def parallelize_unet(
-    unet: Unet, *, mesh: Mesh | GuidedMesh | None = None, assume_equal: bool = False, batched: bool = True
-) -> Unet:
-    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
-
-    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
-    all ranks. Ranks along ``ring`` and ``ulysses`` shard the rows of the image (columns, if it is wider than high),
-    those along ``batch`` the samples. No gradients are computed. Calling this again replaces the previous settings. If
-    anything is invalid or fails on any rank, every rank raises, and the UNet stays as it was.
-
-    Args:
-        unet (`nn.Module`): A supported UNet of diffusers (docs/vae.md lists them).
-        mesh, assume_equal: As in :func:`parallelize_transformer`.
-        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
-            output for a sample depends on its position in the batch.
-
-    Returns:
-        ``unet`` itself.
-
-    Raises:
-        TypeError: If the class is not supported.
-        ValueError: If the mesh does not fit.
-    """
-    module: Any = uncompiled(unet)
-    refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet"))
-    guided = guided_mesh_for(mesh, module)
-    with (
-        restored_on_failure([module]),
-        raising_on_all(guided, f"this {original_class(module).__name__} cannot run in rows"),
-    ):
-        resolve_unet(module, guided, assume_equal=assume_equal, batched=batched).apply()
-    return unet
-
-
-def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
-    """Return the handler that runs ``module`` in rows over ``mesh``. Changes nothing.
-
-    Raises:
-        TypeError, ValueError: If the UNet is not supported, or the mesh does not fit.
-    """
-    refuse(When.PARALLELIZE, CompatibilityContext(module, module, "unet", mesh=mesh))
-    return UnetRun(module, mesh, batched=batched, assume_equal=assume_equal)
-
-
 def unparallelize_unet(unet: Unet) -> Unet:
     """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
     unwrap(uncompiled(unet), PARALLEL_UNET)
@@ -94,13 +47,16 @@ class UnetRun:
 
     Args:
         batched: Whether the samples of a call are sharded over ``batch``.
-        assume_equal: Whether to skip the comparison of inputs over the ranks.
+        require_equal: Called with the arguments of each call, by name, to raise if ranks differ. It is not called
+            inside :func:`known_equal_unets`.
     """
 
-    def __init__(self, unet: nn.Module, mesh: GuidedMesh, *, batched: bool, assume_equal: bool) -> None:
+    def __init__(
+        self, unet: nn.Module, mesh: GuidedMesh, *, batched: bool, require_equal: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         adapter: Any = unet_adapter(unet)
         self.unet, self.images, self.mesh = unet, adapter.images, mesh
-        self.batched, self.assume_equal = batched, assume_equal
+        self.batched, self.require_equal = batched, require_equal
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(unet)
@@ -127,7 +83,7 @@ class UnetRun:
             # The arguments are invalid, and the model raises the best error.
             return call(unet, *args, **kwargs)
         if not self.inputs_verified:
-            require_same_call_of_model(self.unet, inputs, self.mesh, assume_equal=self.assume_equal)
+            self.require_equal(inputs)
         if sample.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.images[0]} requires a gradient, and none is computed over ranks. Call the "
@@ -191,3 +147,40 @@ def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for run, verified in zip(runs, before, strict=True):
             run.inputs_verified = verified
+
+
+# -- checks
+
+
+def refuse_unsupported_unet(owner: Any, module: Any) -> None:
+    """Refuse an unsupported UNet."""
+    if unet_adapter(module) is None:
+        raise TypeError(
+            f"{original_class(owner).__name__} is not supported: the rows of images in "
+            f"{original_class(module).__name__} cannot be sharded: {why_refused_unet(module)}. Give each rank its own "
+            f"prompts instead. Supported are {supported()}."
+        )
+
+
+def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
+    """Refuse a UNet on ranks along tensor."""
+    # A UNet has no tensor plan, so these ranks would compute the same rows.
+    if mesh.tensor.size > 1:
+        raise ValueError(
+            f"the mesh has {mesh.tensor.size} ranks along 'tensor', which shard the heads of a transformer, and "
+            f"{original_class(module).__name__} is a UNet, whose weights are not sharded. Give these ranks to "
+            "'ulysses' or 'ring', which shard the rows of its images, or to 'batch'."
+        )
+
+
+def refuse_compiled_unet(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse a compiled UNet.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    if called is not module or has_compiled_parts(module):
+        raise RuntimeError(
+            f"{name} was compiled, and a compiled graph does not know the layout of the rows. Use it uncompiled, or "
+            "unparallelize_pipe(pipe)."
+        )

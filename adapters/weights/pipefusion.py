@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.cache.scheduler_tracker import SchedulerTracker
 from para_core.adapters.components import patch_plan_for, stack_of, why_no_stages
-from para_core.adapters.registry import adapter_for
+from para_core.adapters.registry import require_adapter, require_blocks
+from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.adapters.spec import Adapter
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
-from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport
+from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport, fusion_of
 
 _KEY = "pipefusion"
 
@@ -46,6 +46,19 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     return plan
 
 
+def refuse_compiled_pipefusion(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse PipeFusion in one graph.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    if fusion_of(module) is not None and (called is not module or is_compiled(module)):
+        raise RuntimeError(
+            f"{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it "
+            "uncompiled, and compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+        )
+
+
 class FusedPipe:
     """PipeFusion on the transformers of one pipeline, with the state of the current generation."""
 
@@ -59,12 +72,12 @@ class FusedPipe:
         self._branches: dict[int, Branches] = {}
         self.fusions: dict[str, Fusion] = {}
         for name, module in transformers.items():
-            known: Any = adapter_for(module, adapter)
+            known = require_adapter(module, adapter)
             self._with_copies = self._with_copies or known.steps_with_copies
             plan = patches_of(module, mesh, adapter)
             blocks = [one.block for one in stack_of(module, adapter)]
             self._names[id(module)] = []
-            self._branches[id(module)] = Branches(conditions_of(module, known.blocks))
+            self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, adapter)))
             if hasattr(module, "cache_context"):
                 wrap_method(module, "cache_context", _KEY, self._named, order=WrapperPriority.CACHE)
             self.fusions[name] = Fusion(module, options, plan, blocks, self._branch_of(module), self._step_of)

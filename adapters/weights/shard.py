@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from para_core.adapters.applied import mesh_of
-from para_core.adapters.compatibility import When, cases_of, refuse
-from para_core.adapters.compatibility.placement import tensors_of_diffusers
 from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
-from para_core.adapters.registry import TRANSFORMERS, tensor_plan_for, transformers_of
+from para_core.adapters.registry import TRANSFORMERS, mesh_of, tensor_plan_for, transformers_of
 from para_core.adapters.weights.sharded_component import (
     KEY,
     METHODS,
@@ -28,6 +25,7 @@ from para_core.adapters.weights.sharded_component import (
     ShardedComponent,
     gather_component,
     is_distributed,
+    mesh_of_diffusers,
     sharded_component,
 )
 from para_core.distributed.consistency import Record, check_consistent, first_difference, raising_on_all, signature
@@ -99,9 +97,45 @@ def shard_weights(
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
     if method == "tensor" and offload_policy is not None:
         raise ValueError("offload_policy is FSDP2's; leave it out with method='tensor', or give method='fsdp'.")
-    refuse(When.SHARD, *cases_of(pipe))
+    check_shard(pipe)
     shard_components(pipe, mesh, method, components, offload_policy)
     return pipe
+
+
+def check_shard(pipe: Any) -> None:
+    """Run the checks before weights of ``pipe`` are sharded."""
+    for module in transformers_of(pipe).values():
+        refuse_several_devices(module, "the transformer")
+    refuse_several_devices(pipe, "the pipeline")
+    refuse_moved_weights(pipe)
+
+
+def refuse_several_devices(spread: Any, what: str) -> None:
+    """Refuse a transformer or pipeline on several devices."""
+    devices = sorted({str(device) for device in (getattr(spread, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{what} is spread over the devices {devices} by its device_map, for one process; here each device has its "
+            "own process. Load it without device_map, and shard its weights over the devices of all ranks: "
+            "parallelize_pipe(pipe, mesh=mesh, weights='fsdp')."
+        )
+
+
+def refuse_moved_weights(pipe: Any) -> None:
+    """Refuse weights that accelerate moves layer by layer."""
+    for name, part in pipe.components.items():
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            hook = getattr(module, "_hf_hook", None)
+            # Model offload moves a whole component, and leaves sharded ones alone.
+            if hook is not None and type(hook).__name__ != "CpuOffload":
+                raise ValueError(
+                    f"pipe.{name} is moved by a hook of accelerate, layer by layer ({type(hook).__name__} on "
+                    f"{path or 'the component'}: enable_sequential_cpu_offload, device_map). Its weights are on the "
+                    "meta device and are loaded for each call of a layer, so there is nothing to shard. Call "
+                    "pipe.remove_all_hooks() first. pipe.enable_model_cpu_offload() works with sharded weights, and "
+                    "shard_weights(pipe, mesh, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each "
+                    "rank's shard in host memory."
+                )
 
 
 def shard_components(
@@ -155,7 +189,7 @@ def shard_components(
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         for name, module in chosen.items():
-            if tensors_of_diffusers(module) is not None:
+            if mesh_of_diffusers(module) is not None:
                 raise ValueError(
                     f"pipe.{name} is sharded by diffusers' TensorParallelConfig already. It runs as it is: "
                     "parallelize_pipe(pipe, mesh=mesh), without weights=; to shard the rest, shard_weights(pipe, "
@@ -281,7 +315,7 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
         RuntimeError: If a sharded weight was replaced, for example by quantization, so that it cannot be gathered.
     """
     for name, module in components_of(pipe, components).items():
-        if tensors_of_diffusers(module) is not None:
+        if mesh_of_diffusers(module) is not None:
             warnings.warn(
                 f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing "
                 "undoes that. To hold it on every rank, load it without parallel_config.",

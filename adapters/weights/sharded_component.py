@@ -10,15 +10,26 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import blocks_of, components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import raising_on_all
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import WrapperPriority, unwrap, unwrapped_class, wrap_method, wrapper
+from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.instance_patching import (
+    WrapperPriority,
+    is_compiled,
+    is_compiled_without_breaks,
+    unwrap,
+    unwrapped_class,
+    wrap_method,
+    wrapper,
+)
+from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import buffer_slots, parameter_slots, parse_to
 from para_core.weights.fsdp import discard_shards, gather_blocks, is_sharded, shard_blocks, shard_mesh
 from para_core.weights.tensor import discard_tensors, gather_tensors, shard_tensors, tensor_mesh
@@ -233,3 +244,85 @@ class _Move:
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return self.placement.move(call, module, *args, **kwargs)
+
+
+# -- checks
+
+
+def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
+    """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
+    config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)
+    mesh: DeviceMesh | None = None if config is None else config._mesh
+    return mesh
+
+
+def refuse_other_tensor_ranks(module: nn.Module, name: str, dim: MeshDim) -> None:
+    """Refuse heads sharded over other ranks than those along tensor."""
+    sharded = tensor_mesh(module) or mesh_of_diffusers(module)
+    shared = [] if sharded is None else sharded.mesh.flatten().tolist()
+    ranks = [] if dim.group is None else get_process_group_ranks(dim.group)
+    if shared != ranks:
+        raise RuntimeError(
+            f"{name} has its heads sharded over {shared or 'no'} ranks, and the mesh dim 'tensor' of this rank has "
+            f"{ranks or 'none'}. Call parallelize_pipe(pipe, mesh=mesh, weights='tensor') with a mesh of "
+            "init_context_parallel_mesh(max_tensor_dim_size=...). For a model that diffusers' "
+            "TensorParallelConfig(mesh=mesh['tensor']) sharded, pass the same mesh without weights=."
+        )
+
+
+def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> None:
+    """Refuse weights sharded over ranks that may run different blocks.
+
+    Args:
+        reason: What the other ranks have, because of which they may run other blocks.
+    """
+    mesh, applied = shard_mesh(module) if is_sharded(module) else None, mesh_of_plan(module)
+    shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
+    if shared > sequence:
+        raise RuntimeError(
+            f"{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks "
+            f"have {reason}, so they may run other blocks, and ranks would wait for each other. Shard weights over the "
+            "sequence ranks: shard_weights(pipe, mesh) with the mesh of parallelize_pipe."
+        )
+
+
+def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse a cache in one graph over sharded weights.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    by_fsdp = is_sharded(module)
+    by_tensor = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
+    if (by_fsdp or by_tensor) and (called is not module or is_compiled(module)):
+        method = "fsdp" if by_fsdp else "tensor"
+        raise RuntimeError(
+            f"{name} is compiled as one graph, with a cache, and its weights are sharded (weights={method!r}). The "
+            "branches of torch.cond support neither hooks of FSDP2 nor DTensors. Compile its blocks instead: "
+            f"{name}.compile_repeated_blocks(fullgraph=True); or leave out one of the three."
+        )
+
+
+def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse one graph over weights that FSDP2 shards.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    if is_sharded(module) and (is_compiled_without_breaks(called) or is_compiled_without_breaks(module)):
+        raise RuntimeError(
+            f"{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the "
+            "weights of each block in a hook, where the graph breaks. Compile its blocks instead: "
+            f"{name}.compile_repeated_blocks(fullgraph=True); or leave fullgraph=True out."
+        )
+
+
+def refuse_late_quantization(module: nn.Module, name: str) -> None:
+    """Refuse weights that were quantized after FSDP2 sharded them."""
+    for path, parameter in module.named_parameters() if is_sharded(module) else ():
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            raise RuntimeError(
+                f"{path} of {name} became a {type(parameter).__name__} after FSDP2 sharded its weights, and FSDP2 "
+                "would restore the old weight. Load the pipeline again, and quantize before sharding "
+                "(int8_weight_only_quantized_training()), or after weights='tensor'."
+            )

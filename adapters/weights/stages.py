@@ -10,14 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.adapters.components import stack_of
+from para_core.adapters.components import stack_of, why_no_stages
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
-from para_core.adapters.registry import transformers_of
+from para_core.adapters.models.unets import unet_adapter
+from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.spec import Adapter
 from para_core.adapters.weights.lora import require_own_values
+from para_core.adapters.weights.sharded_component import is_distributed
+from para_core.cache.options import CacheOptions
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_alike, wrap_method
+from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import (
     Freeing,
     RequireEqual,
@@ -237,3 +241,75 @@ def _stand_ins(stages: Stages) -> Iterator[None]:
 def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
     with nullcontext() if mesh is None else raising_on_all(mesh, "a LoRA could not be changed"):
         yield
+
+
+# -- checks
+
+
+def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
+    """Refuse stages of a model whose blocks pass on more than tokens."""
+    is_unet = unet_adapter(module) is not None
+    reason = "it is a UNet, whose blocks pass residuals to each other" if is_unet else why_no_stages(module, adapter)
+    if reason is not None:
+        raise TypeError(
+            f"{original_class(module).__name__} cannot run in stages: {reason}. Use a mesh without 'pipe' "
+            "(max_pipe_dim_size); weights='fsdp' shards any model."
+        )
+
+
+def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None:
+    """Refuse stages of weights that are moved or sharded otherwise.
+
+    Args:
+        unshards: Whether weights that are sharded now are gathered before the model runs in stages.
+    """
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        problem, undo = "is moved by a hook of accelerate", "pipe.remove_all_hooks()"
+    elif not unshards and is_distributed(module):
+        problem, undo = "has its weights sharded", "unshard_weights(pipe)"
+    else:
+        return
+    raise ValueError(
+        f"{name} {problem}, and a stage frees the blocks of other stages. Call {undo} before parallelize_pipe(pipe, "
+        "mesh=mesh), or use a mesh without 'pipe'."
+    )
+
+
+def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse stages in one graph.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    if stages_of(module) is not None and (called is not module or is_compiled(module)):
+        raise RuntimeError(
+            f"{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and "
+            "compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+        )
+
+
+def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) -> None:
+    """Refuse a cache that stages do not support."""
+    reason = _why_no_cache(module, options)
+    if reason is not None:
+        raise RuntimeError(
+            f"{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and "
+            "no pipefusion=), other options, or remove_cache_from_pipe(pipe)."
+        )
+
+
+def _why_no_cache(module: nn.Module, options: CacheOptions) -> str | None:
+    """Return the reason why a cache with ``options`` needs blocks or weights of other stages; None if it does not."""
+    if fusion_of(module) is not None:
+        return "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
+    stages, adapter = stages_of(module), adapter_for(module)
+    if stages is None or adapter is None or adapter.blocks is None:
+        return None
+    if len(adapter.blocks.groups) > 1:
+        return "it has two block groups, and the residual of the first is on another stage"
+    if options.decides_before_blocks:
+        return "its rule reads weights of the first block, which only the first stage has"
+    num_last = len(stages.ranges[-1])
+    if options.last_blocks >= num_last:
+        return f"last_blocks={options.last_blocks} always run, and the last stage has {num_last} blocks"
+    return None

@@ -139,11 +139,11 @@ def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
 # Others on transformers that a plan serves, and why they are not tried.
 NOT_TRIED = {
     "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused "
-    "(tests/adapters/compatibility/test_check.py)",
+    "(tests/adapters/compatibility/test_phases.py)",
     "LTX2DFRTemporalRefinePipeline": "goes on with the latents and keyframes of LTX2DFRPipeline, by a model that "
     "doubles frames",
-    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_check.py)",
-    "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_check.py)",
+    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_phases.py)",
+    "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_phases.py)",
 }
 
 

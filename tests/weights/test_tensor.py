@@ -29,8 +29,7 @@ from para_core.adapters import (
     unparallelize_transformer,
     unshard_weights,
 )
-from para_core.adapters.applied import mesh_of
-from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.registry import mesh_of, tensor_plan_for
 from para_core.weights.tensor import gather_tensors, shard_tensors
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from para_core.adapters.applied import mesh_of
 from para_core.adapters.cache.calibration.image_metrics import load_metric
 from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow, Goal, Metric, require_target
 from para_core.adapters.cache.calibration.trial import Trial
 from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.cache.pipeline import apply_cache_on_pipe, remove_cache_from_pipe
+from para_core.adapters.registry import mesh_of
 from para_core.distributed.mesh import one_guided_rank
 from para_core.instance_patching import original_class
 from para_core.user_warnings import ThresholdWarning

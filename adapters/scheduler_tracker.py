@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from para_core.cache.options import CacheOptions
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 _KEY = "scheduler tracker"
@@ -150,3 +151,12 @@ class SchedulerTracker:
         index = max(self._num_calls.get(branch, 0), latest - 1)
         self._num_calls[branch] = index + 1
         return index
+
+
+def refuse_missing_scheduler(pipe: Any, options: CacheOptions) -> None:
+    """Refuse a cache that follows a schedule, without a scheduler."""
+    if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave "
+            "it out."
+        )

@@ -1,6 +1,6 @@
 """What cannot run in parallel is an error that says so, on every rank, and what to do instead."""
 
-import re
+import builtins
 from dataclasses import replace
 
 import pytest
@@ -14,9 +14,19 @@ from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.harness import fake_group
+from benchmarks.pages import checks_of, error_of
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.compatibility import REFUSALS, CompatibilityContext, When, cases_of, reason_against, refuse
+from para_core.adapters.compatibility.phases import (
+    PHASES,
+    CheckedModel,
+    check_cache,
+    check_cached_call,
+    check_parallel_call,
+    check_parallelize,
+    check_shard,
+    models_to_check,
+)
 from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.stages import hold_stage
@@ -231,21 +241,34 @@ def changed(thing, **attributes):
     return thing
 
 
+def case(owner, module, component="", *, mesh=None, options=None, **of_model):
+    return CheckedModel(owner, module, component, **of_model), mesh, options
+
+
+def run(phase, model, mesh, options):
+    if phase is check_shard:
+        check_shard(model.owner)
+    elif phase in (check_cache, check_cached_call):
+        phase(model, options)
+    else:
+        phase([model], mesh)
+
+
 def on_flux(change, mesh, **known):
     """A pipe whose transformer was changed since its plan was applied."""
     pipe = flux_pipe()
     pipe.transformer = change(pipe.transformer) or pipe.transformer
-    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
+    return case(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
 
 
 def replaced(mesh):
-    return CompatibilityContext(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
+    return case(flux_pipe(), flux_transformer(), "transformer", mesh=mesh)
 
 
 def guided_by_blur(mesh):
     pipe = flux_pipe()
     pipe.guider = SmoothedEnergyGuidance(seg_guidance_layers=[1])
-    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh)
+    return case(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
 def compiled_in_place(module):
@@ -261,18 +284,18 @@ def with_scores_of_its_own(model):
 
 def without_scheduler(mesh):
     pipe = changed(flux_pipe(), scheduler=None)
-    return CompatibilityContext(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
+    return case(pipe, pipe.transformer, options=CacheOptions(0.1, always_compute_last=True))
 
 
 def perturbed(mesh):
     pipe = changed(flux_pipe(), pag_applied_layers=["blocks.1"])
-    return CompatibilityContext(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
+    return case(pipe, MODELS["sd3"].build(), "transformer", mesh=mesh)
 
 
 def sharded_and_cached(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
-    return CompatibilityContext(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
+    return case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
 
 
 def in_stages(mesh):
@@ -283,36 +306,32 @@ def compiled_stages(mesh):
     """In place, behind the split."""
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
-    return CompatibilityContext(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
+    return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
 
 
 def fused_and_compiled(mesh):
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
-    return CompatibilityContext(
-        pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence
-    )
+    return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=mesh, applied=mesh.sequence)
 
 
 def cached_stages(mesh):
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
-    return CompatibilityContext(
-        pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input")
-    )
+    return case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
 
 
 def sharded_and_compiled(mesh):
     pipe = flux_pipe()
     shard_tensors(pipe.transformer, tensor_plan_for(pipe.transformer), weights_mesh([0, 1], "cpu"))
     module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
-    return CompatibilityContext(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
+    return case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
 
 
 def fsdp_without_breaks(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
     module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, fullgraph=True, backend="eager")
-    return CompatibilityContext(pipe, module, "transformer", mesh=mesh, applied=mesh.sequence)
+    return case(pipe, module, "transformer", mesh=mesh)
 
 
 def quantized_late(mesh):
@@ -320,211 +339,211 @@ def quantized_late(mesh):
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
     linear = pipe.transformer.transformer_blocks[0].attn.to_q
     linear.weight = nn.Parameter(Int8Tensor.from_hp(torch.ones(64, 64), PerRow()), requires_grad=False)
-    return CompatibilityContext(pipe, pipe.transformer, "transformer", mesh=mesh, applied=mesh.sequence)
+    return case(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
-# Of each row: before what, a case of it, and what is said.
+# Of each check, by what it refuses: a phase that runs it, a case of it, and its message.
 CASES = {
     "a pipeline without a transformer, in parallel": (
-        When.PARALLELIZE,
-        lambda _: CompatibilityContext(NoTransformer(nn.Linear(1, 1)), None),
+        check_parallelize,
+        lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*transformer.*" + SUPPORTED,
     ),
     "a pipeline without a transformer, with a cache": (
-        When.CACHE,
-        lambda _: CompatibilityContext(NoTransformer(nn.Linear(1, 1)), None),
+        check_cache,
+        lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*cached.* transformer",
     ),
     "an unsupported UNet": (
-        When.PARALLELIZE,
-        lambda _: CompatibilityContext(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
+        check_parallelize,
+        lambda _: case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
     ),
     "an attention processor that computes scores itself": (
-        When.PARALLEL_CALL,
-        lambda mesh: CompatibilityContext(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
+        check_parallel_call,
+        lambda mesh: case(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
         r"AttnProcessor in 'transformer_blocks\.1\.attn2', .*set_attn_processor\(AttnProcessor2_0\(\)\)",
     ),
     "a UNet on ranks along tensor": (
-        When.PARALLELIZE,
-        lambda mesh: CompatibilityContext(
+        check_parallelize,
+        lambda mesh: case(
             *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
         ),
         r"^.* 2 ranks .*'tensor'.*UNet2DConditionModel .*'ulysses'",
     ),
     "a cache on a UNet": (
-        When.CACHE,
-        lambda _: CompatibilityContext(*[UNET_PIPELINES["sd"].build().unet] * 2),
+        check_cache,
+        lambda _: case(*[UNET_PIPELINES["sd"].build().unet] * 2),
         "^UNet2DConditionModel .*First Block Cache",
     ),
     "an adapter= that is not an Adapter": (
-        When.PARALLELIZE,
-        lambda _: CompatibilityContext(flux_pipe(), flux_transformer(), adapter={}),
+        check_parallelize,
+        lambda _: case(flux_pipe(), flux_transformer(), adapter={}),
         r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
     "a transformer class that cannot have a plan": (
-        When.PARALLELIZE,
-        lambda _: CompatibilityContext(lumina_next(), lumina_next()),
+        check_parallelize,
+        lambda _: case(lumina_next(), lumina_next()),
         "^LuminaNextDiT2DModel .*processor ",
     ),
     "a transformer without a plan": (
-        When.PARALLELIZE,
-        lambda _: CompatibilityContext(OtherModel(), OtherModel()),
+        check_parallelize,
+        lambda _: case(OtherModel(), OtherModel()),
         r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
     "a cache on blocks that cannot be skipped": (
-        When.CACHE,
-        lambda _: CompatibilityContext(far := MODELS["anyflow far"].build(), far),
+        check_cache,
+        lambda _: case(far := MODELS["anyflow far"].build(), far),
         "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
     "a cache on blocks that no adapter describes": (
-        When.CACHE,
-        lambda _: CompatibilityContext(OtherModel(), OtherModel()),
+        check_cache,
+        lambda _: case(OtherModel(), OtherModel()),
         "^OtherModel .*cached.* blocks .*FLUX",
     ),
     "a cache that follows a schedule, without a scheduler": (
-        When.CACHED_CALL,
+        check_cached_call,
         without_scheduler,
         "^always_compute_last .*scheduler, .*FluxPipeline ",
     ),
-    "a transformer on several devices": (
-        When.PARALLELIZE,
-        lambda mesh: on_flux(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}), mesh),
-        r"transformer .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
-    ),
-    "a pipeline on several devices": (
-        When.SHARD,
-        lambda mesh: CompatibilityContext(
-            changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"
-        ),
+    "a transformer or pipeline on several devices": (
+        check_shard,
+        lambda mesh: case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
         r"pipeline .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
     "weights that accelerate moves layer by layer": (
-        When.SHARD,
+        check_shard,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
     "stages of a model whose blocks pass on more than tokens": (
-        When.PARALLELIZE,
-        lambda mesh: CompatibilityContext(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
+        check_parallelize,
+        lambda mesh: case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
         r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
     "stages of weights that are moved or sharded otherwise": (
-        When.PARALLELIZE,
+        check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
     "stages in one graph": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         compiled_stages,
         r"^pipe\.transformer .*compiled .*transformer\.compile_repeated_blocks\(fullgraph=True\)",
     ),
     "PipeFusion in one graph": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         fused_and_compiled,
         r"^pipe\.transformer .*PipeFusion, .*compile_repeated_blocks\(fullgraph=True\)",
     ),
     "a cache that stages do not support": (
-        When.CACHED_CALL,
+        check_cached_call,
         cached_stages,
         r"^pipe\.transformer .*stages, .*cached.* rule ",
     ),
     "weights sharded over ranks that may run different blocks": (
-        When.CACHED_CALL,
+        check_cached_call,
         sharded_and_cached,
         r"^pipe\.transformer .*weights .*2 ranks, .* 1\W.*cache",
     ),
     "a cache in one graph over sharded weights": (
-        When.CACHED_CALL,
+        check_cached_call,
         sharded_and_compiled,
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*compile_repeated_blocks\(fullgraph=True\)",
     ),
     "one graph over weights that FSDP2 shards": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         fsdp_without_breaks,
         r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
     "weights that were quantized after FSDP2 sharded them": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         quantized_late,
         r"^transformer_blocks\.0\.attn\.to_q\.weight .*pipe\.transformer .*Int8Tensor ",
     ),
     "heads sharded over other ranks than those along tensor": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         lambda mesh: on_flux(
             lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())
         ),
         r"^pipe\.transformer .*heads .*no ranks, .*'tensor' .*\[0, 1\]",
     ),
     "diffusers' own parallelism": (
-        When.PARALLELIZE,
+        check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
         "diffusers.* enable_parallelism",
     ),
     "perturbed attention over joint tokens": (
-        When.PARALLELIZE,
+        check_parallelize,
         perturbed,
         "perturbed attention",
     ),
     "another transformer than the one that was parallelized": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         replaced,
         r"^pipe\.transformer .*another .*parallelized",
     ),
     "another transformer than the one that was cached": (
-        When.CACHED_CALL,
+        check_cached_call,
         replaced,
         r"^pipe\.transformer .*another .*cache",
     ),
     "a transformer whose plan was replaced or removed": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
         r"^pipe\.transformer .*mesh, .*unparallelized",
     ),
     "a compiled UNet": (
-        When.PARALLEL_CALL,
-        lambda mesh: CompatibilityContext(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
+        check_parallel_call,
+        lambda mesh: case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
     "attention that does not call scaled_dot_product_attention": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
         ),
         r"'flash' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
     ),
     "a cache of diffusers": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
         r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
     ),
     "a hook of diffusers that may need tokens of other ranks": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
         r"^pipe\.transformer .*diffusers.* \w+ at '.*': .*drops",
     ),
     "a guider that adds such a hook": (
-        When.PARALLEL_CALL,
+        check_parallel_call,
         guided_by_blur,
         r"^pipe\.guider .*SmoothedEnergyGuidance: .*blurs",
     ),
 }
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.title)
-def test_each_refusal_has_a_case(row):
-    when, make, message = CASES[row.title]
-    assert when in row.when
+def all_checks():
+    checks = dict.fromkeys(check for phase in PHASES.values() for check in checks_of(phase))
+    return {check.__doc__.splitlines()[0].removeprefix("Refuse ").removesuffix("."): check for check in checks}
+
+
+@pytest.mark.parametrize("title", all_checks())
+def test_each_check_has_a_case(title):
+    phase, make, message = CASES[title]
+    check = all_checks()[title]
+    assert check in checks_of(phase)
     with fake_group(2):
-        case = make(guided_mesh(cpu_mesh(1, 2)))
-        assert re.search(message, reason_against(when, case))
-        with pytest.raises(row.error, match=message):
-            refuse(when, case)
+        of_case = make(guided_mesh(cpu_mesh(1, 2)))
+        with pytest.raises(getattr(builtins, error_of(check)[0]), match=message) as caught:
+            run(phase, *of_case)
+    assert caught.traceback[-1].name == check.__name__
 
 
-def test_what_nothing_was_done_to_is_not_refused():
+def test_untouched_pipelines_are_not_refused():
     with fake_group(2):
         mesh = guided_mesh(cpu_mesh(1, 2))
-        for when in When:
-            assert reason_against(when, *cases_of(flux_pipe(), mesh=mesh)) is None
-            assert reason_against(when, *cases_of(stable_diffusion_3("StableDiffusion3Pipeline"), mesh=mesh)) is None
+        for pipe in (flux_pipe(), stable_diffusion_3("StableDiffusion3Pipeline")):
+            for phase in PHASES.values():
+                for model in models_to_check(pipe):
+                    run(phase, model, mesh, CacheOptions(0.1))

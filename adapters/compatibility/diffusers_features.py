@@ -1,0 +1,169 @@
+"""Checks of features of diffusers: attention that the mode cannot intercept, hooks, guiders, caches, parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.registry import plan_for, supported
+from para_core.adapters.weights.sharded_component import mesh_of_diffusers
+from para_core.cache.diffusers_caches import foreign_cache
+from para_core.instance_patching import original_class
+from para_core.plans.module_matching import matching_modules
+from para_core.plans.plan import AttentionByHeads
+
+# Backends of diffusers that call scaled_dot_product_attention, with or without a choice of its backend.
+_SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+
+
+def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -> None:
+    """Refuse attention that does not call scaled_dot_product_attention."""
+    by_heads = _attention_by_heads(module)
+    # Each submodule may have another backend, so all are checked.
+    for path, submodule in module.named_modules():
+        processor: Any = getattr(submodule, "processor", None)
+        # A processor without this attribute always calls scaled_dot_product_attention itself.
+        if path in by_heads or not hasattr(processor, "_attention_backend"):
+            continue
+        backend = _name_of(processor._attention_backend)
+        if backend not in _SEEN:
+            raise RuntimeError(
+                f"{name} attends with diffusers' backend {backend!r} in {path!r}, which does not call "
+                f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
+                f"Switch to a native backend: {name}.set_attention_backend('native')."
+            )
+
+
+def _attention_by_heads(module: nn.Module) -> set[str]:
+    """Return the paths of modules that have all tokens and some of the heads, for which any backend is correct."""
+    plan = plan_for(module)
+    return {
+        path
+        for pattern, attention in (() if plan is None else plan.attention.items())
+        if isinstance(attention, AttentionByHeads)
+        for path in matching_modules(module, pattern)
+    }
+
+
+def _name_of(backend: Any) -> str:
+    if backend is None:
+        # The default of all models: from the last set_attention_backend, attention_backend(...), or the environment.
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+        backend, _ = _AttentionBackendRegistry.get_active_backend()
+    return str(getattr(backend, "value", backend))
+
+
+# Functions with which a processor computes scores itself, as processors of diffusers did before PyTorch 2.
+_OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
+_SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
+
+
+def refuse_scores_of_processor(module: nn.Module, name: str, sequence_ranks: int) -> None:
+    """Refuse an attention processor that computes scores itself."""
+    # Other processors of the model may call SDPA, so all are checked.
+    for path, submodule in module.named_modules():
+        cls: Any = type(getattr(submodule, "processor", None))
+        call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
+        names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
+        if names & _OWN_SCORES and not names & _SDPA:
+            raise RuntimeError(
+                f"{name} attends with the processor {cls.__name__} in {path!r}, which does not call "
+                f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
+                f"Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), from "
+                "diffusers.models.attention_processor."
+            )
+
+
+def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
+    """Refuse a cache of diffusers."""
+    cache = foreign_cache(module)
+    if cache is not None:
+        raise RuntimeError(
+            f"{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "
+            f"wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides "
+            "for all ranks."
+        )
+
+
+# Hooks of diffusers that move and cast weights, whatever the tokens are.
+_WEIGHT_HOOKS = (
+    "GroupOffloadingHook",
+    "LazyPrefetchGroupOffloadingHook",
+    "LayerExecutionTrackerHook",
+    "LayerwiseCastingHook",
+    "PeftInputAutocastDisableHook",
+)
+# Hooks that skip layers, equally for all tokens unless they use dropout.
+_SKIP_HOOKS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook", "FeedForwardSkipHook")
+_DROPS = "it drops activations at random, and each rank would draw its own values. Skip whole layers (dropout=1.0)"
+_BLURS = (
+    "it blurs the queries of the full image, and a rank has a part of them. Use ranks for guidance only "
+    "(max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider"
+)
+_OWN_PARALLELISM = "it also shards tokens. Load the transformer without parallel_config"
+_UNKNOWN = "it may need tokens of other ranks. Remove it, or unparallelize_pipe(pipe)"
+
+
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each hook in diffusers' registries with the path of its module."""
+    for path, submodule in module.named_modules():
+        registry: Any = submodule.__dict__.get("_diffusers_hook")
+        for hook in () if registry is None else registry.hooks.values():
+            yield path, hook
+
+
+def refuse_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int) -> None:
+    """Refuse a hook of diffusers that may need tokens of other ranks."""
+    for path, hook in hooks_of(module):
+        reason = _reason_against(hook, sequence_ranks)
+        if reason is not None:
+            raise RuntimeError(f"{name} has diffusers' {type(hook).__name__} at {path!r}: {reason}.")
+
+
+def _reason_against(hook: Any, sequence_ranks: int) -> str | None:
+    """Return the reason why ``hook`` is not correct on several ranks. Hooks of the user's own are allowed."""
+    cls = type(hook)
+    if not cls.__module__.startswith("diffusers.") or cls.__name__ in _WEIGHT_HOOKS:
+        return None
+    if cls.__name__ in _SKIP_HOOKS:
+        return _DROPS if _drops(hook) else None
+    if cls.__name__ == "SmoothedEnergyGuidanceHook":
+        return _BLURS if sequence_ranks > 1 else None
+    return _OWN_PARALLELISM if cls.__name__.startswith("ContextParallel") else _UNKNOWN
+
+
+def _drops(hook_or_config: Any) -> bool:
+    return bool(0 < hook_or_config.dropout < 1)
+
+
+def refuse_guider(pipe: Any, sequence_ranks: int) -> None:
+    """Refuse a guider that adds such a hook."""
+    guider = getattr(pipe, "guider", None)
+    for configs in () if guider is None else vars(guider).values():
+        for config in configs if isinstance(configs, list) else [configs]:
+            blurs = type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1
+            if blurs or (type(config).__name__ == "LayerSkipConfig" and _drops(config)):
+                reason = _BLURS if blurs else _DROPS
+                raise RuntimeError(f"pipe.guider is a {type(guider).__name__}: {reason}.")
+
+
+def refuse_parallelism_of_diffusers(module: Any) -> None:
+    """Refuse diffusers' own parallelism."""
+    if getattr(module, "_parallel_config", None) is not None and mesh_of_diffusers(module) is None:
+        raise ValueError(
+            "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: "
+            "load it without parallel_config, and call parallelize_pipe(pipe, mesh=...) alone."
+        )
+
+
+def refuse_perturbed_joint_attention(owner: Any, module: Any) -> None:
+    """Refuse perturbed attention over joint tokens."""
+    if original_class(module).__name__ == "SD3Transformer2DModel" and hasattr(owner, "pag_applied_layers"):
+        raise TypeError(
+            f"{original_class(owner).__name__} is not supported: its perturbed attention masks image tokens by their "
+            "number, which is that of one rank. Use the pipeline without perturbed attention. "
+            f"Supported are {supported()}."
+        )

@@ -1,0 +1,215 @@
+"""Phases in which a transformer or UNet is checked, and the checks of each phase.
+
+A check is a function that raises if the model has a feature or an option that para_core cannot combine with what the
+user asks for. It is defined next to that feature. Its docstring begins with "Refuse" and names the combination;
+docs/refusals.md lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from para_core.adapters.compatibility.diffusers_features import (
+    refuse_cache_of_diffusers,
+    refuse_guider,
+    refuse_hooks_of_diffusers,
+    refuse_parallelism_of_diffusers,
+    refuse_perturbed_joint_attention,
+    refuse_scores_of_processor,
+    refuse_unseen_attention,
+)
+from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.models.unets import unet_adapter
+from para_core.adapters.registry import (
+    component_of,
+    refuse_cache_on_unet,
+    refuse_cache_without_transformer,
+    refuse_class_without_plan,
+    refuse_missing_plan,
+    refuse_missing_transformer,
+    refuse_other_mesh,
+    refuse_other_type_of_adapter,
+    refuse_replaced_cached_model,
+    refuse_replaced_model,
+    refuse_uncached_blocks,
+    refuse_unknown_blocks,
+    transformers_of,
+    unets_of,
+)
+from para_core.adapters.rows.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, refuse_unsupported_unet
+from para_core.adapters.scheduler_tracker import refuse_missing_scheduler
+from para_core.adapters.spec import Adapter
+from para_core.adapters.weights.pipefusion import refuse_compiled_pipefusion
+from para_core.adapters.weights.shard import check_shard, refuse_several_devices
+from para_core.adapters.weights.sharded_component import (
+    refuse_cached_graph_of_shards,
+    refuse_graph_of_fsdp,
+    refuse_late_quantization,
+    refuse_other_tensor_ranks,
+    refuse_shards_beyond_sequence,
+)
+from para_core.adapters.weights.stages import (
+    refuse_cache_on_stages,
+    refuse_compiled_stages,
+    refuse_moved_stages,
+    refuse_unchained_stages,
+)
+from para_core.cache.options import CacheOptions
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.instance_patching import original_class
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """One transformer or UNet to check, and what was applied to it.
+
+    Args:
+        owner: The pipeline of ``module``, or ``module`` itself.
+        module: The transformer or UNet; None if the pipeline has none.
+        component: Path of ``module`` in the pipeline; empty without a pipeline.
+        adapter: Adapter that the user gave.
+        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized.
+    """
+
+    owner: Any
+    module: Any
+    component: str = ""
+    adapter: Adapter | None = None
+    applied: SequenceMesh | None = None
+
+    @property
+    def is_unet(self) -> bool:
+        return unet_adapter(self.module) is not None
+
+    @property
+    def name(self) -> str:
+        """Name of the model, for messages."""
+        return f"pipe.{self.component}" if self.component else "unet" if self.is_unet else "transformer"
+
+    @property
+    def called(self) -> Any:
+        """The object that the pipeline calls: ``module``, the wrapper of ``torch.compile`` around it, or a new model
+        in its place.
+        """
+        return component_of(self.owner, self.component) if self.component else self.module
+
+
+def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
+    """Return the transformers, or UNets, of ``pipe``. Without any, return one whose module is None."""
+    modules = transformers_of(pipe) or unets_of(pipe)
+    return [CheckedModel(pipe, module, name, adapter) for name, module in modules.items()] or [CheckedModel(pipe, None)]
+
+
+def check_parallelize(
+    models: Sequence[CheckedModel], mesh: GuidedMesh | None = None, *, unshards: bool = False
+) -> None:
+    """Run the checks before ``models`` are parallelized.
+
+    Args:
+        mesh: None if it is not known yet. Then the checks that need it are left out.
+        unshards: Whether weights that are sharded now are gathered before.
+    """
+    for model in models:
+        owner, module, adapter = model.owner, model.module, model.adapter
+        refuse_missing_transformer(owner, module)
+        refuse_other_type_of_adapter(adapter, module)
+        if model.component == "unet":
+            refuse_unsupported_unet(owner, module)
+        if not model.is_unet:
+            refuse_class_without_plan(owner, module, adapter)
+            refuse_missing_plan(owner, module, adapter)
+        refuse_several_devices(module, "the transformer")
+        refuse_several_devices(owner, "the pipeline")
+        refuse_parallelism_of_diffusers(module)
+        if mesh is None:
+            continue
+        if model.is_unet:
+            refuse_tensor_ranks_of_unet(module, mesh)
+        if mesh.pipe.size > 1:
+            refuse_unchained_stages(module, adapter)
+            refuse_moved_stages(module, model.name, unshards=unshards)
+        if mesh.ranks > 1:
+            refuse_perturbed_joint_attention(owner, module)
+
+
+def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> None:
+    """Run the checks before a call of ``models`` on ``mesh``."""
+    for model in models:
+        module, name = model.module, model.name
+        if model.component:
+            refuse_replaced_model(model.called, module, name)
+            refuse_other_mesh(module, name, model.applied)
+        refuse_other_tensor_ranks(module, name, mesh.tensor)
+        refuse_compiled_stages(module, name, model.called)
+        refuse_compiled_pipefusion(module, name, model.called)
+        if mesh.batch.size > 1:
+            refuse_shards_beyond_sequence(module, name, "other branches of guidance")
+        refuse_graph_of_fsdp(module, name, model.called)
+        refuse_late_quantization(module, name)
+        if model.is_unet:
+            refuse_compiled_unet(module, name, model.called)
+        if mesh.sequence.ranks > 1:
+            refuse_unseen_attention(module, name, mesh.sequence.ranks)
+            # In a UNet any processor is correct, because matrix products of sharded rows are intercepted as well.
+            if not model.is_unet:
+                refuse_scores_of_processor(module, name, mesh.sequence.ranks)
+        if mesh.ranks > 1:
+            refuse_cache_of_diffusers(module, name)
+            refuse_hooks_of_diffusers(module, name, mesh.sequence.ranks)
+            refuse_guider(model.owner, mesh.sequence.ranks)
+
+
+def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:
+    """Run the checks before a cache with ``options`` is applied to ``model``.
+
+    Args:
+        options: None if they are not known yet. Then the checks that need them are left out.
+    """
+    owner, module, adapter = model.owner, model.module, model.adapter
+    refuse_cache_without_transformer(owner, module)
+    refuse_cache_on_unet(owner, module)
+    refuse_other_type_of_adapter(adapter, module)
+    refuse_uncached_blocks(owner, module, adapter)
+    refuse_unknown_blocks(owner, module, adapter)
+    if options is not None:
+        refuse_missing_scheduler(owner, options)
+
+
+def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
+    """Run the checks before a call of the pipeline of ``model``, to which a cache with ``options`` is applied."""
+    module, name = model.module, model.name
+    refuse_replaced_cached_model(model.called, module, name)
+    refuse_missing_scheduler(model.owner, options)
+    refuse_cache_on_stages(module, name, options)
+    refuse_shards_beyond_sequence(module, name, "a cache that skips other steps")
+    refuse_cached_graph_of_shards(module, name, model.called)
+    refuse_late_quantization(module, name)
+
+
+# Phases by their names in docs/refusals.md. Each runs its checks in order, and the first check that fails raises.
+PHASES: Mapping[str, Callable[..., None]] = {
+    "`parallelize_pipe`": check_parallelize,
+    "a parallel call": check_parallel_call,
+    "`apply_cache_on_pipe`": check_cache,
+    "a cached call": check_cached_call,
+    "`shard_weights`": check_shard,
+}
+
+
+def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
+    """Raise on every rank if a call of ``module`` is refused on one rank, or its ``inputs`` differ between ranks.
+
+    Args:
+        assume_equal: Whether to skip the comparison. Then only the rank whose call is refused raises.
+    """
+    mesh.check_alive()
+    models = [CheckedModel(module, module)]
+    if assume_equal:
+        check_parallel_call(models, mesh)
+    else:
+        require_same_inputs(
+            inputs, mesh, f"this {original_class(module).__name__}", partial(check_parallel_call, models, mesh)
+        )
