@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel
 import para_core
 from benchmarks.harness import fake_group
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, parallelize_pipe
-from para_core.attention.transfer import SlicedAllToAll
+from para_core.attention import transfer
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer
 
 ROOT = Path(para_core.__file__).parents[1]
@@ -30,15 +30,15 @@ def own_files():
     return found
 
 
-def files_at(cls, method, pipe):
-    """Those under way when ``cls.method`` is first called."""
-    found, original = [], getattr(cls, method)
+def files_at(owner, function, pipe):
+    """Those under way when ``function`` of a class or module is first called."""
+    found, original = [], getattr(owner, function)
 
     def watched(*args, **kwargs):
         found.append(own_files())
         return original(*args, **kwargs)
 
-    with mock.patch.object(cls, method, watched), torch.no_grad():
+    with mock.patch.object(owner, function, watched), torch.no_grad():
         pipe(**flux_call(num_inference_steps=1))
     return Counter(found[0])
 
@@ -57,8 +57,8 @@ def test_each_wrapper_is_one_frame(cached, at_forward, at_exchange):
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
         # Three of them are the wrapped methods: the pipe's and the model's __call__, and the model's _call_impl.
         assert files_at(FluxTransformer2DModel, "forward", pipe).total() <= at_forward
-        # Down to where keys and values leave for other ranks.
-        assert files_at(SlicedAllToAll, "start", pipe).total() <= at_exchange
+        # Down to where keys and values leave for other ranks, in SlicedAllToAll.start.
+        assert files_at(transfer, "start_all_to_all", pipe).total() <= at_exchange
 
 
 def test_warning_points_at_line_of_user():
