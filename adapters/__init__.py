@@ -1,5 +1,6 @@
 """Parallel and cached diffusers pipelines, and the adapters of diffusers models."""
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.calibration.calibrate import calibrate_cache
 from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow
 from para_core.adapters.cache.pipeline import (
@@ -9,14 +10,13 @@ from para_core.adapters.cache.pipeline import (
     remove_cache_from_pipe,
 )
 from para_core.adapters.parallel.load import from_pretrained_sharded
-from para_core.adapters.parallel.pipeline import parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.adapters.parallel.parallelize import parallelize_pipe, pipefusion_report, unparallelize_pipe
 from para_core.adapters.parallel.transformer import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.parallel.unet import parallelize_unet
 from para_core.adapters.planner.plan import plan_mesh
 from para_core.adapters.propose.propose import Proposal, propose_plan
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
-from para_core.adapters.spec import Adapter
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.registry import TRANSFORMERS, adapter_for, plan_for, require_adapter, require_blocks
-from para_core.adapters.spec import Adapter, Text
 from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.models.unets import UNETS, unet_adapter
+from para_core.adapters.models.unets import UNETS, UnetAdapter
 from para_core.adapters.models.unsupported import REFUSED
-from para_core.adapters.spec import Adapter, Text
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class, uncompiled, wrapper
@@ -119,6 +119,12 @@ def unets_of(pipe: Any) -> dict[str, nn.Module]:
     nets = enumerate(getattr(controlnet, "nets", ()))
     paths = {"controlnet": controlnet, **{f"controlnet.nets.{index}": uncompiled(net) for index, net in nets}}
     return {"unet": unet, **{path: module for path, module in paths.items() if unet_adapter(module) is not None}}
+
+
+def unet_adapter(unet: Any) -> UnetAdapter | None:
+    """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
+    names = [cls.__name__ for cls in original_class(unet).__mro__]
+    return next((UNETS[name] for name in names if name in UNETS), None)
 
 
 def component_of(pipe: Any, path: str) -> Any:

@@ -34,7 +34,7 @@ class SchedulerTracker:
     Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the
     model twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to
     image, video to video). Diffusion forcing pipelines take their steps with copies of the scheduler, one for each
-    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.spec.Adapter>`); the tracker then counts the calls of
+    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); the tracker then counts the calls of
     each branch.
     """
 

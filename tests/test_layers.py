@@ -26,7 +26,7 @@ LAYERS = (
     ("para_core/__init__.py",),
     ("para_core/planner",),
     ("para_core/doctor.py",),
-    ("adapters/spec.py", "adapters/scheduler_tracker.py"),
+    ("adapters/adapter.py", "adapters/scheduler_tracker.py"),
     ("adapters/models",),
     ("adapters/registry.py",),
     ("adapters/components.py",),
@@ -110,8 +110,8 @@ def test_exceptions_are_needed():
 
 def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
     path = tmp_path / "late.py"
-    path.write_text("def f():\n    from para_core.adapters.parallel.pipeline import parallelize_pipe\n")
-    assert [str(target) for target, _ in imported_by(path)] == ["adapters/parallel/pipeline.py"]
+    path.write_text("def f():\n    from para_core.adapters.parallel.parallelize import parallelize_pipe\n")
+    assert [str(target) for target, _ in imported_by(path)] == ["adapters/parallel/parallelize.py"]
 
 
 @pytest.mark.parametrize("top", ["adapters", "fleet", "cli"])

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_cache, models_to_check
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks
-from para_core.adapters.spec import Adapter
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options

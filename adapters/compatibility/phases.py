@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.compatibility.diffusers_features import (
     refuse_cache_of_diffusers,
     refuse_guider,
@@ -22,7 +23,6 @@ from para_core.adapters.compatibility.diffusers_features import (
     refuse_unseen_attention,
 )
 from para_core.adapters.consistency.arguments import require_same_inputs
-from para_core.adapters.models.unets import unet_adapter
 from para_core.adapters.registry import (
     component_of,
     refuse_cache_on_unet,
@@ -37,12 +37,12 @@ from para_core.adapters.registry import (
     refuse_uncached_blocks,
     refuse_unknown_blocks,
     transformers_of,
+    unet_adapter,
     unets_of,
 )
 from para_core.adapters.rows.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, refuse_unsupported_unet
 from para_core.adapters.scheduler_tracker import refuse_missing_scheduler
-from para_core.adapters.spec import Adapter
-from para_core.adapters.weights.pipefusion import refuse_compiled_pipefusion
+from para_core.adapters.weights.fused_pipe import refuse_compiled_pipefusion
 from para_core.adapters.weights.shard import check_shard, refuse_several_devices
 from para_core.adapters.weights.sharded_component import (
     refuse_cached_graph_of_shards,
@@ -51,7 +51,7 @@ from para_core.adapters.weights.sharded_component import (
     refuse_other_tensor_ranks,
     refuse_shards_beyond_sequence,
 )
-from para_core.adapters.weights.stages import (
+from para_core.adapters.weights.staged_transformer import (
     refuse_cache_on_stages,
     refuse_compiled_stages,
     refuse_moved_stages,

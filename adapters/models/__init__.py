@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.models import (
     allegro,
     audio,
@@ -34,7 +35,6 @@ from para_core.adapters.models import (
     sd3,
     wan,
 )
-from para_core.adapters.spec import Adapter
 
 # In the order in which messages list the pipelines.
 _FAMILIES = (

@@ -1,6 +1,6 @@
 """AuraFlow. Read against diffusers 0.42."""
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 

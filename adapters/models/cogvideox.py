@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 from para_core.weights.patch_plan import Frames

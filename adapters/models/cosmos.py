@@ -1,6 +1,6 @@
 """Cosmos 1, 2 and 2.5 (predict, transfer), and Cosmos 3. Read against diffusers 0.42."""
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 

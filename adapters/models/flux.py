@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 

@@ -5,8 +5,8 @@ Read against diffusers 0.42.
 
 from dataclasses import replace
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.flux import FLUX_PLAN
-from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan

@@ -1,6 +1,6 @@
 """HunyuanVideo, its image-to-video and FramePack models, HunyuanVideo 1.5. Read against diffusers 0.42."""
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames

@@ -1,6 +1,6 @@
 """LTX-Video, and LTX-2 with sound. Read against diffusers 0.42."""
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan

@@ -1,6 +1,6 @@
 """MiniMax-H3, which publishes a plan. Read against diffusers 0.42."""
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 
 MINIMAX_H3 = Adapter(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from para_core.instance_patching import original_class
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,3 @@ REFUSED_UNETS: Mapping[str, str] = {
     "UNetControlNetXSModel": _UNTRIED,
     "UNetMotionModel": _UNTRIED,
 }
-
-
-def unet_adapter(unet: Any) -> UnetAdapter | None:
-    """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
-    names = [cls.__name__ for cls in original_class(unet).__mro__]
-    return next((UNETS[name] for name in names if name in UNETS), None)
-
-
-def why_refused_unet(unet: Any) -> str:
-    """Return the reason why a UNet without an adapter cannot run on several ranks."""
-    return REFUSED_UNETS.get(original_class(unet).__name__, "para_core has no adapter for it")

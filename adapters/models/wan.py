@@ -5,7 +5,7 @@ Read against diffusers 0.42.
 
 from dataclasses import replace
 
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 from para_core.weights.patch_plan import Frames

@@ -24,7 +24,7 @@ from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, TRANSFORMERS, applied_mesh
 from para_core.adapters.rows.unet import known_equal_unets
-from para_core.adapters.weights.pipefusion import FusedPipe
+from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
@@ -66,15 +66,14 @@ class ParallelCall:
         self.fused: FusedPipe | None = None
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
-        self._sequential_cfg = sequential_cfg
         self._assume_equal = assume_equal
         self._loras = Loras()
         self._caching: PipelineCache | None = None
         self._places: list[Place] = []  # one per rank, exchanged in the first call
-        self._guidance = Guidance(mesh.batch, meta_output)
+        self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
-            for module in transformers.values()
+            for module in (transformers.values() if sequential_cfg else ())
         }
 
     def attach(self, pipe: Any) -> None:
@@ -105,7 +104,7 @@ class ParallelCall:
                 stack.enter_context(inputs_verified(module))
                 stack.enter_context(known_equal_stages(module))
                 component = getattr(pipe, name)
-                if self._sequential_cfg and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
+                if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
                     # The compiled module is wrapped, not the module inside it, because a graph holds one call.
                     wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
             stack.enter_context(known_equal_unets(self._unets.values()))
@@ -118,8 +117,8 @@ class ParallelCall:
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CHECKED_CALLBACK, checked.run, order=WrapperPriority.GUIDANCE)
                 )
-            if self._sequential_cfg:
-                stack.enter_context(self._warn_unguided(type(pipe).__name__))
+            if self._guidance is not None:
+                stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CALLBACK, self._run_callback, order=WrapperPriority.GUIDANCE)
@@ -135,11 +134,12 @@ class ParallelCall:
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``callback`` once every rank has the outputs of its step, because it may read them on one rank only."""
-        self._guidance.finish()
+        if self._guidance is not None:
+            self._guidance.finish()
         return callback(*args, **kwargs)
 
     def _run_branch(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._guidance.active:
+        if torch.compiler.is_compiling() or self._guidance is None or not self._guidance.active:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
@@ -148,9 +148,9 @@ class ParallelCall:
         return self._guidance.call(module, partial(call, module), args, kwargs)
 
     @contextmanager
-    def _warn_unguided(self, name: str) -> Iterator[None]:
+    def _warn_unguided(self, guidance: Guidance, name: str) -> Iterator[None]:
         yield
-        rounds = self._guidance.rounds
+        rounds = guidance.rounds
         if rounds and max(rounds) == 1:
             warnings.warn(
                 f"this call of the {name} had no branches of guidance: of {self.mesh.batch.size} ranks along 'batch', "

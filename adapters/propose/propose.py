@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.propose.candidates import TEXT, Candidate, Region, Start, region, starts
 from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.one_size import imagined_larger
@@ -25,7 +26,6 @@ from para_core.adapters.propose.overrides import (
 from para_core.adapters.propose.source import source_of
 from para_core.adapters.propose.stack import cached_error, error_of
 from para_core.adapters.propose.text import with_sharded_text
-from para_core.adapters.spec import Adapter
 from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import para_core.plans.plan
-from para_core.adapters.spec import Adapter
+from para_core.adapters.adapter import Adapter
 
 _WIDTH = 118
 
@@ -18,7 +18,7 @@ def source_of(adapter: Adapter) -> str:
     """Return the text of a module that defines ``ADAPTER``, equal to ``adapter``."""
     call = _text(adapter, 0)
     names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
-    imports = ["from para_core.adapters.spec import Adapter"]
+    imports = ["from para_core.adapters.adapter import Adapter"]
     if adapter.blocks is not None:
         imports.append("from para_core.cache.blocks import BlockGroup, CachedBlocks")
     imports.append(f"from para_core.plans.plan import {', '.join(names)}")

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.models.unets import unet_adapter, why_refused_unet
-from para_core.adapters.registry import PARALLEL_UNET, supported
+from para_core.adapters.models.unets import REFUSED_UNETS
+from para_core.adapters.registry import PARALLEL_UNET, supported, unet_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import deliver
 from para_core.distributed.collectives import all_gather
@@ -155,9 +155,10 @@ def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
 def refuse_unsupported_unet(owner: Any, module: Any) -> None:
     """Refuse an unsupported UNet."""
     if unet_adapter(module) is None:
+        reason = REFUSED_UNETS.get(original_class(module).__name__, "para_core has no adapter for it")
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: the rows of images in "
-            f"{original_class(module).__name__} cannot be sharded: {why_refused_unet(module)}. Give each rank its own "
+            f"{original_class(module).__name__} cannot be sharded: {reason}. Give each rank its own "
             f"prompts instead. Supported are {supported()}."
         )
 

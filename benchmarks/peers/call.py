@@ -123,7 +123,7 @@ Cut = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class Part:
+class RankOutput:
     """Output of one rank, and the positions of its tokens in the whole sequence."""
 
     out: Tensor
@@ -175,13 +175,13 @@ class Call:
         """``function``, compiled if the row says so."""
         return torch.compile(function, fullgraph=True, backend="aot_eager") if self.row.compiled else function
 
-    def finish(self, out: Tensor, leaves: list[Tensor], positions: Tensor, key_positions: Tensor) -> Part:
+    def finish(self, out: Tensor, leaves: list[Tensor], positions: Tensor, key_positions: Tensor) -> RankOutput:
         """Run the backward if the row has one; inside the peer's context, if that is open for it."""
         gradients = []
         if self.row.backward:
             (out * self.row.weight().index_select(2, positions)).sum().backward()
             gradients = [leaf.grad for leaf in leaves]
-        return Part(out.detach(), positions, key_positions, gradients)
+        return RankOutput(out.detach(), positions, key_positions, gradients)
 
 
 def mask_forms(row: Row, ulysses: int, first: str = "whole") -> list[Setting]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import stand_ins as kernels
-from benchmarks.peers.call import Call, Part, Row, Setting, mask_forms
+from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Caller:
     ways: tuple[str, ...]
     prepare: Callable[..., None]
     settings: Callable[..., list[Setting]]
-    attend: Callable[[Call], Part]
+    attend: Callable[[Call], RankOutput]
 
 
 # -- para_core, as docs/own_model.md says.
@@ -49,7 +49,7 @@ def _settings_para_core(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -
     return [{}]
 
 
-def _attend_para_core(call: Call) -> Part:
+def _attend_para_core(call: Call) -> RankOutput:
     """One call through the mode."""
     from para_core import Segment, SequenceLayout, UnifiedAttnMode
 
@@ -102,7 +102,7 @@ def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -
     return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
 
 
-def _attend_diffusers(call: Call) -> Part:
+def _attend_diffusers(call: Call) -> RankOutput:
     """One call of ``dispatch_attention_fn``, set up as ``enable_parallelism`` does; layout ``[B, S, H, D]``."""
     from diffusers import ContextParallelConfig, ParallelConfig
     from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
@@ -153,7 +153,7 @@ def _settings_para_attn(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -
     return mask_forms(row, ulysses)
 
 
-def _attend_para_attn(call: Call) -> Part:
+def _attend_para_attn(call: Call) -> RankOutput:
     """One call of SDPA inside the mode."""
     from para_attn import UnifiedAttnMode
     from para_attn import primitives as parallel
@@ -198,7 +198,7 @@ def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) ->
     return found
 
 
-def _attend_yunchang(call: Call) -> Part:
+def _attend_yunchang(call: Call) -> RankOutput:
     """One call of the module; layout ``[B, S, H, D]``, every rank's part by ``EXTRACT_FUNC_DICT``."""
     from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention, set_seq_parallel_pg
     from yunchang.globals import PROCESS_GROUP
@@ -249,7 +249,7 @@ def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> li
     return [found[0], *likely, *(setting for setting in found[1:] if setting not in likely)]
 
 
-def _attend_torch(call: Call) -> Part:
+def _attend_torch(call: Call) -> RankOutput:
     """One call of SDPA inside ``context_parallel``, which shards its buffers in place."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
 

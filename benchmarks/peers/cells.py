@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peers.call import ROWS, Call, Part, Row
+from benchmarks.peers.call import ROWS, Call, RankOutput, Row
 from benchmarks.peers.callers import CALLERS, Caller
 
 # -- from what the ranks of one attempt left behind to a word
@@ -99,7 +99,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 NAMES = ("out", "gradient of query", "gradient of key", "gradient of value")
 
 
-def judge(part: Part, expected: list[Tensor], bounds: list[float]) -> dict[str, Any]:
+def judge(part: RankOutput, expected: list[Tensor], bounds: list[float]) -> dict[str, Any]:
     """Return the report of a rank on its part: relative errors, and the bounds above which they are not rounding."""
     held = (part.positions, part.positions, part.key_positions, part.key_positions)
     compared = zip(NAMES, [part.out, *part.gradients], expected, held, bounds, strict=False)

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.registry import adapter_for, plan_for
-from para_core.adapters.spec import Adapter
 from para_core.cache.branches import conditions_of
 from para_core.plans.plan import Plan, Split
 from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH

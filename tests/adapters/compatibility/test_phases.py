@@ -29,7 +29,7 @@ from para_core.adapters.compatibility.phases import (
 )
 from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.stages import hold_stage
+from para_core.adapters.weights.staged_transformer import hold_stage
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh
 from para_core.plans.region import mesh_of_plan

@@ -159,12 +159,12 @@ WEIGHTS = "para_core.adapters.weights"
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.transformer.apply_plan",
     "submodules": "para_core.plans.region.wrap_alike",
-    "time-out": f"{PARALLEL}.parts.override_timeouts",
+    "time-out": f"{PARALLEL}.resolve.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.wrap_method",
-    "VAE": f"{PARALLEL}.parts.parallelize_vae",
+    "VAE": f"{PARALLEL}.resolve.parallelize_vae",
     "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
-    "weights": f"{PARALLEL}.parts.shard_components",
+    "weights": f"{PARALLEL}.resolve.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
     "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
     "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
@@ -336,7 +336,7 @@ def fail_in_models(rank):
         for target, step in [
             (mesh, f"{PARALLEL}.transformer.apply_plan"),
             (stages, f"{PARALLEL}.transformer.hold_stage"),
-            (stages, f"{WEIGHTS}.stages.wrap_method"),
+            (stages, f"{WEIGHTS}.staged_transformer.wrap_method"),
         ]:
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_transformer(pipe.transformer, mesh=target)
@@ -385,9 +385,9 @@ def fail_in_stages(rank):
     """Let PipeFusion on stages fail; fresh, and on a pipe that runs in stages with PipeFusion already."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
-        f"{PARALLEL}.parts.FusedPipe",
-        f"{WEIGHTS}.pipefusion.wrap_method",
-        f"{PARALLEL}.parts.refuse_late_on_pipe",
+        f"{PARALLEL}.resolve.FusedPipe",
+        f"{WEIGHTS}.fused_pipe.wrap_method",
+        f"{PARALLEL}.resolve.refuse_late_on_pipe",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:

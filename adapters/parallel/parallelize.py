@@ -7,17 +7,16 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
-from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
-from para_core.adapters.parallel.transformer import unparallelize_transformer
+from para_core.adapters.parallel.transformer import ParallelOptions, unparallelize_transformer
 from para_core.adapters.planner.mesh_choice import Mesh
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
-from para_core.adapters.spec import Adapter, Text
 from para_core.adapters.weights.sharded_component import Method
-from para_core.adapters.weights.stages import release_pipe
+from para_core.adapters.weights.staged_transformer import release_pipe
 from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.attention.attention_options import RotateMethod
 from para_core.attention.attn_func import AttnFunc

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.components import stack_of, why_no_stages
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
-from para_core.adapters.models.unets import unet_adapter
-from para_core.adapters.registry import adapter_for, transformers_of
-from para_core.adapters.spec import Adapter
+from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
 from para_core.adapters.weights.lora import require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
