@@ -124,12 +124,10 @@ def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
 
 def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
     """Add to ``base`` the given number of blocks of each kind; each pair has the work with one block more."""
-    events, launches, moved = Counter(base.events), base.launches, list(base.moved)
+    operations, launches, moved = Counter(base.operations), base.launches, list(base.moved)
     for blocks, part in more:
-        difference = Counter(part.events)
-        difference.subtract(Counter(base.events))
-        for event, number in difference.items():
-            events[event] += blocks * number
+        for operation in {*part.operations, *base.operations}:
+            operations[operation] += blocks * (part.operations[operation] - base.operations[operation])
         launches += blocks * (part.launches - base.launches)
         moved = [
             total + blocks * (with_one - without)
@@ -137,7 +135,7 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
         ]
     # Blocks run one after the other, so more of them do not raise the peak.
     peak = max([base.peak, *[part.peak for _, part in more]], key=sum)
-    return CallWork(list(events.elements()), base.returned, launches, (moved[0], moved[1]), peak)
+    return CallWork(+operations, base.returned, launches, (moved[0], moved[1]), peak)
 
 
 def bytes_of(module: nn.Module) -> int:

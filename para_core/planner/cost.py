@@ -15,14 +15,14 @@ from para_core.planner.traffic import (
     AttentionBytes,
     CallWork,
     CountedAttention,
-    Edges,
-    Gathered,
+    CountedGather,
+    CountedSum,
     Product,
-    Summed,
     Tokens,
     bytes_of_attention,
     heads_of_ranks,
-    sent_of_edges,
+    held_by,
+    sent_of_halo,
     sent_of_sum,
     shard_size,
 )
@@ -175,8 +175,7 @@ def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine
     keys = sum(x.total for x in call.keys)
     if sharded:
         heads = shard_size(heads, 0, shape.ulysses)
-        held = [sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses)]
-        queries = sum(held) + sum(x.replicated(ranks) for x in call.queries)
+        queries = held_by(call.queries, 0, ranks, shape.ulysses) + sum(x.replicated(ranks) for x in call.queries)
     else:
         queries = local_rows(call.queries, ranks)
     operations = 2.0 * call.samples * heads * queries * keys * (call.head_dim + call.value_dim)
@@ -229,8 +228,7 @@ def _ring_seconds(
     runtime, ring = machine.runtime, shape.ring
     link = machine.topology.link(shape.tensor * shape.ulysses, ring)
     heads = heads_of_ranks(call, shape.ulysses)[0][0]
-    ranks = shape.sequence
-    queries = sum(sum(x.held(rank, ranks) for x in call.queries) for rank in range(shape.ulysses))
+    queries = held_by(call.queries, 0, shape.sequence, shape.ulysses)
     results = call.samples * heads * queries * call.value_dim
     if shape.ring_method == "2d":
         return _grid_seconds(call, sent, shape, machine, attending, results)
@@ -288,30 +286,30 @@ def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
     runtime, host = machine.runtime, machine.host
     launches = own.launches * (host.fused if runtime.compiled else 1.0)
     reduced = machine.topology.link(1, shape.tensor)
-    for event in own.events:
-        if isinstance(event, Product):
-            computing, summed = product_seconds(event, shape, machine)
-            products += computing
+    for operation, number in own.operations.items():
+        if isinstance(operation, Product):
+            computing, summed = product_seconds(operation, shape, machine)
+            products += number * computing
             if summed:
-                waiting += reduced.seconds(summed)
-                launches += 1
-        elif isinstance(event, CountedAttention):
-            attending = attention_seconds(event, shape, machine)
-            exposed, copied = exchange_seconds(event, shape, machine, attending)
-            attention, waiting, copying = attention + attending, waiting + exposed, copying + copied
+                waiting += number * reduced.seconds(summed)
+                launches += number
+        elif isinstance(operation, CountedAttention):
+            attending = attention_seconds(operation, shape, machine)
+            exposed, copied = exchange_seconds(operation, shape, machine, attending)
+            attention += number * attending
+            waiting, copying = waiting + number * exposed, copying + number * copied
             if exposed or copied:
-                launches += (shape.ulysses > 1) * runtime.ulysses_launches + _ring_launches(event, shape, runtime)
-        elif shape.sequence > 1 and isinstance(event, Gathered):
-            tokens = event.tokens.held(0, shape.sequence)
-            link = machine.topology.link(shape.tensor, shape.sequence)
-            waiting += link.seconds(event.bytes_per_token * tokens * (shape.sequence - 1))
-            launches += 3
-        elif isinstance(event, Summed | Edges) and event.tokens.held(0, shape.sequence):
-            link = machine.topology.link(shape.tensor, shape.sequence)
-            sizes = shape.ring, shape.ulysses
-            sent = sent_of_sum(event, *sizes) if isinstance(event, Summed) else sent_of_edges(event, *sizes, rank=0)
-            waiting += link.seconds(sent)
-            launches += 3
+                of_ulysses = (shape.ulysses > 1) * runtime.ulysses_launches
+                launches += number * (of_ulysses + _ring_launches(operation, shape, runtime))
+        elif shape.sequence > 1 and (tokens := operation.tokens.held(0, shape.sequence)):
+            if isinstance(operation, CountedGather):
+                sent = operation.bytes_per_token * tokens * (shape.sequence - 1)
+            elif isinstance(operation, CountedSum):
+                sent = sent_of_sum(operation, shape.ring, shape.ulysses)
+            else:
+                sent = sent_of_halo(operation, shape.ring, shape.ulysses, rank=0)
+            waiting += number * machine.topology.link(shape.tensor, shape.sequence).seconds(sent)
+            launches += 3 * number
     share = region_share(own, shape.sequence)
     moved = (own.moved[0] * share / shape.tensor + own.moved[1]) * (host.fused if runtime.compiled else 1.0)
     other = moved / machine.bandwidth + copying
@@ -330,11 +328,7 @@ def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -
 def region_share(own: CallWork, ranks: int) -> float:
     """Return the fraction of the longest attended sequence of a call that the first rank holds."""
     longest: tuple[Tokens, ...] = max(
-        (
-            event.queries
-            for event in own.events
-            if isinstance(event, CountedAttention) and any(x.sharded for x in event.queries)
-        ),
+        (x.queries for x in own.operations if isinstance(x, CountedAttention) and any(y.sharded for y in x.queries)),
         key=lambda tokens: sum(x.total for x in tokens),
         default=(),
     )

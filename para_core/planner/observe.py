@@ -19,10 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
-from para_core.planner.traffic import CallWork, CountedAttention, Edges, Gathered, ModelCall, Product, Summed, Tokens
-from para_core.plans.module_matching import as_tuple, match_modules, matching_modules, parameters_of
+from para_core.planner.traffic import (
+    CallWork,
+    CountedAttention,
+    CountedGather,
+    CountedHalo,
+    CountedSum,
+    ModelCall,
+    Operation,
+    Product,
+    Tokens,
+)
+from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, matching_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     Count,
@@ -57,14 +69,13 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 class _Dispatched(TorchDispatchMode):
     """Mode that counts launches, the bytes that they move, and the peak of bytes held.
 
-    Bytes are counted in two bins: while ``active()``, when tensors are sharded (0), and otherwise (1).
+    Bytes are counted in two bins: while tensors are sharded (0), and otherwise (1).
     """
 
-    def __init__(self, active: Callable[[], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._active = active
         self.launches, self.moved, self.peak = 0, [0, 0], [0, 0]
-        self.in_attention = False
+        self.is_sharded = self.in_attention = False
         self._held = [0, 0]
         self._storages: set[int] = set()
 
@@ -73,7 +84,7 @@ class _Dispatched(TorchDispatchMode):
     ) -> Any:
         operands = _tensors_in((args, kwargs))
         out = func(*args, **(kwargs or {}))
-        bin_, name = int(not self._active()), schema_of(func).name
+        bin_, name = int(not self.is_sharded), schema_of(func).name
         results = _tensors_in(out)
         self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
         is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not _is_view(func)
@@ -100,7 +111,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Return the bytes of a tensor, of an expanded one those in memory."""
+    """Return the bytes of a tensor in memory. An expanded tensor has more elements than bytes in memory."""
     return int(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
 
 
@@ -114,91 +125,94 @@ def _is_view(func: OpOverload) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-class _Observer(TorchFunctionMode):
-    """Mode that records the operations of one model on one device as events, by the model's plan."""
+class _ModelObserver(TorchFunctionMode):
+    """Mode that records the operations of one model call on one device in ``work``, by the model's plan."""
 
     def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
         super().__init__()
+        self.work = CallWork()
+        self._plan = plan
         self._tensor_splits = {
             id(linear.weight): style.along
             for name, style in (tensor.linears.items() if tensor is not None else ())
             for linear in matching_modules(model, name).values()
             if isinstance(linear, nn.Linear)
         }
-        self._plan = plan
         self._coarse = coarse_segments(plan)
-        self._parameters = parameters_of(model)
+        rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
+        splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
+        # Segments whose entries are image rows or frames of many tokens each.
+        self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
+        self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
-        self._start(CallWork())
-
-    def _start(self, work: CallWork) -> None:
-        self._work = work
         self._segments: dict[str, Tokens] = {}
-        self._active = False
-        self._dispatched = _Dispatched(lambda: self._active)
-        # For each running module with attention in the plan: its attention calls, and the number of those made.
-        self._attending: list[tuple[tuple[Attention, ...], list[None]]] = [((Attention(self._plan.joint_order),), [])]
+        self._dispatched = _Dispatched()
+        # For each running module with attention in the plan, innermost last: its attention calls that are still to
+        # come. The last one applies to all further calls.
+        self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
         # For each running linear attention: the names of the summing functions that it called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
-    def run(self, forward: Callable[..., Any], arguments: dict[str, Any], work: CallWork) -> Any:
-        """Return ``forward(**arguments)``, and record its operations in ``work``."""
-        self._start(work)
-        self._note(self._plan.inputs, arguments)
+    def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Return ``forward(**arguments)``, and record its operations."""
+        self._note_rules(self._plan.inputs, arguments)
         with ExitStack() as stack:
             for module, rules in self._matches.values():
                 for hook in self._hooks(module, rules):
                     stack.callback(hook.remove)
             with self, self._dispatched as dispatched:
                 output = forward(**arguments)
+        self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
+        self._assign_joint_rows()
+        work = self.work
         work.launches, work.moved = dispatched.launches, (dispatched.moved[0], dispatched.moved[1])
         work.peak = (dispatched.peak[0], dispatched.peak[1])
-        self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
-        self._note_joint_rows(work)
-        leaves = pytree.tree_leaves(output)
-        work.returned = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+        work.returned = sum(x.numel() * x.element_size() for x in _tensors_in(output))
         return output
 
-    def _hooks(self, module: nn.Module, rules: Any) -> Iterator[Any]:
-        parameters = parameters_of(module)
+    def _hooks(self, module: nn.Module, rules: ModuleRules) -> Iterator[RemovableHandle]:
+        parameters, attention = parameters_of(module), rules.attention
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            splits = rules.of_inputs
-            self._note(splits, {**dict(zip(parameters, args, strict=False)), **kwargs})
-            if isinstance(rules.attention, LinearAttention):
-                self._summing.append((rules.attention, []))
-            elif rules.attention:
-                self._attending.append((attention_calls(rules.attention, parameters, args, kwargs), []))
+            self._note_rules(rules.of_inputs, {**dict(zip(parameters, args, strict=False)), **kwargs})
+            if isinstance(attention, LinearAttention):
+                self._summing.append((attention, []))
+            elif attention:
+                self._attending.append([*attention_calls(attention, parameters, args, kwargs)])
             if rules.halo is not None:
-                self._note_edges(rules.halo, args[0])
+                self._note_halo(rules.halo, args[0])
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if isinstance(rules.attention, LinearAttention):
+            if isinstance(attention, LinearAttention):
                 self._summing.pop()
-            elif rules.attention:
+            elif attention:
                 self._attending.pop()
-            splits = rules.of_outputs
-            self._note(splits, dict(enumerate([output] if isinstance(output, Tensor) else output)) if splits else {})
+            if rules.of_outputs:
+                self._note_rules(rules.of_outputs, dict(enumerate([output] if isinstance(output, Tensor) else output)))
             if rules.gathers:
                 self._note_gathered(output, rules.gathers)
-                self._active = False
+                self._dispatched.is_sharded = False
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
 
-    def _note(self, rules: Any, values: dict[Any, Any]) -> None:
+    def _note(self, operation: Operation) -> None:
+        self.work.operations[operation] += 1
+
+    def _note_rules(self, rules: Mapping[Any, ShardRule], values: Mapping[Any, Any]) -> None:
         for key, rule in rules.items():
-            if isinstance(rule, Count) and values.get(key) is not None:
-                numbers = values[key]
+            value = values.get(key)
+            if isinstance(rule, Count) and value is not None:
                 for index in rule.at:
-                    numbers = numbers[index]
-                self._note_sharded(rule.segment, prod(numbers))
-            for value in pytree.tree_leaves(values.get(key)):
+                    value = value[index]
+                self._note_sharded(rule.segment, prod(value))
+            for x in _tensors_in(values.get(key)):
                 if isinstance(rule, Gather):
-                    self._note_gathered([value], (rule,))
-                elif isinstance(value, Tensor):
-                    self._note_tokens(key, value, rule)
-        self._active |= any(isinstance(rule, Split) and rule.segment in self._segments for rule in rules.values())
+                    self._note_gathered([x], (rule,))
+                else:
+                    self._note_tokens(key, x, rule)
+        if any(isinstance(rule, Split) and rule.segment in self._segments for rule in rules.values()):
+            self._dispatched.is_sharded = True
 
     def _note_tokens(self, key: Any, value: Tensor, rule: ShardRule) -> None:
         if isinstance(rule, Replicate):
@@ -213,149 +227,133 @@ class _Observer(TorchFunctionMode):
         self._segments.setdefault(segment, Tokens(total, sharded=True, min_per_rank=min_per_rank))
 
     def _note_gathered(self, output: Any, gathers: Sequence[Gather | None]) -> None:
-        for value, gather in zip(_tensors(output), gathers, strict=False):
+        values = [output] if isinstance(output, Tensor) else getattr(output, "values", lambda: output)()
+        for value, gather in zip([x for x in values if isinstance(x, Tensor)], gathers, strict=False):
             if gather is not None:
                 segment = self._segments[gather.segment]
                 tokens = segment.total if gather.per != 1 else value.shape[gather.dim]
-                self._work.events.append(Gathered(segment, value.numel() // tokens * value.element_size()))
+                self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
-    def _note_edges(self, halo: Halo, x: Tensor) -> None:
-        if self._active:
+    def _note_halo(self, halo: Halo, x: Tensor) -> None:
+        if self._dispatched.is_sharded:
             rows = x.narrow(halo.dim, 0, halo.size)
-            self._work.events.append(Edges(self._segments[halo.segment], rows.numel() * x.element_size()))
+            self._note(CountedHalo(self._segments[halo.segment], rows.numel() * x.element_size()))
 
     def _note_sum(self, name: str, out: Tensor) -> None:
         attention, calls = self._summing[-1]
-        if self._active and name in {function for function, _ in attention.sums}:
+        if self._dispatched.is_sharded and name in dict(attention.sums):
             if (name, calls.count(name)) in attention.sums:
-                self._work.events.append(Summed(self._segments[attention.segment], out.numel() * out.element_size()))
+                self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
             calls.append(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self._attend(*args, **(kwargs or {}))
+            call = SdpaCall(*args, **kwargs)
+            self._note_attention(call)
             self._dispatched.launches += 1
             self._dispatched.in_attention = True
             try:
-                return (
-                    _attention_output(*args, **(kwargs or {}))
-                    if _without_data(args[0] if args else kwargs["query"])
-                    else func(*args, **(kwargs or {}))
-                )
+                has_data = not (call.query.is_meta or isinstance(call.query, FakeTensor))
+                return call.original() if has_data else _attention_output(call)
             finally:
                 self._dispatched.in_attention = False
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         if self._summing:
             self._note_sum(getattr(func, "__name__", ""), out)
         if func is F.linear:
-            self._multiply(*args, **(kwargs or {}))
+            self._note_linear(*args, **kwargs)
         elif func in _CONVOLUTIONS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            rows = self._rows(out.numel() // weight.shape[0])
-            self._work.events.append(Product(1, rows, weight[0].numel(), weight.shape[0], weight.element_size()))
+            rows = self._segments_of(out.numel() // weight.shape[0])
+            self._note(Product(1, rows, weight[0].numel(), weight.shape[0], weight.element_size()))
         return out
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        rows = x.shape[-2] if x.ndim > 1 else 1
+    def _note_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        rows, inner = x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
         tensor_split = self._tensor_splits.get(id(weight))
-        samples = x.numel() // (rows * x.shape[-1])
-        self._work.events.append(
-            Product(samples, self._rows(rows), x.shape[-1], weight.shape[0], weight.element_size(), tensor_split)
-        )
+        samples = x.numel() // (rows * inner)
+        tokens = self._segments_of(rows)
+        self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), tensor_split))
 
-    def _rows(self, rows: int) -> tuple[Tokens, ...]:
+    def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
         """Return the segments whose lengths add up to ``rows``, or unnamed tokens if none do."""
-        segments = list(self._segments.values()) if self._active else []
+        if not self._dispatched.is_sharded:
+            return (Tokens(rows, sharded=False, min_per_rank=1),)
+        segments = self._segments.values()
         for count in range(1, len(segments) + 1):
             for some in combinations(segments, count):
                 if sum(x.total for x in some) == rows:
                     return some
         # In a segment of image rows, each entry holds many tokens, so the number of tokens is a multiple of it.
-        in_rows = self._active and any(rows % self._segments[name].total == 0 for name in self._coarse_segments())
-        return (Tokens(rows, sharded=in_rows, min_per_rank=1),)
+        coarse = self._of_many_tokens & self._segments.keys()
+        return (Tokens(rows, sharded=any(rows % self._segments[name].total == 0 for name in coarse), min_per_rank=1),)
 
-    def _coarse_segments(self) -> list[str]:
-        """Return the active segments whose entries are image rows or frames of many tokens each."""
-        rules: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
-        splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
-        names = {split.segment or split.like for split in splits if split.per != 1}
-        return [name for name in self._segments if name in names]
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-    ) -> None:
-        if not self._active:
-            queries, keys = ((Tokens(x.shape[-2], sharded=False),) for x in (query, key))
-            sizes = (query.shape[-3], key.shape[-3], query.shape[-1], value.shape[-1], query.element_size())
-            self._work.events.append(CountedAttention(query.shape[:-3].numel(), *sizes, queries, keys))
-            return
-        attending, calls = self._attending[-1]
-        attention = attending[min(len(calls), len(attending) - 1)]
-        calls.append(None)
-        names = attention.queries if attention.keys is None else attention.keys
-        self._work.events.append(
+    def _note_attention(self, call: SdpaCall) -> None:
+        query, key, value = call.query, call.key, call.value
+        queries: tuple[Tokens, ...] = (Tokens(query.shape[-2], sharded=False),)
+        keys: tuple[Tokens, ...] = (Tokens(key.shape[-2], sharded=False),)
+        mask_bytes = 0
+        if self._dispatched.is_sharded:
+            calls = self._attending[-1]
+            attention = calls.pop(0) if len(calls) > 1 else calls[0]
+            names = attention.queries if attention.keys is None else attention.keys
+            queries, keys = self._tokens(attention.queries, query.shape[-2]), self._tokens(names, key.shape[-2])
+            mask_bytes = self._mask_bytes(attention, call.attn_mask)
+        self._note(
             CountedAttention(
-                query.shape[:-3].numel(),
-                query.shape[-3],
-                key.shape[-3],
-                query.shape[-1],
-                value.shape[-1],
-                query.element_size(),
-                self._tokens(attention.queries, query.shape[-2]),
-                self._tokens(names, key.shape[-2]),
-                self._mask_bytes(attention, attn_mask),
+                samples=query.shape[:-3].numel(),
+                heads=query.shape[-3],
+                kv_heads=key.shape[-3],
+                head_dim=query.shape[-1],
+                value_dim=value.shape[-1],
+                element_size=query.element_size(),
+                queries=queries,
+                keys=keys,
+                mask_bytes=mask_bytes,
             )
         )
 
     def _tokens(self, names: Sequence[str], total: int) -> tuple[Tokens, ...]:
-        if any(name in self._coarse_segments() for name in names):
+        if self._of_many_tokens & self._segments.keys() & set(names):
             return (Tokens(total, sharded=True, min_per_rank=1),)
         segments = tuple(self._segments[name] for name in names if name in self._segments)
         # The remaining tokens were never sharded.
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
-    def _note_joint_rows(self, work: CallWork) -> None:
+    def _assign_joint_rows(self) -> None:
         """Assign product rows that are no segments to the queries of an attention call of equal length."""
         joint = {
-            sum(x.total for x in event.queries): event.queries
-            for event in work.events
-            if isinstance(event, CountedAttention) and any(x.sharded for x in event.queries)
+            sum(x.total for x in operation.queries): operation.queries
+            for operation in self.work.operations
+            if isinstance(operation, CountedAttention) and any(x.sharded for x in operation.queries)
         }
-        for i, event in enumerate(work.events):
-            if isinstance(event, Product) and not any(x.sharded for x in event.rows):
-                rows = sum(x.total for x in event.rows)
-                work.events[i] = replace(event, rows=joint.get(rows, event.rows))
+
+        def change(x: Operation) -> Operation:
+            if not isinstance(x, Product) or any(tokens.sharded for tokens in x.rows):
+                return x
+            return replace(x, rows=joint.get(sum(tokens.total for tokens in x.rows), x.rows))
+
+        self.work = self.work.map(change)
 
     def _mask_bytes(self, attention: Attention, mask: Tensor | None) -> int:
-        if mask is None or mask.shape[-1] == 1:
+        # From a mask that the plan shards, the model derives a mask of this rank's keys; other masks are for all keys.
+        if mask is None or mask.shape[-1] == 1 or not (attention.mask or self._shards_masks):
             return 0
         rows = mask[..., :1, :] if attention.mask == "pairs" else mask
-        # From a mask that the plan shards, the model derives a mask of this rank's keys; other masks are for all keys.
-        rules: list[Any] = [self._plan.inputs, *self._plan.inner.values()]
-        shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
-        return rows.numel() // mask.shape[-1] * mask.element_size() if attention.mask or shards_masks else 0
+        return rows.numel() // mask.shape[-1] * mask.element_size()
 
 
 # Ends of the names of arguments that mask keys. Other masks select modulations, for example.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
 
 
-def _without_data(x: Tensor) -> bool:
-    return x.is_meta or isinstance(x, FakeTensor)
-
-
-def _attention_output(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+def _attention_output(call: SdpaCall) -> Tensor:
     """Return an empty output like a fused kernel's, because SDPA on fake tensors may hold all scores."""
-    batch, heads, queries = query.shape[:3]
-    return query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    values: list[Any]
-    values = [output] if isinstance(output, Tensor) else list(output.values() if hasattr(output, "values") else output)
-    return [value for value in values if isinstance(value, Tensor)]
+    batch, heads, queries = call.query.shape[:3]
+    return call.query.new_empty(batch, queries, heads, call.value.shape[-1]).transpose(1, 2)
 
 
 @contextmanager
@@ -375,70 +373,63 @@ def observed(
         is_foreseen (`Callable`, *optional*): Whether the output's size is known before a call, given the model, args
             and kwargs. Defaults to never.
     """
-    observer, parameters, forward = _Observer(model, plan, tensor), parameters_of(model), model.forward
+    parameters, forward = parameters_of(model), model.forward
+    is_own = "forward" in vars(model)  # for example a hook of accelerate
     calls: list[ModelCall] = []
+
+    def restore_forward() -> None:
+        if is_own:
+            model.forward = forward
+        else:
+            del model.forward
 
     @functools.wraps(forward)
     def observing(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        parts = [arguments]
-        if batch > 1 and plan.batched:
-            name, dim = next(iter(plan.batched.items()))
-            total = number_of_samples(arguments[name], dim)
-            unshared = total is None or any(arguments.get(other) is not None for other in plan.unshared)
-            if not unshared and total is not None and total % batch == 0:
-                parts = [_part(arguments, plan, total, index, batch) for index in range(batch)]
-        with _own_forward(model, own):
+        restore_forward()
+        try:
             foreseen = is_foreseen(model, args, kwargs)
-        call = ModelCall((id(model), *_sizes(arguments)), [CallWork() for _ in parts], foreseen)
-        calls.append(call)
-        outputs = [observer.run(forward, part, work) for part, work in zip(parts, call.parts, strict=True)]
+        finally:
+            model.forward = observing
+        parts = _parts(arguments, plan, batch)
+        observers = [_ModelObserver(model, plan, tensor) for _ in parts]
+        outputs = [observer.run(forward, part) for observer, part in zip(observers, parts, strict=True)]
+        calls.append(ModelCall((id(model), *_sizes(arguments)), [observer.work for observer in observers], foreseen))
         return outputs[0] if len(outputs) == 1 else _joined(outputs)
 
-    own = dict(vars(model))
     model.forward = observing
     try:
         yield calls
     finally:
-        _restore_forward(model, own)
+        restore_forward()
 
 
-@contextmanager
-def _own_forward(model: nn.Module, own: Mapping[str, Any]) -> Iterator[None]:
-    """Restore, inside this context, the ``forward`` that ``model`` had with the instance attributes ``own``."""
-    observing = model.forward
-    _restore_forward(model, own)
-    try:
-        yield
-    finally:
-        model.forward = observing
-
-
-def _restore_forward(model: nn.Module, own: Mapping[str, Any]) -> None:
-    if "forward" in own:
-        model.forward = own["forward"]
-    else:
-        del model.forward
-
-
-def _part(arguments: dict[str, Any], plan: Plan, total: int, index: int, batch: int) -> dict[str, Any]:
-    dim = MeshDim("batch", batch, index, "", None)
-    samples = plan.batched.items()
-    own = {name: own_samples(arguments[name], of, total, dim) for name, of in samples if name in arguments}
-    return {**arguments, **own}
+def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, Any]]:
+    """Split the samples of a call into ``batch`` parts. One part if the plan does not permit it."""
+    if batch == 1 or not plan.batched or any(arguments.get(name) is not None for name in plan.unshared):
+        return [arguments]
+    name, dim = next(iter(plan.batched.items()))
+    total = number_of_samples(arguments[name], dim)
+    if total is None or total % batch:
+        return [arguments]
+    parts = []
+    for index in range(batch):
+        mesh_dim = MeshDim("batch", batch, index, "", None)
+        given = [(name, of) for name, of in plan.batched.items() if name in arguments]
+        own = {name: own_samples(arguments[name], of, total, mesh_dim) for name, of in given}
+        parts.append({**arguments, **own})
+    return parts
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
     """Concatenate the outputs of all parts, tensor by tensor. Lists have an entry per sample."""
-    flat = [pytree.tree_flatten(output, is_leaf=lambda x: isinstance(x, list)) for output in outputs]
-    leaves, specs = zip(*flat, strict=True)
-    return pytree.tree_unflatten([_joined_leaf(parts) for parts in zip(*leaves, strict=True)], specs[0])
 
+    def join(*parts: Any) -> Any:
+        if isinstance(parts[0], list):
+            return [entry for part in parts for entry in part]
+        return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
 
-def _joined_leaf(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], list):
-        return [entry for part in parts for entry in part]
-    return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0]
+    return pytree.tree_map(join, *outputs, is_leaf=lambda x: isinstance(x, list))
 
 
 def _sizes(arguments: dict[str, Any]) -> Any:

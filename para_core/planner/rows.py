@@ -17,7 +17,7 @@ from para_core.planner.cost import (
     product_seconds,
     region_share,
 )
-from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Product, sent_in_rounds
+from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Operation, Product, sent_in_rounds
 from para_core.planner.weights import (
     Weights,
     patched,
@@ -214,22 +214,24 @@ def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine:
 
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
     """Return the bytes that the first rank sends in a step for attention, outputs and sums over tensor ranks."""
-    parts = [
-        replace(
-            own,
-            events=[of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x for x in own.events],
-        )
-        for own in call.parts
-    ]
-    rounds = [[replace(call, parts=parts)] * work.branches] * 2
+
+    def of_rank(x: Operation) -> Operation:
+        return of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x
+
+    parts = [part.map(of_rank) for part in call.parts]
+    rounds = [[replace(call, parts=parts)] * work.branches]
     sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
     # In the first step all ranks may compute calls of new sizes. Two steps minus one give a later step.
     two_dims = shape.ring_method == "2d"
     both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
-    summed = sum(product_seconds(x, shape, machine)[1] for x in call.parts[0].events if isinstance(x, Product))
+    summed = sum(
+        number * product_seconds(x, shape, machine)[1]
+        for x, number in call.parts[0].operations.items()
+        if isinstance(x, Product)
+    )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
     # A stage has a fraction of the attention calls.
-    own = (both - first) // 2 // shape.pipe
+    own = (both - first) // shape.pipe
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
 

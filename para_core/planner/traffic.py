@@ -6,8 +6,9 @@ not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from para_core.attention.grid import choose_grid
@@ -31,9 +32,12 @@ class Tokens:
     sharded: bool
     min_per_rank: int = 2
 
-    def held(self, rank: int, ranks: int) -> int:
-        """Return the number of sharded tokens on ``rank``; 0 if they are replicated."""
-        return 0 if self.replicated(ranks) else shard_size(self.total, rank, ranks)
+    def held(self, rank: int, ranks: int, count: int = 1) -> int:
+        """Return the number of sharded tokens on ``count`` ranks from ``rank`` on; 0 if they are replicated."""
+        if self.replicated(ranks):
+            return 0
+        each, remainder = divmod(self.total, ranks)
+        return count * each + min(rank + count, remainder) - min(rank, remainder)
 
     def replicated(self, ranks: int) -> int:
         """Return the number of replicated tokens; 0 if they are sharded over ``ranks`` ranks."""
@@ -61,7 +65,7 @@ class CountedAttention:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CountedGather:
     """A gathered output, or input of a module, with its bytes per token."""
 
     tokens: Tokens
@@ -69,7 +73,7 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Summed:
+class CountedSum:
     """A sum over ``tokens``, of ``size`` bytes, that all ranks add up."""
 
     tokens: Tokens
@@ -77,7 +81,7 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class Edges:
+class CountedHalo:
     """Rows at both edges of a rank's shard of ``tokens``: ``size`` bytes for each neighbouring rank."""
 
     tokens: Tokens
@@ -102,12 +106,15 @@ class Product:
     tensor_split: str | None = None
 
 
+Operation = CountedAttention | CountedGather | CountedSum | CountedHalo | Product
+
+
 @dataclass
 class CallWork:
     """The operations of one part of a call's samples.
 
     Args:
-        events (`list`): Operations in order.
+        operations (`Counter[Operation]`): Number of equal operations; the blocks of a model have equal ones.
         returned (`int`): Bytes of the output.
         launches (`int`): Operators that are not views; an attention call counts as one.
         moved (`tuple[int, int]`): Bytes read and written without products and attention, while tokens are sharded and
@@ -115,11 +122,18 @@ class CallWork:
         peak (`tuple[int, int]`): The most bytes of activations held at once, of the same two kinds.
     """
 
-    events: list[CountedAttention | Gathered | Summed | Edges | Product] = field(default_factory=list)
+    operations: Counter[Operation] = field(default_factory=Counter)
     returned: int = 0
     launches: int = 0
     moved: tuple[int, int] = (0, 0)
     peak: tuple[int, int] = (0, 0)
+
+    def map(self, change: Callable[[Operation], Operation]) -> CallWork:
+        """Return the work with ``change(operation)`` in place of each operation."""
+        operations: Counter[Operation] = Counter()
+        for operation, number in self.operations.items():
+            operations[change(operation)] += number
+        return replace(self, operations=operations)
 
 
 @dataclass
@@ -154,7 +168,7 @@ class AttentionBytes:
         from_heads (`int`): Ulysses' all-to-all of the output.
         around (`int`): Keys and values in the ``ring - 1`` steps of a ring; in Attention2D, everything along rows and
             columns.
-        mask (`int`): Gathered columns of the mask.
+        mask (`int`): CountedGather columns of the mask.
         grid (`tuple[int, int, int]`): In Attention2D, ``around`` split into queries, keys and values, and partial
             results.
     """
@@ -170,6 +184,11 @@ class AttentionBytes:
         return self.to_heads + self.from_heads + self.around + self.mask
 
 
+def held_by(tokens: Sequence[Tokens], rank: int, ranks: int, count: int = 1) -> int:
+    """Return the number of sharded tokens of all kinds on ``count`` ranks from ``rank`` on."""
+    return sum(x.held(rank, ranks, count) for x in tokens)
+
+
 def bytes_of_attention(
     call: CountedAttention, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
 ) -> AttentionBytes:
@@ -181,45 +200,48 @@ def bytes_of_attention(
     :func:`_sent_in_grid`.
     """
     ranks = ring * ulysses
-    queries, keys = ([sum(x.held(r, ranks) for x in kind) for r in range(ranks)] for kind in (call.queries, call.keys))
-    if not any(keys):
+    keys = held_by(call.keys, 0, ranks, ranks)
+    if not keys:
         return AttentionBytes()
     block, index = divmod(rank, ulysses)
-    peers = [peer for peer in range(ulysses) if peer != index]
     heads, kv_heads = heads_of_ranks(call, ulysses)
     both = call.head_dim + call.value_dim
-    way_in = sum(queries[rank] * heads[j] * call.head_dim + keys[rank] * kv_heads[j] * both for j in peers)
+    own_queries = held_by(call.queries, rank, ranks)
+    way_in = own_queries * (call.heads - heads[index]) * call.head_dim
+    way_in += held_by(call.keys, rank, ranks) * (sum(kv_heads) - kv_heads[index]) * both
     replicated = sum(x.replicated(ranks) for x in call.queries)
-    way_out = sum(queries[block * ulysses + j] + replicated for j in peers) * heads[index] * call.value_dim
-    blocks = [sum(keys[i * ulysses : (i + 1) * ulysses]) for i in range(ring)]
+    others = held_by(call.queries, block * ulysses, ranks, ulysses) - own_queries + (ulysses - 1) * replicated
     unit = call.samples * call.element_size
     grid = (0, 0, 0)
     if two_dims:
-        of_groups = [sum(queries[i * ulysses : (i + 1) * ulysses]) + replicated for i in range(ring)]
-        grid = _sent_in_grid(call, heads[index], kv_heads[index], of_groups, blocks, block)
+        grid = _sent_in_grid(call, heads[index], kv_heads[index], ring, ulysses, block)
         around = sum(grid)
     else:
-        around = unit * sum(blocks[(block - step) % ring] for step in range(ring - 1)) * kv_heads[index] * both
-    mask = call.mask_bytes * _gathered(keys, ring, ulysses, rank)
-    return AttentionBytes(unit * way_in, unit * way_out, around, mask, grid)
+        # The block of the next rank of the ring is the one that this rank receives last and does not pass on.
+        not_passed_on = held_by(call.keys, (block + 1) % ring * ulysses, ranks, ulysses)
+        around = unit * (keys - not_passed_on) * kv_heads[index] * both
+    mask = call.mask_bytes * _tokens_sent_in_gather(call.keys, ring, ulysses, rank)
+    return AttentionBytes(unit * way_in, unit * others * heads[index] * call.value_dim, around, mask, grid)
 
 
 def _sent_in_grid(
-    call: CountedAttention, heads: int, kv_heads: int, queries: Sequence[int], keys: Sequence[int], index: int
+    call: CountedAttention, heads: int, kv_heads: int, ring: int, ulysses: int, block: int
 ) -> tuple[int, int, int]:
-    """Return the bytes that ring rank ``index`` sends along its row, along its column, and back along its row.
+    """Return the bytes that a rank of ring index ``block`` sends along its row, its column, and back along its row.
 
     The exchange is that of ``para_core/attention/attention_2d.py``.
 
     Args:
         heads, kv_heads (`int`): Heads that this rank computes.
-        queries, keys (`Sequence[int]`): Tokens of each ring rank.
     """
-    rows, columns = choose_grid(len(keys), call.heads, call.kv_heads)
-    first = index - index % columns
-    others = sum(queries[first : first + columns]) - queries[index]
-    to_row = heads * call.head_dim * queries[index] * (columns - 1)
-    to_column = kv_heads * (call.head_dim + call.value_dim) * keys[index] * (rows - 1)
+    ranks = ring * ulysses
+    rows, columns = choose_grid(ring, call.heads, call.kv_heads)
+    queries, keys = (held_by(x, block * ulysses, ranks, ulysses) for x in (call.queries, call.keys))
+    replicated = sum(x.replicated(ranks) for x in call.queries)
+    of_row = held_by(call.queries, (block - block % columns) * ulysses, ranks, columns * ulysses)
+    others = of_row - queries + (columns - 1) * replicated
+    to_row = heads * call.head_dim * (queries + replicated) * (columns - 1)
+    to_column = kv_heads * (call.head_dim + call.value_dim) * keys * (rows - 1)
     results = heads * others * (call.value_dim * call.element_size + LSE_BYTES)
     unit = call.samples * call.element_size
     return unit * to_row, unit * to_column, call.samples * results
@@ -238,10 +260,11 @@ def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], lis
     return heads, kv_heads
 
 
-def _gathered(tokens: Sequence[int], ring: int, ulysses: int, rank: int) -> int:
+def _tokens_sent_in_gather(tokens: Sequence[Tokens], ring: int, ulysses: int, rank: int) -> int:
     """Return the tokens that ``rank`` sends in an all-gather: its own over Ulysses, then its block over the ring."""
-    block = rank // ulysses
-    return tokens[rank] * (ulysses - 1) + sum(tokens[block * ulysses : (block + 1) * ulysses]) * (ring - 1)
+    ranks = ring * ulysses
+    block = held_by(tokens, rank // ulysses * ulysses, ranks, ulysses)
+    return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (ring - 1)
 
 
 def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = False) -> int:
@@ -250,30 +273,30 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
     index, rank = divmod(rank, ring * ulysses)
     own = call.parts[index if len(call.parts) > 1 else 0]
     total = own.returned * (len(call.parts) - 1)
-    for event in own.events:
-        if isinstance(event, CountedAttention):
-            total += bytes_of_attention(event, ring, ulysses, rank, two_dims=two_dims).total
-        elif isinstance(event, Gathered):
-            tokens = [event.tokens.held(r, ring * ulysses) for r in range(ring * ulysses)]
-            total += event.bytes_per_token * _gathered(tokens, ring, ulysses, rank)
-        elif isinstance(event, Summed | Edges) and event.tokens.held(rank, ring * ulysses):
-            total += (
-                sent_of_sum(event, ring, ulysses)
-                if isinstance(event, Summed)
-                else sent_of_edges(event, ring, ulysses, rank)
-            )
+    for operation, number in own.operations.items():
+        if isinstance(operation, CountedAttention):
+            sent = bytes_of_attention(operation, ring, ulysses, rank, two_dims=two_dims).total
+        elif isinstance(operation, CountedGather):
+            sent = operation.bytes_per_token * _tokens_sent_in_gather([operation.tokens], ring, ulysses, rank)
+        elif isinstance(operation, Product) or not operation.tokens.held(rank, ring * ulysses):
+            continue
+        elif isinstance(operation, CountedSum):
+            sent = sent_of_sum(operation, ring, ulysses)
+        else:
+            sent = sent_of_halo(operation, ring, ulysses, rank)
+        total += number * sent
     return total
 
 
-def sent_of_sum(event: Summed, ring: int, ulysses: int) -> int:
+def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
     """Return the bytes that a rank sends: to its Ulysses group, and then that group's sum around the ring."""
-    return event.size * (ulysses - 1 + ring - 1)
+    return summed.size * (ulysses - 1 + ring - 1)
 
 
-def sent_of_edges(event: Edges, ring: int, ulysses: int, rank: int) -> int:
+def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
     """Return the bytes that ``rank`` sends: a circle in each Ulysses group, and a circle of the groups' ends."""
     at_an_end = rank % ulysses in (0, ulysses - 1)
-    return 2 * event.size * ((ulysses > 1) + (ring > 1 and at_an_end))
+    return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 
 
 def sent_in_rounds(

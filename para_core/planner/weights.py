@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from para_core.planner.cost import Machine, MeshShape, Seconds, call_seconds, local_rows, overlap_cost
-from para_core.planner.traffic import CallWork, CountedAttention, Product, Tokens
+from para_core.planner.traffic import CallWork, CountedAttention, Operation, Product, Tokens
 from para_core.weights.stages import balanced
 
 
@@ -92,7 +92,7 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Me
 
 def _stream(own: CallWork, shape: MeshShape) -> float:
     """Return the bytes of the tokens that a block passes to the next one in a call."""
-    calls = [x for x in own.events if isinstance(x, CountedAttention)]
+    calls = [x for x in own.operations if isinstance(x, CountedAttention)]
     widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
         return 0.0
@@ -135,22 +135,19 @@ def _patch_work(own: CallWork, patches: int) -> CallWork:
     def of_patch(tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
         return tuple(replace(x, total=-(-x.total // patches)) for x in tokens)
 
-    events = [
-        replace(x, queries=of_patch(x.queries))
-        if isinstance(x, CountedAttention)
-        else replace(x, rows=of_patch(x.rows))
-        if isinstance(x, Product)
-        else x
-        for x in own.events
-    ]
-    return replace(own, events=events, moved=(own.moved[0] // patches, own.moved[1]))
+    def change(x: Operation) -> Operation:
+        if isinstance(x, CountedAttention):
+            return replace(x, queries=of_patch(x.queries))
+        return replace(x, rows=of_patch(x.rows)) if isinstance(x, Product) else x
+
+    return replace(own.map(change), moved=(own.moved[0] // patches, own.moved[1]))
 
 
 def stale_key_bytes(own: CallWork, calls: int, stages: int) -> float:
     """Return the bytes of keys and values of the previous step that a stage keeps, for ``calls`` CFG branches."""
     total = sum(
-        x.samples * x.element_size * x.kv_heads * (x.head_dim + x.value_dim) * sum(y.total for y in x.keys)
-        for x in own.events
+        number * x.samples * x.element_size * x.kv_heads * (x.head_dim + x.value_dim) * sum(y.total for y in x.keys)
+        for x, number in own.operations.items()
         if isinstance(x, CountedAttention)
     )
     return calls * total / stages

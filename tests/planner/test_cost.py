@@ -2,7 +2,9 @@
 the formula.
 """
 
+import cProfile
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ from para_core.planner.cost import Machine, MeshShape, Runtime, attention_second
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import make_plan
 from para_core.planner.rows import Workload, divisors, predict, shapes
-from para_core.planner.traffic import CallWork, CountedAttention, Gathered, ModelCall, Product, Tokens
+from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, ModelCall, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.weights.pipefusion import PipeFusion
 
@@ -37,12 +39,16 @@ def model(tokens=4608, blocks=5, heads=24, samples=1):
     attention = CountedAttention(samples, heads, heads, WIDTH // heads, WIDTH // heads, 2, sharded, sharded)
     products = [Product(samples, sharded, WIDTH, 12 * WIDTH, 2)]
     return CallWork(
-        [attention, *products] * blocks + [Gathered(sharded[0], 128)],
+        Counter([attention, *products] * blocks + [CountedGather(sharded[0], 128)]),
         returned=128 * tokens,
         launches=60 * blocks,
         moved=(40 * blocks * tokens * WIDTH * 2, 0),
         peak=(100 * tokens * WIDTH, 0),
     )
+
+
+def attention_of(part):
+    return next(x for x in part.operations if isinstance(x, CountedAttention))
 
 
 def work(part=None, *, branches=1, parts=1):
@@ -94,7 +100,7 @@ def test_one_rank_sends_nothing_and_waits_for_nobody():
 def test_attention_takes_its_operations_over_the_reached_peak():
     # Of 128 multiprocessors each has 3 of the 24 × 16 tiles.
     device = replace(DEVICES["H100"], products=1e15, of_attention=0.5, multiprocessors=128)
-    call = model(tokens=2048, blocks=1).events[0]
+    call = attention_of(model(tokens=2048, blocks=1))
     seconds = attention_seconds(call, MeshShape(), replace(machine(), device=device))
     assert seconds == pytest.approx(4 * 2048 * 2048 * WIDTH / 5e14)
 
@@ -102,7 +108,7 @@ def test_attention_takes_its_operations_over_the_reached_peak():
 def test_few_heads_leave_multiprocessors_idle():
     # Of 132, 3 heads × 44 tiles fill all, 3 × 45 need a second wave for the last three.
     fits, more = (
-        attention_seconds(model(tokens, 1, heads=3).events[0], MeshShape(), machine())
+        attention_seconds(attention_of(model(tokens, 1, heads=3)), MeshShape(), machine())
         for tokens in (44 * 128, 45 * 128)
     )
     assert more / fits == pytest.approx(2 * 45 / 44)
@@ -116,7 +122,7 @@ def test_measured_device_scales_predicted_compute():
 
 def test_ulysses_waits_for_its_bytes_and_two_latencies():
     link = Link("", latency=1e-3, bandwidth=1e9)
-    call = model(tokens=4096, blocks=1).events[0]
+    call = attention_of(model(tokens=4096, blocks=1))
     waiting, _ = exchange_seconds(call, MeshShape(ulysses=4), machine(link=link), attending=0.0)
     # A quarter of the tokens, of three quarters of the heads: queries, keys, values, and as much of the results.
     sent = 4 * (4096 // 4) * (WIDTH * 3 // 4) * 2
@@ -125,7 +131,7 @@ def test_ulysses_waits_for_its_bytes_and_two_latencies():
 
 def test_a_ring_hides_what_travels_behind_what_is_computed():
     link = Link("", latency=0.0, bandwidth=1e9)
-    call = model(tokens=4096, blocks=1).events[0]
+    call = attention_of(model(tokens=4096, blocks=1))
     hop = 2 * 1024 * WIDTH * 2 / 1e9
     shown = [
         exchange_seconds(call, MeshShape(ring=4), machine(link=link), attending=x)[0] for x in (0.0, 2 * hop, 100 * hop)
@@ -142,7 +148,7 @@ def test_two_dims_send_with_the_root_of_the_ring():
     link = Link("", latency=0.0, bandwidth=1e9)
     seconds = {
         (ring, method): exchange_seconds(
-            model(tokens=ring * 256, blocks=1).events[0],
+            attention_of(model(tokens=ring * 256, blocks=1)),
             MeshShape(ring=ring, ring_method=method),
             machine(link=link, per_host=64, overlapped=False),
             attending=0.0,
@@ -308,7 +314,7 @@ def test_two_dims_are_chosen_where_they_win():
 
 
 def test_two_dim_ring_hides_more_traffic():
-    call, link = model(tokens=4 * 1024, blocks=1).events[0], Link("", latency=0.0, bandwidth=1e9)
+    call, link = attention_of(model(tokens=4 * 1024, blocks=1)), Link("", latency=0.0, bandwidth=1e9)
     shape = MeshShape(ring=4, ring_method="2d")
     queries = 1024 * WIDTH * 2 / 1e9
     partial = queries + 1024 * 24 * 4 / 1e9
@@ -393,3 +399,13 @@ def test_tensor_ranks_send_sums_and_less_attention():
     tokens = 19 * 2 * (4096 + 512) + 38 * (4096 + 512)
     assert by[1, 1, 4] == pytest.approx(2 * 3 / 4 * tokens * 3072 * 2, rel=0.02)
     assert 0 < by[1, 2, 2] != by[1, 4, 1]
+
+
+def test_work_per_mesh_does_not_grow_with_ranks_and_blocks():
+    def calls_per_mesh(ranks, blocks):
+        profile = cProfile.Profile()
+        with profile:
+            rows = [predict(shape, work(model(blocks=blocks)), machine()) for shape in shapes(ranks)]
+        return sum(entry.callcount for entry in profile.getstats()) / len(rows)
+
+    assert calls_per_mesh(1000, 57) < 10 * calls_per_mesh(8, 1)

@@ -36,7 +36,7 @@ def of_all_blocks(model):
 
 
 def by_kind(part: CallWork, kind):
-    return sorted(str(event) for event in part.events if isinstance(event, kind))
+    return sorted(str(event) for event in part.operations.elements() if isinstance(event, kind))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_block_of_each_kind_tells_what_all_do(name):
 
 def test_operations_of_flux_are_those_that_diffusers_publishes():
     # 59,523.04 GFLOP in the table of https://huggingface.co/datasets/diffusers/benchmarks, which has products alone.
-    products = [x for x in workload("FLUX.1-dev").calls[1].parts[0].events if isinstance(x, Product)]
+    products = [x for x in workload("FLUX.1-dev").calls[1].parts[0].operations.elements() if isinstance(x, Product)]
     counted = sum(2 * x.samples * sum(y.total for y in x.rows) * x.inner * x.columns for x in products)
     assert counted == pytest.approx(59_523.04e9, rel=1e-3)
 
@@ -87,7 +87,7 @@ def test_a_published_model_has_a_plan_without_a_hub():
 def test_every_published_model_is_counted(name):
     found = workload(name)
     assert found.weights.transformer.total > 5e9 and found.decoder > 1e12 and found.encoder > 1e12 and found.heads >= 24
-    products = [x for x in found.calls[1].parts[0].events if isinstance(x, Product)]
+    products = [x for x in found.calls[1].parts[0].operations.elements() if isinstance(x, Product)]
     sharded = sum(
         x.samples * sum(y.total for y in x.rows) * x.inner * x.columns * any(y.sharded for y in x.rows)
         for x in products
