@@ -66,6 +66,8 @@ def generate(
     size: options.Size = None,
     steps: options.Steps = None,
     frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None,
+    guidance: Annotated[float | None, option("Scale of guidance.", "X", INPUT)] = None,
+    negative_prompt: Annotated[str | None, option("What to avoid.", "TEXT", INPUT)] = None,
     image: Annotated[str | None, option("Image file to start from.", "FILE", INPUT)] = None,
     seed: options.Seed = 0,
     set_: options.Fields = None,
@@ -74,12 +76,15 @@ def generate(
     cache: options.Cache = None,
     compile_: options.Compile = "no",
     weights: options.Weights = "replicate",
+    text_encoders: options.TextEncoders = None,
+    backend: options.Backend = None,
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
     ranks: Annotated[int | None, option("Default: one per GPU.", "N", RANKS)] = None,
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
+    comm_dtype: options.CommDtype = None,
     replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1,
     timeout: options.Timeout = 600,
     dry_run: Annotated[bool, flag("--dry-run", "Show the plan; generate nothing.", RANKS)] = False,
@@ -87,11 +92,24 @@ def generate(
 ) -> None:
     """Generate images or videos. Results that exist in the folder are not generated again."""
     quiet(debug)
-    named = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
+    named: dict[str, Any] = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
+    named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     common = {**{name: value for name, value in named.items() if value is not None}, **options.read_fields(set_)}
     pipeline = find_model(model)
     recipe = options.make_recipe(
-        pipeline.name, dtype, mesh, rotate_method, cache, compile_, weights, vae, lora, timeout
+        pipeline.name,
+        mesh=mesh,
+        cache=cache,
+        lora=lora,
+        dtype=dtype,
+        rotate_method=rotate_method,
+        compile=compile_,
+        weights=weights,
+        text_encoders=text_encoders,
+        backend=backend,
+        comm_dtype=comm_dtype,
+        vae=vae,
+        timeout=timeout,
     )
     task = _make_task(pipeline, recipe, common, prompts, out, format_, seed, count_ranks(ranks, replicas), replicas)
     if dry_run:
@@ -240,6 +258,7 @@ def _show_plan(task: GenerationTask) -> None:
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
         "weights": recipe.weights,
+        "text encoders": recipe.text_encoders or ("fsdp" if recipe.weights != "replicate" else "replicate"),
         "VAE": "on all ranks" if recipe.vae else "on each rank",
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",

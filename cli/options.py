@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from para_core.attention import attention_options
-from para_core.fleet import recipe
-from para_core.fleet.recipe import Recipe
+from para_core.fleet.recipe import Recipe, read_mesh_sizes
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
 
@@ -40,6 +38,9 @@ Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1)]
 Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
 Compile = Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")]
 Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
+TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
+Backend = Annotated[str | None, option("Local attention: flash, cudnn, triton, ...", "NAME", PIPELINE)]
+CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)]
 Vae = Annotated[bool, flag("--vae", "Run the VAE on all ranks.", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
@@ -70,18 +71,12 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def make_recipe(
-    model: str,
-    dtype: str,
-    mesh: str,
-    rotate_method: str | None,
-    cache: str | None,
-    compile_: str,
-    weights: str,
-    vae: bool,
-    lora: Sequence[str] | None,
-    timeout: float,
+    model: str, *, mesh: str = "", cache: str | None = None, lora: Sequence[str] | None = None, **rest: Any
 ) -> Recipe:
     """Return the recipe of these options, which it validates.
+
+    Args:
+        rest: Fields of :class:`Recipe` as they are.
 
     Raises:
         typer.BadParameter: If ``cache`` is neither a number nor ``"default"``.
@@ -93,15 +88,4 @@ def make_recipe(
             threshold = float(cache)
         except ValueError:
             raise typer.BadParameter(f"--cache {cache}: expected a threshold such as 0.08, or default.") from None
-    return Recipe(
-        model,
-        dtype=cast(recipe.Dtype, dtype),
-        mesh=recipe.read_mesh_sizes(mesh),
-        rotate_method=cast(attention_options.RotateMethod | None, rotate_method),
-        cache=threshold,
-        compile=cast(recipe.Compile, compile_),
-        weights=cast(recipe.Weights, weights),
-        vae=vae,
-        lora=tuple(lora or ()),
-        timeout=timeout,
-    )
+    return Recipe(model, mesh=read_mesh_sizes(mesh), cache=threshold, lora=tuple(lora or ()), **rest)

@@ -33,6 +33,8 @@ def serve(
     cache: options.Cache = None,
     compile_: options.Compile = "no",
     weights: options.Weights = "replicate",
+    text_encoders: options.TextEncoders = None,
+    backend: options.Backend = None,
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
@@ -40,6 +42,7 @@ def serve(
     ranks: Annotated[int | None, option("Ranks of each. Default: all GPUs, evenly.", "N", RANKS)] = None,
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
+    comm_dtype: options.CommDtype = None,
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
     timeout: options.Timeout = 600,
     queue: Annotated[int, option("Requests that may wait.", "N", LIMITS)] = 8,
@@ -62,7 +65,19 @@ def serve(
         raise ImportError(f"serve needs {error.name}: pip install 'para_core[fleet]'.") from error
     pipeline = find_model(model)
     recipe = options.make_recipe(
-        pipeline.name, dtype, mesh, rotate_method, cache, compile_, weights, vae, lora, timeout
+        pipeline.name,
+        mesh=mesh,
+        cache=cache,
+        lora=lora,
+        dtype=dtype,
+        rotate_method=rotate_method,
+        compile=compile_,
+        weights=weights,
+        text_encoders=text_encoders,
+        backend=backend,
+        comm_dtype=comm_dtype,
+        vae=vae,
+        timeout=timeout,
     )
     require_loras(recipe)
     if memory is not None and not memory > 0:

@@ -14,7 +14,8 @@ from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
 from para_core.adapters.planner.plan import workload
 from para_core.adapters.registry import transformers_of
-from para_core.distributed.create_mesh import choose_mesh_shape
+from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
+from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.planner.cost import MeshShape
@@ -68,6 +69,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     """
     shape = MeshShape(
         batch=mesh["batch"],
+        pipe=mesh.get("pipe", 1),
         ring=mesh["ring"],
         ulysses=mesh["ulysses"],
         tensor=mesh.get("tensor", 1),
@@ -149,8 +151,11 @@ def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
     Raises:
         ValueError: If ``ranks`` exceeds what they allow.
     """
-    limits = dict(recipe.mesh)
-    tensor = next(size for size in range(min(limits.pop("tensor", 1), ranks), 0, -1) if ranks % size == 0)
-    sizes = choose_mesh_shape(ranks // tensor, **{f"max_{name}_dim_size": size for name, size in limits.items()})
-    mesh = dict(zip(("batch", "ring", "ulysses"), sizes, strict=True))
-    return {**mesh, "tensor": tensor} if tensor > 1 else mesh
+    limits, left = dict(recipe.mesh), ranks
+    outer: dict[str, int] = {}
+    for name in (TENSOR_DIM, PIPE_DIM):
+        size = largest_divisor(left, limits.pop(name, 1))
+        left //= size
+        outer |= {name: size} if size > 1 else {}
+    sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in limits.items()})
+    return {**dict(zip(MESH_DIMS, sizes, strict=True)), **outer}

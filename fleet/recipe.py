@@ -10,19 +10,28 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.registry import mesh_of, transformers_of
+from para_core.adapters.weights.text_encoders import (
+    TEXT_ENCODERS,
+    TextEncoders,
+    encoders_with_blocks,
+    text_encoders_of,
+)
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
+from para_core.attention.backend_selection import Backend
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.instance_patching import original_class
 
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CommDtype = Literal["int8", "float8_e4m3fn"]
 _LONGEST_TIMEOUT = 365 * 24 * 3600
-MESH_NAMES = ("batch", "ring", "ulysses", "tensor")
+MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,10 @@ class Recipe:
         compile (`"no"`, `"blocks"` or `"whole"`): Compile the transformer's blocks, with one graph for equal ones, or
             the whole transformer.
         weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
+        text_encoders (`str`, *optional*): Placement of the text encoders, as in :func:`parallelize_pipe`. Defaults to
+            ``"fsdp"`` if the weights are sharded, else to every rank's device.
+        backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
+        comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): Rounds what attention sends to 8 bits. Not exact.
         vae (`bool`): Whether the VAE also runs on all ranks.
         lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
         timeout (`float`): Seconds that ranks wait for each other.
@@ -53,6 +66,9 @@ class Recipe:
     cache: float | Literal["default"] | None = None
     compile: Compile = "no"
     weights: Weights = "replicate"
+    text_encoders: TextEncoders | None = None
+    backend: Backend | None = None
+    comm_dtype: CommDtype | None = None
     vae: bool = False
     lora: tuple[str, ...] = ()
     timeout: float = 600.0
@@ -63,6 +79,9 @@ class Recipe:
             ("weights", self.weights, get_args(Weights)),
             ("compile", self.compile, get_args(Compile)),
             ("rotate_method", self.rotate_method, (None, *ROTATE_METHODS)),
+            ("text_encoders", self.text_encoders, (None, *TEXT_ENCODERS)),
+            ("backend", self.backend, (None, *get_args(Backend))),
+            ("comm_dtype", self.comm_dtype, (None, *get_args(CommDtype))),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(filter(None, allowed))}.")
@@ -78,7 +97,7 @@ class Recipe:
     @property
     def digest(self) -> str:
         """16 hex digits of the options that decide the result. Mesh and compilation change it only by rounding."""
-        decisive = (self.model, self.dtype, self.cache, self.lora)
+        decisive = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:
@@ -146,19 +165,28 @@ def build(recipe: Recipe) -> Any:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = _mesh(recipe, device) if ranks > 1 else None
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
+    text_encoders = recipe.text_encoders
     if weights is not None and not recipe.lora:
         mesh = mesh or init_context_parallel_mesh(device)
         pipe = from_pretrained_sharded(DiffusionPipeline, recipe.model, mesh=mesh, weights=weights, dtype=dtype)
+        if weights == "tensor" and encoders_with_blocks(pipe):
+            text_encoders = text_encoders or "fsdp"
         weights = None  # They are sharded already.
     else:
         pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype)
         _load_lora(pipe, recipe.lora)
-        pipe.to(device)
+        on_host = text_encoders_of(pipe) if text_encoders in ("offload", "first") else {}
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module) and name not in on_host:
+                part.to(device)
     parallelize_pipe(
         pipe,
         mesh=mesh,
         vae=recipe.vae and ranks > 1,
         weights=weights,
+        text_encoders=text_encoders,
+        backend=recipe.backend,
+        comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,
         timeout=recipe.timeout,
     )
@@ -175,7 +203,8 @@ def mesh_shape(pipe: Any) -> dict[str, int]:
     if mesh is None:
         return {"batch": 1, "ring": 1, "ulysses": 1}
     sizes = {"batch": mesh.batch.size, "ring": mesh.sequence.ring.size, "ulysses": mesh.sequence.ulysses.size}
-    return {**sizes, "tensor": mesh.tensor.size} if mesh.tensor.size > 1 else sizes
+    others = {"pipe": mesh.pipe.size, "tensor": mesh.tensor.size}
+    return {**sizes, **{name: size for name, size in others.items() if size > 1}}
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:

@@ -27,7 +27,8 @@ from para_core.distributed.mesh import (
 from para_core.torch_internals import backend_of, group_devices
 
 
-def _largest_divisor(ranks: int, at_most: int) -> int:
+def largest_divisor(ranks: int, at_most: int) -> int:
+    """Return the largest divisor of ``ranks`` that is not above ``at_most``."""
     return next(size for size in range(min(ranks, at_most), 0, -1) if ranks % size == 0)
 
 
@@ -68,14 +69,14 @@ def choose_mesh_shape(
     for name, maximum in maxima.items():
         _require_maximum(name, maximum)
 
-    batch = _largest_divisor(num_ranks, max_batch_dim_size or 1)
+    batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
     left = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
         # A group of neighbouring ranks stays on one host if its size divides the ranks per host.
         max_ulysses_dim_size = gcd(left, ranks_per_host)
-    ring = _largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
+    ring = largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
     left //= ring
-    ulysses = _largest_divisor(left, max_ulysses_dim_size) if max_ulysses_dim_size else left
+    ulysses = largest_divisor(left, max_ulysses_dim_size) if max_ulysses_dim_size else left
     left //= ulysses
     if max_ring_dim_size is None:
         ring, left = ring * left, 1
@@ -162,9 +163,9 @@ def init_context_parallel_mesh(
         device_type = accelerator.type if accelerator is not None else "cpu"
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
     _require_maximum("max_pipe_dim_size", max_pipe_dim_size)
-    tensor = _largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
+    tensor = largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
     on_host = ranks_per_host()
-    pipe = _largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
+    pipe = largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
     shape: tuple[int, ...] = choose_mesh_shape(
         dist.get_world_size() // (tensor * pipe),
         max_batch_dim_size=max_batch_dim_size,
