@@ -232,7 +232,7 @@ class PipelineCache:
                 classes of ``modules`` alive.
             modules: The instances that may have the hook. Values that are not modules are ignored.
         """
-        caller = self._callers.pop(name, None)
+        caller = self._callers.get(name)
         if caller is None:
             return
         site = caches[name].attach() if name in caches else None
@@ -242,6 +242,8 @@ class PipelineCache:
                     site.remember(module)
                 unwrap(module, caller.key)
         caller.free()
+        # Last: if this fails, a later generation uses the hook again instead of adding a second one.
+        del self._callers[name]
 
     def report(self) -> CacheReport:
         """Return the report of the last generation, over all transformers."""

@@ -163,8 +163,9 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     """
     caching = caching_of(pipe)
     if caching is not None:
-        unwrap(pipe, KEY)
         caching.remove(pipe)
+        # Last: if removal fails, the pipeline still has its cache, and a second call removes the rest.
+        unwrap(pipe, KEY)
     return pipe
 
 

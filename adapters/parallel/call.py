@@ -80,6 +80,10 @@ class ParallelCall:
         """Wrap ``__call__`` of ``pipe``, after the plans and rows were applied to its models."""
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
+        self.wrap(pipe)
+
+    def wrap(self, pipe: Any) -> None:
+        """Wrap ``__call__`` of ``pipe`` again, whatever is applied to its models now."""
         wrap_method(pipe, "__call__", _KEY, self._run, order=WrapperPriority.PARALLEL)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:

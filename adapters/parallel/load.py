@@ -85,7 +85,8 @@ def from_pretrained_sharded(
     pipe = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
     if weights != "stages":
-        shard_components(pipe, guided, weights, from_files=True)
+        with raising_on_all(guided, "weights could not be sharded"):
+            shard_components(pipe, guided, weights, from_files=True)
     with raising_on_all(guided, "the components that are not sharded could not be placed"):
         _copy_from_files(pipe, weights)
         if dtype is not None:

@@ -135,11 +135,16 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before, time-outs of process groups included.
 
     With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
-    does not hold.
+    does not hold. If it fails, call it again: the pipeline is still parallel until then, or its calls raise.
     """
     call = parallel_call(pipe)
     if call is not None:
-        call.session.stop()
+        try:
+            call.session.stop()
+        except BaseException:
+            # The handler of calls has the session, which a second call of this function needs.
+            call.wrap(pipe)
+            raise
     # Plans may have been applied without a session: on one rank, or to a component by hand.
     remove_parallel_call(pipe)
     release_pipe(pipe)

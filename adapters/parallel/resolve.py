@@ -21,7 +21,7 @@ from para_core.adapters.parallel.transformer import ParallelOptions, Transformer
 from para_core.adapters.parallel.unet import UnetPart, resolve_unet
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import Mesh, mesh_and_method
-from para_core.adapters.registry import plan_for, transformers_of, unets_of
+from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.fused_pipe import FusedPipe, patches_of
 from para_core.adapters.weights.shard import (
@@ -65,20 +65,17 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`parallelize_pipe` documents.
     """
-    models = models_to_check(pipe, options.adapter)
-    check_parallelize(models)
-    autoencoders = _vaes_of(pipe) if options.vae else []
-    _require_transformer(pipe, options)
-    for module in transformers_of(pipe).values():
-        plan_for(module, options.text, options.adapter)
+    if mesh is None:
+        # The default mesh depends on the model.
+        check_parallelize(models_to_check(pipe, options.adapter))
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights, fastest_mesh)
-    placement = _placement_of_text_encoders(pipe, guided, options)
-    ranks = (
-        _global_ranks(guided) if guided.ranks > 1 and (options.timeout is not None or placement == "fsdp") else set()
-    )
+    ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
-        check_parallelize(models, guided, unshards=unshards)
+        check_parallelize(models_to_check(pipe, options.adapter), guided, unshards=unshards)
+        autoencoders = _vaes_of(pipe) if options.vae else []
+        _require_transformer(pipe, options)
         _require_weights_fit(guided, options)
+        placement = _placement_of_text_encoders(pipe, guided, options)
         if placement is not None:
             require_text_encoders(pipe, placement)
         transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
@@ -101,6 +98,11 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
         if placement is not None:
             session.parts.append(TextEncodersPart(pipe, guided, ranks, placement))
     return session
+
+
+def _needs_ranks(options: ParallelOptions) -> bool:
+    """Whether a part may need the global ranks of the mesh. Does not read the pipeline, so all ranks agree."""
+    return options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:

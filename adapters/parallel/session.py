@@ -82,11 +82,14 @@ class ParallelSession:
                 part.complete()
 
     def stop(self) -> None:
-        """Undo all parts, the last one first, even if the undo of one raises."""
-        applied, self._applied = self._applied, []
+        """Undo all applied parts, the last one first, even if the undo of one raises. Call it again to retry these."""
         with ExitStack() as undos:
-            for _, undo in applied:
-                undos.callback(undo)
+            for part, undo in list(self._applied):
+                undos.callback(self._undo, part, undo)
+
+    def _undo(self, part: Part, undo: Undo) -> None:
+        undo()
+        self._applied.remove((part, undo))
 
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
         """Suspend all parts for a session on ``mesh``, and push the callbacks that restore them onto ``resume``."""

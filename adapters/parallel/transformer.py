@@ -84,8 +84,9 @@ def parallelize_transformer(
     )
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
-    check_parallelize([model])
-    plan_for(module, text, adapter)
+    if mesh is None:
+        # The default mesh depends on the model.
+        check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
         check_parallelize([model], guided)

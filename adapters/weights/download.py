@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from para_core.distributed.consistency import check_consistent, exchange, signature
+from para_core.distributed.consistency import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh
 
 # Seconds between two exchanges during a download, which may take longer than the timeout of the process group.
@@ -31,8 +31,9 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
     Raises:
         RuntimeError: On every rank, if a download failed on any rank.
     """
-    wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
-    node = {"host": socket.gethostname(), "cache": _cache_of(options)}
+    with raising_on_all(mesh, f"{name} could not be looked up"):
+        wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
+        node = {"host": socket.gethostname(), "cache": _cache_of(options)}
     asking = [place if place["wanted"] else None for place in exchange({**node, "wanted": wanted}, mesh)]
     first = wanted and asking.index({**node, "wanted": True}) == mesh.rank
     pending = _started(lambda: pipeline.download(str(name), **options)) if first else None

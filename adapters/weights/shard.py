@@ -41,6 +41,7 @@ from para_core.instance_patching import (
 from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import require_tensor_plan_fits
+from para_core.weights.tensor_plan import TensorPlan
 
 Pipeline = TypeVar("Pipeline")
 
@@ -97,7 +98,6 @@ def shard_weights(
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
     if method == "tensor" and offload_policy is not None:
         raise ValueError("offload_policy is FSDP2's; leave it out with method='tensor', or give method='fsdp'.")
-    check_shard(pipe)
     shard_components(pipe, mesh, method, components, offload_policy)
     return pipe
 
@@ -148,7 +148,7 @@ def shard_components(
     keep: bool = False,
     from_files: bool = False,
 ) -> list[str]:
-    """Shard the weights like :func:`shard_weights`, without its compatibility checks.
+    """Shard the weights like :func:`shard_weights`, and return the names of the sharded components.
 
     Args:
         keep: Whether to skip components that are already sharded with the same settings.
@@ -156,38 +156,21 @@ def shard_components(
             do not compare their values, and no copy is held for a rollback, so the components are not restored if
             sharding fails.
 
-    Returns:
-        The names of the sharded components.
-
     Raises:
-        ValueError: If a component cannot be sharded by ``method``, or the mesh does not fit.
+        As :func:`shard_weights`.
     """
-    if components is None and method == "tensor":
-        components = list(transformers_of(pipe))
-        if not components:
-            raise ValueError(
-                f"method='tensor' shards transformers, and {original_class(pipe).__name__} has none. method='fsdp' "
-                "shards its text encoders."
-            )
-    chosen = components_of(pipe, components)
-    plans = {name: tensor_plan_for(module) for name, module in chosen.items()} if method == "tensor" else {}
-    unknown = [name for name, plan in plans.items() if plan is None]
-    if unknown:
-        raise ValueError(
-            f"there is no tensor plan for pipe.{unknown[0]}, a {original_class(chosen[unknown[0]]).__name__}. "
-            "method='fsdp' shards any model; "
-            "a plan is Adapter(..., tensor=TensorPlan(...))."
-        )
+    mesh = mesh_of(pipe) if mesh is None else mesh
+    if mesh is None:
+        # The default mesh depends on the models.
+        _components_to_shard(pipe, method, components)
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
-    ranks = (
-        guided_mesh_for(mesh_of(pipe) if mesh is None else mesh, pipe, method, fastest_mesh)
-        if own is None
-        else as_ranks(own)
-    )
-    if isinstance(ranks, GuidedMesh):
-        require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
+    ranks = guided_mesh_for(mesh, pipe, method, fastest_mesh) if own is None else as_ranks(own)
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
+        check_shard(pipe)
+        chosen, plans = _components_to_shard(pipe, method, components)
+        if isinstance(ranks, GuidedMesh):
+            require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
         for name, module in chosen.items():
             if mesh_of_diffusers(module) is not None:
                 raise ValueError(
@@ -200,8 +183,8 @@ def shard_components(
                 require_shardable(module, lora_weights(module))
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
-    # Reading one element of a memory-mapped file loads whole pages, so values are not compared there.
-    record = weights_record(chosen, values=not from_files)
+        # Reading one element of a memory-mapped file loads whole pages, so values are not compared there.
+        record = weights_record(chosen, values=not from_files)
     check_consistent(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own
@@ -220,6 +203,35 @@ def shard_components(
                 component.refuse_late(placement)
         rollback.pop_all()
     return list(sharded)
+
+
+def _components_to_shard(
+    pipe: Any, method: Method, components: Sequence[str] | None
+) -> tuple[dict[str, nn.Module], dict[str, TensorPlan]]:
+    """Return the components by name, and their tensor plans, of which there are none for ``"fsdp"``.
+
+    Raises:
+        ValueError: If a component cannot be sharded by ``method``.
+    """
+    if method == "fsdp":
+        return components_of(pipe, components), {}
+    if components is None:
+        components = list(transformers_of(pipe))
+        if not components:
+            raise ValueError(
+                f"method='tensor' shards transformers, and {original_class(pipe).__name__} has none. method='fsdp' "
+                "shards its text encoders."
+            )
+    chosen, plans = components_of(pipe, components), {}
+    for name, module in chosen.items():
+        plan = tensor_plan_for(module)
+        if plan is None:
+            raise ValueError(
+                f"there is no tensor plan for pipe.{name}, a {original_class(module).__name__}. method='fsdp' shards "
+                "any model; a plan is Adapter(..., tensor=TensorPlan(...))."
+            )
+        plans[name] = plan
+    return chosen, plans
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:

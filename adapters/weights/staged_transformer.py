@@ -19,7 +19,15 @@ from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance_patching import (
+    WrapperPriority,
+    is_compiled,
+    is_wrapped,
+    original_class,
+    unwrap,
+    wrap_alike,
+    wrap_method,
+)
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import (
     Freeing,
@@ -118,9 +126,10 @@ def release_pipe(pipe: Any) -> None:
 
 def release_stage(module: nn.Module) -> None:
     """Undo :func:`hold_stage`: all ranks hold all blocks again. All ranks call it. Does nothing without stages."""
-    if stages_of(module) is not None:
-        gather_stages(module)
-        for part in module.modules():
+    gather_stages(module)
+    if is_wrapped(module, _KEY):
+        # The module itself last, so that after a failure a second call removes the rest.
+        for part in reversed(list(module.modules())):
             unwrap(part, _KEY)
 
 

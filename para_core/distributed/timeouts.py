@@ -71,11 +71,14 @@ def override_timeouts(
     def undo() -> None:
         alive = [group for group in own if dist.is_initialized() and is_registered(group)]
         for group in alive:
-            overrides = _OVERRIDES[group]
-            untouched = group_timeout(group) == overrides.timeout
+            overrides = _OVERRIDES.get(group, _Overrides(timeout))
+            if override not in overrides.active:
+                continue  # done by an earlier call, which failed later
+            left = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
+            if group_timeout(group) == overrides.timeout:
+                set_group_timeout(group, left.timeout)
+            # After the group was set, so that a second call finishes what a failed one left.
             overrides.active.remove(override)
-            if untouched:
-                set_group_timeout(group, overrides.timeout)
             if not overrides.active:
                 del _OVERRIDES[group]
         for group in groups_among(ranks) if alive else []:

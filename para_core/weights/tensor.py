@@ -120,7 +120,7 @@ def gather_tensors(module: nn.Module) -> None:
                 f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot "
                 "gather again. Load the pipeline anew."
             )
-    del module.__dict__[_RECORD]
+    whole_weights = []
     for owner, name, dim, parts in record.shards:
         weight = _parameter(owner, name)
 
@@ -131,8 +131,12 @@ def gather_tensors(module: nn.Module) -> None:
             fits = inner.ndim > dim and inner.shape[dim] == length
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
-        _replace(owner, name, map_plain_tensors(gathered, weight.detach()))
+        whole_weights.append((owner, name, map_plain_tensors(gathered, weight.detach())))
+    # The module changes only after all weights are gathered, so that after a failure a second call gathers them.
     _compute_whole(record)
+    for owner, name, whole in whole_weights:
+        _replace(owner, name, whole)
+    del module.__dict__[_RECORD]
     record.gradients.restore()
 
 

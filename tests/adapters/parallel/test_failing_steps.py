@@ -1,0 +1,223 @@
+"""A step that fails on one rank raises on all: while options are resolved, a pipeline is loaded, or one is restored."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    cache_report,
+    from_pretrained_sharded,
+    parallelize_pipe,
+    remove_cache_from_pipe,
+    shard_weights,
+    unparallelize_pipe,
+    unshard_weights,
+)
+from para_core.adapters.parallel.call import parallel_call
+from tests.adapters.parallel.test_undo import (
+    PARALLEL,
+    WEIGHTS,
+    Injected,
+    changes_since,
+    failing,
+    image_of,
+    same_pipe,
+    state_of,
+    timeouts,
+)
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.weights.pipes import make
+
+
+def require_restored(pipe, before):
+    changed = changes_since(before, pipe)
+    assert not changed, "\n".join(changed)
+
+
+RESOLVE = (
+    "models_to_check",
+    "check_parallelize",
+    "transformers_of",
+    "unets_of",
+    "_vaes_of",
+    "require_mesh_fits",
+    "require_text_encoders",
+    "resolve_transformer",
+    "require_parallel_vae",
+    "check_shard",
+    "groups_among",
+    "weights_groups",
+    "as_timedelta",
+    "ParallelCall",
+)
+
+
+def fail_in_resolve(earlier):
+    pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
+    if earlier:
+        parallelize_pipe(pipe, mesh=mesh, weights="fsdp", vae=True, timeout=77)
+    image = image_of(pipe)
+    for name in RESOLVE:
+        with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(f"{PARALLEL}.resolve.{name}", rank=1):
+            parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, weights="fsdp", text_encoders="fsdp")
+    assert torch.equal(image_of(pipe), image)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failing_step_of_resolve_raises_on_all_ranks(rank_pool, earlier):
+    rank_pool.run(fail_in_resolve, 2, earlier)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flux")
+    flux_pipe().save_pretrained(path)
+    return path
+
+
+LOAD = (
+    f"{WEIGHTS}.download._cache_of",
+    f"{PARALLEL}.load.folder_of",
+    f"{PARALLEL}.load._require_safetensors",
+    f"{PARALLEL}.load._files_in",
+    f"{PARALLEL}.load._dtypes_of",
+    f"{PARALLEL}.load._map_each_weight",
+    f"{PARALLEL}.transformer.apply_plan",
+    f"{PARALLEL}.load.shard_components",
+    f"{WEIGHTS}.shard.components_of",
+    f"{WEIGHTS}.sharded_component.shard_blocks",
+    f"{WEIGHTS}.sharded_component.wrap_method",
+    f"{PARALLEL}.load._copy_from_files",
+    f"{PARALLEL}.load._cast",
+)
+
+
+def fail_in_load(folder):
+    mesh = init_context_parallel_mesh("cpu")
+    before, fills = timeouts(), torch.utils.deterministic.fill_uninitialized_memory
+    for step in LOAD:
+        with pytest.raises(RuntimeError, match="17"), failing(step, rank=1):
+            from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, dtype=torch.float32)
+        assert torch.utils.deterministic.fill_uninitialized_memory == fills, step
+    assert {key: timeouts()[key] for key in before} == before
+    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh)
+    pipe.set_progress_bar_config(disable=True)
+    return image_of(pipe)
+
+
+def test_a_failing_step_of_load_raises_on_all_ranks(rank_pool, folder):
+    first, second = rank_pool.run(fail_in_load, 2, folder)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [
+        ("para_core.adapters.cache.generation.unwrap", 0),
+        ("para_core.cache.block_cache.detach", 0),
+        ("para_core.adapters.cache.pipeline.unwrap", 0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the cache of the")
+def test_a_failing_removal_of_the_cache_keeps_it_until_the_second_call(step, after):
+    pipe = flux_pipe()
+    plain, before = pipe(**flux_call(num_inference_steps=3))[0], state_of(pipe)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=10.0)
+    cached = pipe(**flux_call(num_inference_steps=3))[0]
+    with pytest.raises(Injected), failing(step, None, after):
+        remove_cache_from_pipe(pipe)
+    assert torch.equal(pipe(**flux_call(num_inference_steps=3))[0], cached)
+    assert cache_report(pipe).hits > 0
+    remove_cache_from_pipe(pipe)
+    require_restored(pipe, before)
+    assert torch.equal(pipe(**flux_call(num_inference_steps=3))[0], plain)
+
+
+UNPARALLELIZE = (
+    f"{PARALLEL}.transformer.remove_plan",
+    f"{PARALLEL}.resolve.unparallelize_vae",
+    f"{PARALLEL}.resolve.remove_parallel_call",
+    f"{PARALLEL}.resolve.release_shards",
+    f"{WEIGHTS}.shard.gather_component",
+    "para_core.weights.fsdp._whole",
+    "para_core.distributed.timeouts.set_group_timeout",
+)
+
+
+def fail_in_unparallelize():
+    mesh = cpu_mesh(1, 2)
+    for step in UNPARALLELIZE:
+        pipe = flux_pipe(shared_parts=False)
+        image, before = image_of(pipe), state_of(pipe)
+        parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, weights="fsdp")
+        with pytest.raises(Injected), failing(step, None):
+            unparallelize_pipe(pipe)
+        assert parallel_call(pipe) is not None, step
+        try:
+            meanwhile = image_of(pipe)
+        except RuntimeError as error:
+            assert "parallelize_pipe(pipe" in str(error)
+        else:  # The plan is still applied.
+            assert relative_error(meanwhile, image) < 1e-5, step
+        unparallelize_pipe(pipe)
+        require_restored(pipe, before)
+        assert torch.equal(image_of(pipe), image), step
+
+
+def test_a_failing_step_of_unparallelize_pipe_is_completed_by_the_second_call(rank_pool):
+    rank_pool.run(fail_in_unparallelize, 2)
+
+
+def fail_in_unparallelize_stages():
+    stages = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
+    for step in ("para_core.weights.stages.map_plain_tensors", f"{WEIGHTS}.staged_transformer.unwrap"):
+        pipe = make("flux")
+        image, before = image_of(pipe), state_of(pipe)
+        parallelize_pipe(pipe, mesh=stages)
+        with pytest.raises(Injected), failing(step, None, 5):
+            unparallelize_pipe(pipe)
+        unparallelize_pipe(pipe)
+        require_restored(pipe, before)
+        assert torch.equal(image_of(pipe), image), step
+
+
+def test_a_failing_gather_of_stages_is_completed_by_the_second_call(rank_pool):
+    rank_pool.run(fail_in_unparallelize_stages, 2)
+
+
+UNSHARD = {
+    "fsdp": (
+        ("para_core.weights.fsdp._whole", 3),
+        (f"{WEIGHTS}.sharded_component.gather_blocks", 1),
+        (f"{WEIGHTS}.sharded_component.leave_loras", 0),
+        (f"{WEIGHTS}.sharded_component.unwrap", 0),
+    ),
+    "tensor": (
+        ("para_core.weights.tensor._ordered", 3),
+        ("para_core.weights.tensor._replace", 0),
+        ("para_core.weights.tensor._compute_whole", 0),
+        (f"{WEIGHTS}.sharded_component.leave_loras", 0),
+    ),
+}
+
+
+def fail_in_unshard(method):
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
+    for step, after in UNSHARD[method]:
+        pipe = flux_pipe(shared_parts=False)
+        image, before = image_of(pipe), state_of(pipe)
+        shard_weights(pipe, mesh, method=method)
+        with pytest.raises(Injected), failing(step, None, after):
+            unshard_weights(pipe)
+        unshard_weights(pipe)
+        require_restored(pipe, before)
+        assert torch.equal(image_of(pipe), image), step
+        dist.barrier()
+
+
+@pytest.mark.parametrize("method", ["fsdp", "tensor"])
+def test_a_failing_step_of_unshard_weights_is_completed_by_the_second_call(rank_pool, method):
+    rank_pool.run(fail_in_unshard, 2, method)
