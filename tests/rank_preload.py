@@ -1,6 +1,6 @@
-"""What ranks need, imported once: the process that tests/rank_pool.py forks them from imports this file.
+"""Import what ranks need, once: tests/rank_pool.py forks all ranks from a process that has imported this file.
 
-Whatever cannot be imported is left to the rank whose job needs it, and to the error that it gets there.
+A module that cannot be imported is skipped: the rank whose job needs it raises the error.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import torch
 _MODULES = (
     "torch.testing",
     "torch.distributed.device_mesh",
+    "torch.distributed.tensor.debug",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "diffusers",
@@ -29,5 +30,17 @@ with warnings.catch_warnings():
     for _name in _MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(_name)
-# What stays for good is not walked by each rank's garbage collector, which would copy its pages.
+    # The first compilation builds tables that all later ones use: 1.5 s that each new rank would spend again. Forward
+    # only: a backward pass starts threads, which a fork loses.
+    with contextlib.suppress(Exception), torch.no_grad():
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # tqdm's monitor is a thread too
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 4))
+        torch.compiler.reset()
+# The garbage collector of a rank would walk all of this again and again, and copy its pages.
+gc.collect()
 gc.freeze()
+gc.set_threshold(10_000, 20, 20)
