@@ -60,6 +60,8 @@ class WrapperPriority(IntEnum):
     CACHED_BLOCK = auto()
     # A block that the cache skips must not wait for another stage.
     STAGED_BLOCK = auto()
+    # Weights are copied to the device only for a block that runs.
+    OFFLOADED_BLOCK = auto()
 
 
 # Attribute of a private subclass, followed by the method's name: the chain of wrappers that runs instead of the method.

@@ -38,6 +38,8 @@ def parallelize_pipe(
     vae: bool = False,
     weights: Method | Literal["replicate"] | None = None,
     text_encoders: TextEncoders | None = None,
+    offload: Literal["blocks"] | None = None,
+    resident_blocks: int = 1,
     pipefusion: PipeFusion | None = None,
     rotate_method: RotateMethod | None = None,
     backend: Backend | None = None,
@@ -82,6 +84,11 @@ def parallelize_pipe(
             copied to the device while it runs; or the same, but only the first rank runs them and sends their outputs
             to the others. All are exact (docs/weights.md). Defaults to ``"fsdp"`` if ``weights`` shards the
             transformer, and to leaving them as they are otherwise.
+        offload (`"blocks"`, *optional*): Keeps the blocks of the transformers in host memory, also on one rank; each is
+            copied to the device before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md).
+            Defaults to leaving them on the device.
+        resident_blocks (`int`, defaults to `1`): With ``offload``, the number of first blocks that stay on the device.
+            A step that a cache skips copies nothing if these include the first blocks of the cache.
         pipefusion (`PipeFusion`, *optional*): Lets the stages of a mesh with ``pipe`` work at the same time, on patches
             that attend to keys of the previous step. **Not exact.** Without stages one process computes the same
             (docs/stages.md). Defaults to exact stages.
@@ -118,6 +125,8 @@ def parallelize_pipe(
         vae=vae,
         weights=weights,
         text_encoders=text_encoders,
+        offload=offload,
+        resident_blocks=resident_blocks,
         pipefusion=pipefusion,
         rotate_method=rotate_method,
         backend=backend,

@@ -23,6 +23,7 @@ from para_core.adapters.planner.fastest_mesh import fastest_mesh
 from para_core.adapters.planner.mesh_choice import Mesh, mesh_and_method
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import FusedPipe, patches_of
 from para_core.adapters.weights.shard import (
     check_shard,
@@ -31,13 +32,13 @@ from para_core.adapters.weights.shard import (
     shard_components,
     weights_groups,
 )
-from para_core.adapters.weights.sharded_component import METHODS, Method
+from para_core.adapters.weights.sharded_component import METHODS, Method, is_distributed
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.adapters.weights.text_encoders import (
     OffloadedEncoders,
     TextEncoders,
     encoders_with_blocks,
-    is_offloaded,
+    offloader_of,
     require_not_offloaded,
     require_text_encoders,
     text_encoders_of,
@@ -97,6 +98,9 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             session.parts.append(WeightsPart(pipe, guided, None))
         if placement is not None:
             session.parts.append(TextEncodersPart(pipe, guided, ranks, placement))
+        if options.offload is not None:
+            _require_blocks_offload(pipe, guided, options)
+            session.parts.append(BlocksPart(pipe, guided, options.resident_blocks))
     return session
 
 
@@ -110,7 +114,7 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
     if options.text_encoders is None:
         names = encoders_with_blocks(pipe) if options.weights == "tensor" and mesh.ranks > 1 else []
         # A user who has offloaded them wants them in host memory.
-        return "fsdp" if names and not any(map(is_offloaded, text_encoders_of(pipe).values())) else None
+        return "fsdp" if names and not any(map(offloader_of, text_encoders_of(pipe).values())) else None
     return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
 
 
@@ -123,7 +127,7 @@ def _parts_of_pipe(
     autoencoders: list[nn.Module],
 ) -> list[Part]:
     """Return the parts for the call of the pipeline: none on one rank without PipeFusion."""
-    if mesh.ranks == 1 and options.pipefusion is None and options.text_encoders not in ("offload", "first"):
+    if mesh.ranks == 1 and options.pipefusion is None and not options.offloads:
         return []
     unets = unets_of(pipe)
     batched = bool(unets) or any(part.plan.batched for part in transformers)
@@ -197,6 +201,19 @@ def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
             "text encoders."
         )
     require_mesh_fits(mesh, options.weights)
+
+
+def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> None:
+    """Raise ``ValueError`` if the blocks of a transformer cannot wait in host memory."""
+    if mesh.ranks > 1 and (options.weights in METHODS or mesh.pipe.size > 1):
+        other = f"weights={options.weights!r}" if options.weights in METHODS else f"{mesh.pipe.size} stages"
+        raise ValueError(
+            f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of diffusers "
+            "cannot move. Leave one out; shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy()) keeps each "
+            "rank's part in host memory."
+        )
+    for module in transformers_of(pipe).values():
+        offloaded_blocks(module, options.resident_blocks)
 
 
 def _vaes_of(pipe: Any) -> list[nn.Module]:
@@ -347,6 +364,35 @@ class TextEncodersPart(Part):
         if self.placement in ("fsdp", "replicate"):
             # As for WeightsPart, the next session shards these weights or releases them.
             return nothing
+        undo()
+        return self._offloaded.apply
+
+
+@dataclass
+class BlocksPart(Part):
+    """Blocks of the transformers that wait in host memory."""
+
+    pipe: Any
+    mesh: GuidedMesh
+    resident: int
+    name = "offloading the blocks"
+
+    def __post_init__(self) -> None:
+        self._offloaded = OffloadedBlocks(transformers_of(self.pipe).values(), self.mesh, self.resident)
+
+    def apply(self) -> Undo:
+        for name, module in transformers_of(self.pipe).items():
+            # Not earlier, because the session that this one replaces may have offloaded the blocks.
+            offloader = offloader_of(module)
+            if offloader is not None or is_distributed(module):
+                raise ValueError(
+                    f"pipe.{name} is {'sharded' if offloader is None else f'offloaded by {offloader}'} already. Leave "
+                    "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
+                )
+        self._offloaded.apply()
+        return self._offloaded.remove
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         undo()
         return self._offloaded.apply
 

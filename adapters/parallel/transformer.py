@@ -196,6 +196,8 @@ class ParallelOptions:
     vae: bool = False
     weights: Method | Literal["replicate"] | None = None
     text_encoders: TextEncoders | None = None
+    offload: Literal["blocks"] | None = None
+    resident_blocks: int = 1
     pipefusion: PipeFusion | None = None
     rotate_method: RotateMethod | None = None
     backend: Backend | None = None
@@ -213,6 +215,12 @@ class ParallelOptions:
                 f"text_encoders is {self.text_encoders!r}; expected {', '.join(map(repr, TEXT_ENCODERS))}, or None to "
                 "leave them as they are."
             )
+        if self.offload not in (None, "blocks"):
+            raise ValueError(f"offload is {self.offload!r}; expected 'blocks', or None to leave the weights in place.")
+        if isinstance(self.resident_blocks, bool) or not isinstance(self.resident_blocks, int):
+            raise TypeError(f"resident_blocks is {self.resident_blocks!r}; expected a number of blocks.")
+        if self.resident_blocks < 0:
+            raise ValueError(f"resident_blocks is {self.resident_blocks}; expected 0 or more.")
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")
         if self.backend is not None and self.attn_func is not None:
@@ -237,12 +245,18 @@ class ParallelOptions:
         )
 
     @property
+    def offloads(self) -> bool:
+        """Whether weights wait in host memory, also on one rank."""
+        return self.offload is not None or self.text_encoders in ("offload", "first")
+
+    @property
     def of_transformers(self) -> dict[str, object]:
         """Options by name that the user gave and that only a transformer takes."""
         options = {
             "text": self.text,
             "adapter": self.adapter,
             "weights": "tensor" if self.weights == "tensor" else None,
+            "offload": self.offload,
             "pipefusion": self.pipefusion,
             "rotate_method": self.rotate_method,
             "backend": self.backend,

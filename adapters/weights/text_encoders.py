@@ -23,7 +23,7 @@ TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
 _KEY = "text_encoders"
 # The hooks of diffusers' group offload, innermost last (diffusers/hooks/group_offloading.py).
-_OFFLOAD_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
+_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
 # Attributes that a hook of diffusers leaves on a module after it was removed.
 _LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
 
@@ -50,21 +50,12 @@ def require_text_encoders(pipe: Any, placement: TextEncoders) -> None:
 def require_not_offloaded(pipe: Any) -> None:
     """Raise ``ValueError`` if a text encoder of ``pipe`` is offloaded by accelerate or by diffusers' group offload."""
     for name, module in text_encoders_of(pipe).items():
-        if is_offloaded(module):
-            hook = getattr(module, "_hf_hook", None)
-            offloader = "diffusers' group offload" if hook is None else f"accelerate's {type(hook).__name__}"
+        offloader = offloader_of(module)
+        if offloader is not None:
             raise ValueError(
                 f"pipe.{name} is offloaded by {offloader} already. Leave text_encoders out, or undo that offload "
                 "first (pipe.remove_all_hooks())."
             )
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether ``module`` is offloaded by accelerate or, as a whole or in part, by diffusers' group offload."""
-    registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
-    return hasattr(module, "_hf_hook") or any(
-        registry is not None and registry.get_hook("group_offloading") is not None for registry in registries
-    )
 
 
 class OffloadedEncoders:
@@ -111,6 +102,16 @@ class OffloadedEncoders:
         self._undo.close()
 
 
+def offloader_of(module: nn.Module) -> str | None:
+    """Return what offloads ``module`` now: accelerate or, as a whole or in part, diffusers' group offload."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        return f"accelerate's {type(hook).__name__}"
+    registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
+    grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
+    return "diffusers' group offload" if grouped else None
+
+
 def execution_device(mesh: GuidedMesh) -> torch.device:
     """Return the device on which this rank of ``mesh`` computes."""
     kind = mesh.sequence.device_type
@@ -118,16 +119,21 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
 
 
 def _attributes(module: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the attributes of each submodule that hooks of diffusers set and that are there before an offload."""
     return {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
 
 
 def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
-    registry = getattr(module, "_diffusers_hook", None)
-    if registry is not None:
-        for name in _OFFLOAD_HOOKS:
-            registry.remove_hook(name, recurse=True)
-    for part, names in before.items():
-        for name in set(_LEFT_BY_HOOKS) & set(vars(part)) - names:
+    """Remove diffusers' group offload from ``module``, and move it to ``device``.
+
+    Args:
+        before: :func:`_attributes` the module before the offload.
+    """
+    for part in module.modules():
+        registry: Any = getattr(part, "_diffusers_hook", None)
+        for name in () if registry is None else _HOOKS:
+            registry.remove_hook(name, recurse=False)
+        for name in set(_LEFT_BY_HOOKS) & set(vars(part)) - before.get(part, set()):
             delattr(part, name)
     module.to(device)
 

@@ -12,7 +12,7 @@ from torch import nn
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.resolve import TextEncodersPart
-from para_core.adapters.weights.text_encoders import is_offloaded
+from para_core.adapters.weights.text_encoders import offloader_of
 from para_core.weights.fsdp import is_sharded
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -115,7 +115,7 @@ def place_again(name, first, second):
     outs.append(generate(pipe, name))
     parallelize_pipe(pipe, mesh=mesh)
     outs.append(generate(pipe, name))
-    left = [part for part, module in encoders(pipe).items() if is_sharded(module) or is_offloaded(module)]
+    left = [part for part, module in encoders(pipe).items() if is_sharded(module) or offloader_of(module)]
     return outs, calls_before, calls_after, left
 
 
@@ -132,7 +132,7 @@ def test_text_encoders_are_offloaded_on_one_rank_and_restored():
     expected, pipe = generate(make("flux"), "flux"), make("flux")
     before = attributes(pipe)
     parallelize_pipe(pipe, text_encoders="offload")
-    assert all(is_offloaded(module) for module in encoders(pipe).values())
+    assert all(offloader_of(module) for module in encoders(pipe).values())
     assert torch.equal(generate(pipe, "flux"), expected)
     unparallelize_pipe(pipe)
     assert attributes(pipe) == before

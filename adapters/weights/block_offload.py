@@ -1,0 +1,183 @@
+"""Blocks of transformers in host memory, each copied to the device while the one before it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from diffusers.hooks.group_offloading import ModuleGroup
+from torch import nn
+
+from para_core.adapters.components import stack_of
+from para_core.adapters.weights.text_encoders import execution_device
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike
+from para_core.weights.subclasses import plain_tensors
+
+logger = logging.getLogger(__name__)
+
+_KEY = "offload"
+
+
+class OffloadedBlocks:
+    """Blocks of transformers whose weights are in host memory, in groups of diffusers' group offload.
+
+    The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the device of
+    ``mesh``. Each other block is copied to the device before it runs, and its copy is freed afterwards. On CUDA the
+    copies come from pinned memory, and the next block is copied while one runs.
+
+    diffusers' own hooks are not used, because a compiled block would contain them, which breaks its graph; and because
+    they copy a block that a cache skips.
+
+    Args:
+        transformers: The transformers.
+        mesh: Ranks that call the transformers.
+        resident: Number of blocks that stay on the device.
+    """
+
+    def __init__(self, transformers: Collection[nn.Module], mesh: GuidedMesh, resident: int) -> None:
+        self.transformers, self.mesh, self.resident = list(transformers), mesh, resident
+        self._undo = ExitStack()
+        self._blocks: dict[nn.Module, _Block] = {}
+
+    def apply(self) -> None:
+        """Offload the blocks. If this fails, the transformers are as before."""
+        device = execution_device(self.mesh)
+        stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with ExitStack() as rollback:
+            rollback.callback(self._blocks.clear)
+            for module in self.transformers:
+                blocks = offloaded_blocks(module, self.resident)
+                rollback.callback(module.to, next(module.parameters()).device)
+                rollback.callback(_unwrap_all, blocks)
+                module_blocks = [_Block(block, device, stream) for block in blocks]
+                for block, following in zip(module_blocks, [*module_blocks[1:], module_blocks[0]], strict=True):
+                    block.following = following
+                _move_others(module, set(blocks), device)
+                self._blocks |= dict(zip(blocks, module_blocks, strict=True))
+                wrap_alike(blocks, "__call__", _KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
+                size = sum(x.nbytes for block in blocks for x in block.parameters())
+                logger.info("%d blocks of %s, %.1f GB, are in host memory", len(blocks), _name(module), size / 1e9)
+            self._undo = rollback.pop_all()
+
+    def remove(self) -> None:
+        """Remove the offload, and move the weights back to the devices on which they were."""
+        self._undo.close()
+
+    def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "offload='blocks' copies weights between two blocks, so the transformer cannot be one graph. Compile "
+                "its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+            )
+        block = self._blocks[module]
+        block.load()
+        block.following.load()
+        block.wait()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            if block.following is not block:
+                block.free()
+
+
+class _Block:
+    """One block in host memory, and its copy on the device while it runs."""
+
+    def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
+        self.module, self.device, self.stream = module, device, stream
+        self.following = self
+        self._is_loaded = False
+        self._state: list[tuple[int, int]] = []
+        self._offload()
+
+    def load(self) -> None:
+        """Start the copy to the device, unless it is there."""
+        if self._state != self._current_state():
+            # A LoRA was added or fused, or the weights were moved, quantized or loaded.
+            self._offload()
+        if not self._is_loaded:
+            self._group.onload_()
+            self._is_loaded = True
+            self._state = self._current_state()
+
+    def wait(self) -> None:
+        """Let the kernels that are launched next wait for the copy."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def free(self) -> None:
+        """Free the copy on the device."""
+        if self._state == self._current_state():
+            self._group.offload_()
+        self._is_loaded = False
+        self._state = self._current_state()
+
+    def _offload(self) -> None:
+        host = torch.device("cpu")
+        self.module.to(host)
+        self._group = ModuleGroup(
+            [self.module],
+            offload_device=host,
+            onload_device=self.device,
+            offload_leader=self.module,
+            stream=self.stream,
+            record_stream=self.stream is not None,
+        )
+        self._group.offload_()
+        self._is_loaded = False
+        self._state = self._current_state()
+
+    def _current_state(self) -> list[tuple[int, int]]:
+        """Return the identities of parameters, buffers and their memory, to find out whether others replaced them."""
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        return [(id(x), part.data_ptr()) for x in tensors for part in plain_tensors(x)]
+
+
+def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
+    """Return the blocks of the stack of ``transformer`` after the first ``resident``, in the order in which they run.
+
+    Raises:
+        TypeError: If no adapter describes the blocks.
+        ValueError: If no block is left.
+    """
+    blocks = [uncompiled(entry.block) for entry in stack_of(transformer)]
+    if len(blocks) <= resident:
+        raise ValueError(
+            f"resident_blocks is {resident}, and {_name(transformer)} has {len(blocks)} blocks; expected fewer than "
+            "it has, or leave offload out."
+        )
+    return blocks[resident:]
+
+
+def _unwrap_all(blocks: Collection[nn.Module]) -> None:
+    for block in blocks:
+        unwrap(block, _KEY)
+
+
+def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
+    """Move all parameters and buffers of ``module`` outside of ``blocks`` to ``device``."""
+    for child in _without(module, blocks):
+        child.to(device)
+    for own in _parents(module, blocks):
+        for x in chain(own.parameters(recurse=False), own.buffers(recurse=False)):
+            x.data = x.data.to(device)
+
+
+def _parents(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that contain one of ``blocks``."""
+    return (part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules()))
+
+
+def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the outermost modules that contain none of ``blocks``."""
+    for parent in _parents(module, blocks):
+        yield from (child for child in parent.children() if child not in blocks and blocks.isdisjoint(child.modules()))
+
+
+def _name(module: nn.Module) -> str:
+    return original_class(module).__name__
