@@ -23,14 +23,15 @@ from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, TRANSFORMERS, applied_mesh
-from para_core.adapters.rows.unet import known_equal_unets
+from para_core.adapters.rows.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
+from para_core.distributed.consistency import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
-from para_core.plans.region import inputs_verified, reattach_plan
-from para_core.weights.stages import known_equal_stages
+from para_core.plans.region import region_of
+from para_core.weights.stages import stages_of
 
 _KEY = PARALLEL_PIPE
 _GUIDANCE = "guidance"
@@ -104,14 +105,17 @@ class ParallelCall:
         with ExitStack() as stack:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
-                reattach_plan(module)
-                stack.enter_context(inputs_verified(module))
-                stack.enter_context(known_equal_stages(module))
+                region, stages = region_of(module), stages_of(module)
+                if region is not None:
+                    region.attach(module)  # Loading a LoRA has replaced some submodules.
+                if stages is not None:
+                    stages.links.begin()
+                stack.enter_context(inputs_verified([region, stages]))
                 component = getattr(pipe, name)
                 if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
                     # The compiled module is wrapped, not the module inside it, because a graph holds one call.
                     wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
-            stack.enter_context(known_equal_unets(self._unets.values()))
+            stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
                 # Stages reach a step at different times, and a check of callbacks would make them wait for each other.

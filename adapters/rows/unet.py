@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -48,7 +47,7 @@ class UnetRun:
     Args:
         batched: Whether the samples of a call are sharded over ``batch``.
         require_equal: Called with the arguments of each call, by name, to raise if ranks differ. It is not called
-            inside :func:`known_equal_unets`.
+            inside :func:`~para_core.distributed.consistency.inputs_verified`.
     """
 
     def __init__(
@@ -134,19 +133,10 @@ class UnetRun:
         return False
 
 
-@contextmanager
-def known_equal_unets(unets: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the block, skip the comparison of inputs for ``unets``, because the caller made it."""
-    handlers = [getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None) for unet in unets]
-    runs = [handler for handler in handlers if isinstance(handler, UnetRun)]
-    before = [run.inputs_verified for run in runs]
-    for run in runs:
-        run.inputs_verified = True
-    try:
-        yield
-    finally:
-        for run, verified in zip(runs, before, strict=True):
-            run.inputs_verified = verified
+def unet_run(unet: nn.Module) -> UnetRun | None:
+    """Return the handler that :meth:`UnetRun.apply` attached to ``unet``, or None."""
+    handler = getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None)
+    return handler if isinstance(handler, UnetRun) else None
 
 
 # -- checks

@@ -17,7 +17,7 @@ from para_core.adapters.registry import adapter_for, transformers_of, unet_adapt
 from para_core.adapters.weights.lora import require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.consistency import RequireEqual, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.instance_patching import (
     WrapperPriority,
@@ -31,7 +31,6 @@ from para_core.instance_patching import (
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import (
     Freeing,
-    RequireEqual,
     Stages,
     balanced,
     free_others,

@@ -44,7 +44,8 @@ from benchmarks.harness import (
 )
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
-from para_core.plans.region import inputs_verified
+from para_core.distributed.consistency import inputs_verified
+from para_core.plans.region import region_of
 
 # -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H,
 # S_local, D], of a model that holds them as [B, S_local, H, D] in memory
@@ -308,7 +309,7 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         module = parallelize_transformer(twin(), mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
         def step() -> None:
-            with inputs_verified(module):  # as under a pipeline, which has compared its arguments
+            with inputs_verified([region_of(module)]):  # as under a pipeline, which has compared its arguments
                 module(**whole)
 
         return step

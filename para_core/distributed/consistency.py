@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ MAX_EXTRAS = 5
 _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 
 Record = dict[str, Any]
+# Called with the arguments of a call by name. Raises on every rank if they differ between ranks.
+RequireEqual = Callable[[Mapping[str, Any]], None]
 
 
 class Unanswered(RuntimeError):
@@ -226,3 +228,24 @@ def raise_first_error(records: list[Record]) -> None:
 def error_record(error: Exception) -> Record:
     """Return the record from which :func:`raise_first_error` raises ``error`` on every rank."""
     return {"error": str(error), "kind": type(error).__name__}
+
+
+class ComparesInputs(Protocol):
+    """A handler of the calls of a model, which compares their arguments over the ranks unless ``inputs_verified``."""
+
+    inputs_verified: bool
+
+
+@contextmanager
+def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]:
+    """Let ``handlers`` compare no arguments inside the ``with`` block, because the caller has verified that they are
+    equal. Entries that are None are ignored.
+    """
+    before = [(handler, handler.inputs_verified) for handler in handlers if handler is not None]
+    for handler, _ in before:
+        handler.inputs_verified = True
+    try:
+        yield
+    finally:
+        for handler, verified in before:
+            handler.inputs_verified = verified

@@ -1,22 +1,22 @@
 """Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their outputs.
 
-The code of the module does not change. Wrappers of the module and its submodules live in private subclasses
-(:mod:`para_core.instance_patching`), so hooks, ``forward`` and attributes stay as they are.
+The module and its submodules are wrapped by :mod:`para_core.instance_patching`, so their code, hooks, ``forward`` and
+attributes stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attn_func import AttnFunc
-from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
@@ -37,7 +37,6 @@ from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.attention import Interception, KnownAttention, PlannedAttention
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.heads import HeadExchange
@@ -47,16 +46,17 @@ from para_core.plans.module_matching import ModuleRules, as_tuple, is_at, match_
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
-    Halo,
     LinearAttention,
+    OneForEach,
     Plan,
     ShardRule,
     Split,
     attention_calls,
     coarse_segments,
 )
+from para_core.plans.planned_attention import Interception, KnownAttention, PlannedAttention
 from para_core.plans.published import published_plan
-from para_core.plans.samples import all_samples, holds_tensor, number_of_samples, own_samples
+from para_core.plans.samples import all_samples, own_arguments
 from para_core.torch_internals import (
     CALL_WITH_HOOKS,
     COMPILED_CALL,
@@ -64,15 +64,12 @@ from para_core.torch_internals import (
     count_function_modes,
     function_mode_stack,
 )
-from para_core.user_warnings import ParallelWarning, WarningLog
+from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
 
-# Called with the arguments of a call by name; raises on every rank if they differ between ranks.
-RequireEqual = Callable[[Mapping[str, Any]], None]
 
-
-class _Region:
+class Region:
     """A plan that is applied to one module, and the state of the current call."""
 
     def __init__(
@@ -85,38 +82,34 @@ class _Region:
         options: AttnOptions,
         attn_func: AttnFunc | None,
     ) -> None:
-        self.plan = plan
-        self.mesh = mesh
-        self.batch = batch
-        self.warnings = WarningLog()
+        self.plan, self.mesh, self.batch = plan, mesh, batch
         self.options, self.attn_func = options, unintercepted(attn_func)
-        # Prepared attention calls, kept from call to call.
-        self.known = KnownAttention()
         self.require_equal = require_equal
-        # Whether the caller has verified that all ranks pass equal arguments.
+        # Whether the caller has verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
-        self.encoders = any(
+        self._warnings = WarningLog()
+        # Prepared attention calls, kept from call to call.
+        self._known = KnownAttention()
+        self._has_encoders = any(
             isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for submodule in module.modules()
         )
-        # Parameters in which each rank keeps the keys of its own heads, so their values differ between ranks.
-        self.kept_by_heads = {
-            name
-            for attention in plan.attention.values()
-            if isinstance(attention, AttentionByHeads)
-            for name, _ in attention.caches
+        # The dispatcher cannot intercept inside an operator that runs functions, such as that of flex_attention.
+        self._must_use_mode = self._has_encoders or uses_flex_attention(module)
+        attending = plan.attention.values()
+        # Parameters whose values differ between ranks, because each rank keeps the keys of its own heads in them.
+        self._caches_by_heads = {
+            name for attention in attending if isinstance(attention, AttentionByHeads) for name, _ in attention.caches
         }
-        # The dispatcher cannot intercept inside an operator that runs functions, as that of flex_attention.
-        self.uses_flex_attention = uses_flex_attention(module)
-        self.mixes_over_ranks = mesh.ranks > 1 and (
-            bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in plan.attention.values())
+        self._mixes_over_ranks = mesh.ranks > 1 and (
+            bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
         # The compiled call of a module that was compiled in place before the plan was applied. It does not look up
         # _call_impl.
-        self.compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
-        if is_entry(getattr(self.compiled_before, ORIGINAL_CALLABLE, None)):
-            self.compiled_before = None
+        self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
+        if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
+            self._compiled_before = None
         # The wrapped submodules by name. Loading a LoRA replaces some of them.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
@@ -148,9 +141,7 @@ class _Region:
     # -- around the module
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``__call__`` of the module, outside of what ``Module.compile`` compiles: verify the arguments, then
-        run.
-        """
+        """Verify the arguments, then run. This wraps ``__call__``, outside of what ``Module.compile`` compiles."""
         # Nothing is read before this test, because what is read while tracing becomes a guard.
         if not torch.compiler.is_compiling():
             self.attach(module)
@@ -158,8 +149,8 @@ class _Region:
             self._refuse_arguments(module, args, kwargs)
             if self.require_equal is not None and not self.inputs_verified:
                 arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-                self.require_equal({name: x for name, x in arguments.items() if name not in self.kept_by_heads})
-        compiled = self.compiled_before
+                self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
+        compiled = self._compiled_before
         if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
             return call(module, *args, **kwargs)
         # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering
@@ -181,32 +172,34 @@ class _Region:
             )
         if torch.compiler.is_compiling():
             self._refuse_arguments(module, args, kwargs)
-        if self.mixes_over_ranks:
+        if self._mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)
-        planned = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self._bound)
-        interception = Interception(planned, at_dispatcher=self._may_use_the_dispatcher(module))
+        planned = PlannedAttention(self.mesh, self.options, attending, self._known, self.attn_func, self._bound)
+        interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module))
         self._interceptions.append(interception)
         try:
-            args, kwargs, samples = self._own_samples(args, kwargs)
-            if samples is not None and self.batch is not None:
-                self._sharing_samples.append(self.batch)
+            samples = None
+            if self.batch is not None and self.batch.size > 1 and self.plan.batched:
+                args, kwargs, samples = own_arguments(
+                    self.plan, self.parameters, args, kwargs, self.batch, self._warnings
+                )
+                if samples is not None:
+                    self._sharing_samples.append(self.batch)
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
-            with fused_encoder.held_off(self.encoders), interception.entered():
+            with fused_encoder.held_off(self._has_encoders), interception.entered():
                 inputs = [*args, *kwargs.values()]
                 caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(inputs)
                 self._continues = caches is not None and caches.hold_tokens
-                self._intercept(self.plan.inputs.values())
+                self._intercept_if_sharded(self.plan.inputs.values())
                 bind = None if interception.mode is None else partial(self._bound, planned)
                 with recomputed_under(bind, module):
                     output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
                 # Compiled parts set `intercepted` as well, because their graphs repeat the side effects of the handler.
-                sharded = self.mesh.ranks > 1 and any(
-                    not segment.replicated for segment in self._executor.segments.values()
-                )
-                if sharded and not planned.intercepted[0]:
+                sharded = any(not segment.replicated for segment in self._executor.segments.values())
+                if self.mesh.ranks > 1 and sharded and not planned.intercepted[0]:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
                         "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its "
@@ -215,7 +208,7 @@ class _Region:
             rule = self.plan.outputs.get("")
             if rule is not None:
                 output = self._executor.outputs(output, as_tuple(rule))
-            return self._all_samples(output, samples)
+            return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
         except (ValueError, RuntimeError) as error:  # Of flex_attention; a RuntimeError since torch 2.15.
             explain_unsharded_mask(error)
             raise
@@ -225,9 +218,7 @@ class _Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` such that it can run again in a backward, with the segments and the attention of this
-        moment.
-        """
+        """Return ``function`` so that a backward can run it again with the current segments and attention."""
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -247,20 +238,19 @@ class _Region:
         self._executor.segments.clear()
         self._executor.segments.update(segments)
         try:
-            with fused_encoder.held_off(self.encoders), interception.entered():
+            with fused_encoder.held_off(self._has_encoders), interception.entered():
                 yield
         finally:
             self._interceptions.pop()
             self._executor.segments.clear()
             self._executor.segments.update(before)
 
-    def _may_use_the_dispatcher(self, module: nn.Module) -> bool:
-        """Whether this call can be intercepted at the dispatcher: eager code without gradients, compiled parts, modes
-        or encoders.
+    def may_use_dispatcher(self, module: nn.Module) -> bool:
+        """Whether a call of ``module`` can be intercepted at the dispatcher now.
+
+        This needs eager code without gradients, compiled parts, other modes, encoders or flex_attention.
         """
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.encoders or has_other_builds():
-            return False
-        if self.uses_flex_attention:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
             return False
         # A mode around this call would take precedence over interception at the dispatcher.
         if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
@@ -277,67 +267,15 @@ class _Region:
                     "Leave it out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
                 )
 
-    def _intercept(self, cuts: Iterable[ShardRule]) -> None:
-        """Start to intercept attention if one of the rules that were just applied sharded a segment."""
+    def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
+        """Start to intercept attention if one of ``rules``, which were just applied, sharded a segment."""
         interception = self.interception
         if interception is not None and any(
-            isinstance(cut, Split) and cut.segment in self._executor.segments for cut in cuts
+            isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules
         ):
             past = [Segment(PAST, 0, replicated=True)] if self._continues else []
             interception.planned.set_segments((*self._executor.segments.values(), *past))
             interception.planned.active[0] = True
-
-    # -- the samples of a batch, over the ``batch`` mesh dim
-
-    def _own_samples(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-        """Return the arguments for this rank's samples, and the number of these samples, or None if the samples are not
-        split.
-        """
-        if self.batch is None or self.batch.size == 1 or not self.plan.batched:
-            return args, kwargs, None
-        batch = self.batch
-        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        name, dim = next(iter(self.plan.batched.items()))
-        total = number_of_samples(arguments.get(name), dim)
-        if total is None or any(arguments.get(other) is not None for other in self.plan.unshared):
-            return args, kwargs, None
-        self._check_declared(arguments)
-        if total % batch.size != 0:
-            if not torch.compiler.is_compiling():
-                self.warnings.warn(
-                    "batch",
-                    f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along "
-                    "'batch', so all of these ranks compute all samples. Use guidance, or give these ranks to the "
-                    "sequence.",
-                    ParallelWarning,
-                )
-            return args, kwargs, None
-
-        def own(name: str, value: Any) -> Any:
-            batched = self.plan.batched
-            return own_samples(value, batched[name], total, batch) if name in batched else value
-
-        # Positional arguments stay positional, so that the model itself raises for unknown or repeated arguments.
-        positional = [own(name, value) for name, value in zip(self.parameters, args, strict=False)]
-        named = {name: own(name, value) for name, value in kwargs.items()}
-        return (*positional, *args[len(positional) :]), named, total // batch.size
-
-    def _check_declared(self, arguments: Mapping[str, Any]) -> None:
-        declared = (*self.plan.batched, *self.plan.common, *self.plan.unshared)
-        unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
-        if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
-                "samples. Name them in Plan.batched if they do, or in Plan.common if they apply to all samples; or "
-                "use a mesh without a 'batch' dim."
-            )
-
-    def _all_samples(self, output: Any, samples: int | None) -> Any:
-        if samples is None or self.batch is None:
-            return output
-        return all_samples(output, samples, self.batch)
 
     # -- around its submodules
 
@@ -363,128 +301,84 @@ class _Region:
             groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
         for (rules, parameters, heads), submodules in groups.items():
             # The wrapper of __call__ is outside of what Module.compile compiles, before or after this.
-            wrap_alike(
-                submodules, "__call__", _KEY, self._module_hook(rules, parameters, heads), order=WrapperPriority.PLAN
-            )
+            hook = self._submodule_hook(rules, parameters, heads)
+            wrap_alike(submodules, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
-    def _module_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        name, attention = rules.name, rules.attention
+    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
+        """Return the wrapper of a submodule. It applies ``rules`` inside a call of the model.
+
+        Args:
+            parameters: Names of the parameters of the submodule.
+            heads: Number of heads on all ranks, for :class:`AttentionByHeads`.
+        """
+        if rules.exchange is not None:
+            return self._enter_heads if rules.exchange == "enter" else self._leave_heads
+        name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
         of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
 
-        def cut_and_gather(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            interception = self.interception
+        def attend(
+            interception: Interception, call: Around, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            if not attention:
+                return call(module, *args, **kwargs)
+            if isinstance(attention, (tuple, OneForEach)):
+                with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
+                    return call(module, *args, **kwargs)
+            if not self._is_sharded(attention.segment):
+                return call(module, *args, **kwargs)
+            if isinstance(attention, LinearAttention):
+                sums = SumsOverRanks(attention, self.mesh)
+                with sums:
+                    output = call(module, *args, **kwargs)
+                sums.require_summed()
+            else:
+                exchange = HeadExchange(attention, self._executor.segment(attention.segment), self.mesh, heads)
+                args, kwargs = exchange.own_caches(parameters, args, kwargs)
+                self._head_exchanges.append(exchange)
+                try:
+                    with interception.switched_off(), exchange.own_heads(module):
+                        output = call(module, *args, **kwargs)
+                finally:
+                    self._head_exchanges.clear()
+            interception.planned.intercepted[0] = True
+            return output
+
+        def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            interception, rows = self.interception, None
             if interception is None:
                 return call(module, *args, **kwargs)
             interception.planned.bind_checkpoint()
-            args, kwargs = self._executor.arguments(of_inputs, parameters, args, kwargs, name)
-            self._intercept(of_inputs.values())
-            output = inside(call, module, *args, **kwargs)
-            output = self._executor.outputs_at(output, of_outputs, name)
-            self._intercept(of_outputs.values())
-            if rules.gathers:
-                output = self._executor.outputs(output, rules.gathers)
+            if of_inputs:
+                args, kwargs = self._executor.arguments(of_inputs, parameters, args, kwargs, name)
+                self._intercept_if_sharded(of_inputs.values())
+            if halo is not None and self._is_sharded(halo.segment):
+                rows = args[0].shape[halo.dim]
+                args = (add_halo(args[0], halo, self._executor.segment(halo.segment), self.mesh), *args[1:])
+            output = attend(interception, call, module, args, kwargs)
+            if halo is not None and rows is not None:
+                output = drop_halo(output, halo, rows, self.mesh)
+            if of_outputs:
+                output = self._executor.outputs_at(output, of_outputs, name)
+                self._intercept_if_sharded(of_outputs.values())
+            if gathers:
+                output = self._executor.outputs(output, gathers)
                 interception.planned.active[0] = False
             return output
 
-        def attend(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            interception = self.interception
-            if interception is None or not attention:
-                return call(module, *args, **kwargs)
-            interception.planned.bind_checkpoint()
-            if isinstance(attention, LinearAttention):
-                return self._sum(attention, interception, call, module, *args, **kwargs)
-            if isinstance(attention, AttentionByHeads):
-                return self._by_heads(attention, heads, interception, parameters, call, module, *args, **kwargs)
-            with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
-                return call(module, *args, **kwargs)
-
-        def mix(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if self.interception is None or rules.halo is None:
-                return attend(call, module, *args, **kwargs)
-            self.interception.planned.bind_checkpoint()
-            return self._with_halo(rules.halo, attend, call, module, *args, **kwargs)
-
-        if rules.exchange is not None:
-            return self._exchange_heads(rules.exchange)
-        inside = attend if rules.halo is None else mix
-        return cut_and_gather if rules.shard_rules or rules.gathers else inside
+        return hook
 
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
-    def _sum(
-        self,
-        attention: LinearAttention,
-        interception: Interception,
-        call: Callable[..., Any],
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not self._is_sharded(attention.segment):
-            return call(module, *args, **kwargs)
-        sums = SumsOverRanks(attention, self.mesh)
-        with sums:
-            output = call(module, *args, **kwargs)
-        sums.require_summed()
-        interception.planned.intercepted[0] = True
-        return output
+    def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Exchange the output of a projection to all tokens and this rank's heads."""
+        output = call(projection, *args, **kwargs)
+        return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
-    def _by_heads(
-        self,
-        attention: AttentionByHeads,
-        heads: int,
-        interception: Interception,
-        parameters: tuple[str, ...],
-        call: Callable[..., Any],
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not self._is_sharded(attention.segment):
-            return call(module, *args, **kwargs)
-        segment = self._executor.segment(attention.segment)
-        exchange = HeadExchange(attention, segment, self.mesh, heads)
-        args, kwargs = exchange.own_caches(parameters, args, kwargs)
-        self._head_exchanges.append(exchange)
-        try:
-            with interception.switched_off(), exchange.own_heads(module):
-                output = call(module, *args, **kwargs)
-        finally:
-            self._head_exchanges.clear()
-        interception.planned.intercepted[0] = True
-        return output
-
-    def _exchange_heads(self, direction: Literal["enter", "leave"]) -> Around:
-        def enter(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            output = call(module, *args, **kwargs)
-            return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
-
-        def leave(call: Callable[..., Any], module: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            x = self._head_exchanges[-1].leave(x) if self._head_exchanges else x
-            return call(module, x, *args, **kwargs)
-
-        return enter if direction == "enter" else leave
-
-    def _with_halo(
-        self,
-        halo: Halo,
-        attend: Around,
-        call: Callable[..., Any],
-        module: nn.Module,
-        /,
-        x: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not self._is_sharded(halo.segment):
-            return attend(call, module, x, *args, **kwargs)
-        segment = self._executor.segment(halo.segment)
-        output = attend(call, module, add_halo(x, halo, segment, self.mesh), *args, **kwargs)
-        return drop_halo(output, halo, x.shape[halo.dim], self.mesh)
+    def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Exchange the input of the last projection back to this rank's tokens and all heads."""
+        return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
 
 
 # -- applying and removing
@@ -507,8 +401,8 @@ def apply_plan(
     Args:
         plan: A plan of ours, or a ``_cp_plan`` of diffusers.
         batch: Ranks that share the samples of a batch, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call, before the call, except inside
-            :func:`inputs_verified`. Raises if they differ between ranks.
+        require_equal: Called with the arguments of each eager call, to raise if they differ between ranks. Not called
+            inside :func:`~para_core.distributed.consistency.inputs_verified`.
         options: Options of attention.
         attn_func: Computes local attention instead of SDPA.
 
@@ -522,7 +416,7 @@ def apply_plan(
     is_default_attention = options.backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and (batch is None or batch.size == 1 or not plan.batched):
         return
-    region = _Region(module, plan, mesh, batch, require_equal, options, attn_func)
+    region = Region(module, plan, mesh, batch, require_equal, options, attn_func)
     region.attach(module)
     wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=WrapperPriority.PLAN)
     wrap_method(module, "__call__", _KEY, region.call_outer, order=WrapperPriority.PLAN)
@@ -530,7 +424,7 @@ def apply_plan(
 
 def remove_plan(module: nn.Module) -> None:
     """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
-    region = _region_of(module)
+    region = region_of(module)
     submodules = [] if region is None else list(region.submodules.values())
     for submodule in {*module.modules(), *submodules}:
         if is_wrapped(submodule, _KEY):
@@ -539,73 +433,45 @@ def remove_plan(module: nn.Module) -> None:
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
     """Return the mesh of the plan that is applied to ``module``; None without a plan."""
-    region = _region_of(module)
+    region = region_of(module)
     return None if region is None else region.mesh
-
-
-def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim whose ranks each compute a part of the samples of the current call of ``module``; None if
-    none do.
-    """
-    region = _region_of(module)
-    return None if region is None else region.sharing_samples
 
 
 def plan_options(module: nn.Module) -> AttnOptions | None:
     """Return the attention options of the plan that is applied to ``module``; None without a plan."""
-    region = _region_of(module)
+    region = region_of(module)
     return None if region is None else region.options
 
 
+def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
+    """Return the mesh dim whose ranks share the samples of the current call of ``module``; None if none do."""
+    region = region_of(module)
+    return None if region is None else region.sharing_samples
+
+
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one sequence
-    rank.
+    """Return the mesh and the segments of the current call of ``module``.
+
+    Returns None outside of a call, or if the mesh has one sequence rank.
     """
-    region = _region_of(module)
+    region = region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
     return region.mesh, region.segments
 
 
-def planned_attention(module: nn.Module, attention: Attention) -> SdpaHandler:
-    """Return the function that computes an attention call with the segments ``attention`` in the current call of
-    ``module``.
-    """
-    region = _region_of(module)
-    if region is None or region.interception is None:
-        return SdpaCall.on_one_device
-    return region.interception.planned.within((attention,))
-
-
-def intercepts_by_mode(module: nn.Module) -> bool:
-    """Whether a call of ``module`` would intercept attention by a mode now, and not at the dispatcher."""
-    region = _region_of(module)
-    return region is not None and not region._may_use_the_dispatcher(module)
-
-
-@contextmanager
-def suspend_interception(module: nn.Module) -> Iterator[None]:
-    """Switch off the interception by the plan of ``module`` while the block runs, during a call of ``module``."""
-    region = _region_of(module)
-    if region is None or region.interception is None:
-        yield
-        return
-    active = region.interception.planned.active
-    before, active[0] = active[0], False
-    try:
-        yield
-    finally:
-        active[0] = before
+def interception_of(module: nn.Module) -> Interception | None:
+    """Return the interception of the current call of ``module``; None outside of a call, or without a plan."""
+    region = region_of(module)
+    return None if region is None else region.interception
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Note that the current eager call of ``module`` intercepts no attention, because a cache skips all blocks or
-    patches compute their own.
+    """Note that the current eager call of ``module`` may intercept no attention, so that it does not raise for it.
 
-    Without this, the call would raise because nothing was intercepted.
+    A cache may skip all blocks, and PipeFusion computes the attention of patches itself.
     """
-    region = _region_of(module)
-    interception = None if region is None else region.interception
+    interception = interception_of(module)
     if interception is not None:
         interception.planned.intercepted[0] = True
     for mode in function_mode_stack():
@@ -613,31 +479,7 @@ def attention_is_skipped(module: nn.Module) -> None:
             mode.intercepted = True
 
 
-def reattach_plan(module: nn.Module) -> None:
-    """Wrap submodules of ``module`` that have replaced others since the plan was applied, such as the layers of a
-    LoRA.
-    """
-    region = _region_of(module)
-    if region is not None:
-        region.attach(module)
-
-
-@contextmanager
-def inputs_verified(module: nn.Module) -> Iterator[None]:
-    """Skip the comparison of arguments in calls of ``module`` while the block runs, because the caller has verified
-    them.
-    """
-    region = _region_of(module)
-    before = region is None or region.inputs_verified
-    try:
-        if region is not None:
-            region.inputs_verified = True
-        yield
-    finally:
-        if region is not None:
-            region.inputs_verified = before
-
-
-def _region_of(module: nn.Module) -> _Region | None:
+def region_of(module: nn.Module) -> Region | None:
+    """Return the plan that :func:`apply_plan` applied to ``module``, with its state; None without a plan."""
     region = getattr(wrapper(module, CALL_WITH_HOOKS, _KEY), "__self__", None)
-    return region if isinstance(region, _Region) else None
+    return region if isinstance(region, Region) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim
+from para_core.plans.plan import Plan
 from para_core.torch_internals import tree_leaves
+from para_core.user_warnings import ParallelWarning, WarningLog
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
@@ -52,6 +54,54 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
         return value
     size = total // batch.size
     return value.narrow(dim, batch.index * size, size).clone()
+
+
+def own_arguments(
+    plan: Plan,
+    parameters: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: MeshDim,
+    warnings: WarningLog,
+) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
+    """Return the arguments of a call with this rank's part of the samples, and the number of these samples.
+
+    The number is None, and the arguments are unchanged, if the samples cannot be split: their number is unknown or no
+    multiple of the size of ``batch`` (which warns), or an argument of ``plan.unshared`` is given.
+
+    Raises:
+        ValueError: An argument holds tensors, and ``plan`` does not say whether they hold all samples.
+    """
+    arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    name, dim = next(iter(plan.batched.items()))
+    total = number_of_samples(arguments.get(name), dim)
+    if total is None or any(arguments.get(other) is not None for other in plan.unshared):
+        return args, kwargs, None
+    declared = (*plan.batched, *plan.common, *plan.unshared)
+    unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} of the model hold(s) tensors, and its plan does not say whether they hold all "
+            "samples. Name them in Plan.batched if they do, or in Plan.common if they apply to all samples; or use a "
+            "mesh without a 'batch' dim."
+        )
+    if total % batch.size != 0:
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                "batch",
+                f"a call has {total} sample(s), which do not divide evenly over the {batch.size} ranks along 'batch', "
+                "so all of these ranks compute all samples. Use guidance, or give these ranks to the sequence.",
+                ParallelWarning,
+            )
+        return args, kwargs, None
+
+    def own(name: str, value: Any) -> Any:
+        return own_samples(value, plan.batched[name], total, batch) if name in plan.batched else value
+
+    # Positional arguments stay positional, so that the model itself raises for unknown or repeated arguments.
+    positional = [own(name, value) for name, value in zip(parameters, args, strict=False)]
+    named = {name: own(name, value) for name, value in kwargs.items()}
+    return (*positional, *args[len(positional) :]), named, total // batch.size
 
 
 def holds_tensor(value: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from para_core.instance_patching import (
 )
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.region import intercepts_by_mode, suspend_interception
+from para_core.plans.region import interception_of, region_of
 from para_core.torch_internals import pytree
 from para_core.weights.patch_operator import PatchAttnMode, patch_attention_handler
 from para_core.weights.patch_plan import PatchHooks, PatchPlan, PatchRuleExecutor
@@ -211,8 +212,9 @@ class Fusion:
             with at_the_dispatcher(self._keys.attend):
                 return call(block, *args, **kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, _with_own_strides, (args, kwargs))
+        interception = interception_of(self.module)
         with (
-            suspend_interception(self.module),
+            nullcontext() if interception is None else interception.switched_off(),
             patch_attention_handler(self._keys.attend_in_graph),
             PatchAttnMode((0,)),
         ):
@@ -239,8 +241,9 @@ class Fusion:
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside it. Decided
         # once per call and not per patch, because has_compiled_parts looks at all modules.
-        by_mode = intercepts_by_mode(module) or not dispatcher_is_available()
-        self._in_graphs = by_mode or any(map(has_compiled_parts, self._own))
+        region = region_of(module)
+        by_mode = region is not None and not region.may_use_dispatcher(module)
+        self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))
         name = self._branch_of(arguments)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS

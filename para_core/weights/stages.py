@@ -8,8 +8,7 @@ output is that of the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
 from para_core.instance_patching import (
@@ -36,8 +36,6 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
 from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
 
-# Called with the arguments of a call, by name. Raises if ranks differ.
-RequireEqual = Callable[[Mapping[str, Any]], None]
 # Called with a weight, and with the tensor on the meta device that replaces it.
 Freeing = Callable[[Tensor, Tensor], None]
 
@@ -102,8 +100,8 @@ class Stages:
         module: The model.
         blocks: Its blocks, in the order in which they run.
         dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call outside of :func:`known_equal_stages`; None skips the
-            comparison.
+        require_equal: Called with the arguments of each call, to raise if they differ between ranks. Not called inside
+            :func:`~para_core.distributed.consistency.inputs_verified`. None skips the comparison.
     """
 
     def __init__(
@@ -386,21 +384,3 @@ def _require_ranks(stages: Stages) -> None:
             f"of {len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
             "pipeline again: from_pretrained(...)."
         )
-
-
-@contextmanager
-def known_equal_stages(module: nn.Module) -> Iterator[None]:
-    """Skip the comparison of arguments between ranks for calls of ``module`` in the ``with`` block.
-
-    Every rank of its stages must enter the block, and must pass the same arguments. Has no effect without stages.
-    """
-    stages = stages_of(module)
-    if stages is None:
-        yield
-        return
-    stages.links.begin()
-    before, stages.inputs_verified = stages.inputs_verified, True
-    try:
-        yield
-    finally:
-        stages.inputs_verified = before

@@ -11,9 +11,9 @@ from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.distributed.layout import Run
 from para_core.distributed.sharding import gather_tokens
 from para_core.modes.interceptor import outer_attention
-from para_core.plans.attention import layout_of_segments, planned_layouts
 from para_core.plans.plan import Attention
-from para_core.plans.region import attention_is_skipped, planned_attention, segments_under_way
+from para_core.plans.planned_attention import layout_of_segments, planned_layouts
+from para_core.plans.region import attention_is_skipped, interception_of, segments_under_way
 from para_core.weights.patch_plan import PatchHooks, write_runs
 
 _WAY_OUT = "Leave pipefusion= out: stages are exact then."
@@ -54,7 +54,9 @@ class StaleKeys:
         """Compute an attention call with the plan entry ``index``, for the operator that stands for it in a graph."""
         attention, module = self._hooks.attentions[index], self._hooks.module
         attention_is_skipped(module)
-        return self._attend(attention, planned_attention(module, attention), call)
+        interception = interception_of(module)
+        outer = SdpaCall.on_one_device if interception is None else interception.planned.within((attention,))
+        return self._attend(attention, outer, call)
 
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
         """Compute ``call``, whose query ``[B, H, S_own, D]`` holds the tokens of the current patch.

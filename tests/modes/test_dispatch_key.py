@@ -77,7 +77,7 @@ def parallel_flux(has_key):
         parallelize_transformer(model, mesh=cpu_mesh(1, 2))
         with (
             mock.patch.object(interceptor, "intercept", wraps=interceptor.intercept),
-            mock.patch("para_core.plans.attention.intercept", wraps=interceptor.intercept) as seen,
+            mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as seen,
         ):
             out = model(**inputs).sample
     return out, seen.called

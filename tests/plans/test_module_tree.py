@@ -5,8 +5,9 @@ from torch import nn
 
 from benchmarks.harness import calls_in_python, fake_group
 from para_core.adapters import parallelize_transformer
+from para_core.distributed.consistency import inputs_verified
 from para_core.instance_patching import ModuleTree
-from para_core.plans.region import inputs_verified
+from para_core.plans.region import region_of
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 
 
@@ -18,7 +19,7 @@ def test_python_calls_do_not_grow_with_modules():
             transformer(**flux_inputs(12, 4))
 
         counts = []
-        with inputs_verified(transformer):
+        with inputs_verified([region_of(transformer)]):
             for _ in range(2):
                 call()
                 counts.append(calls_in_python(call))
