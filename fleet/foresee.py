@@ -11,8 +11,9 @@ import torch
 
 from para_core.adapters.planner.count import on_meta
 from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import MeshChoice, choose_mesh, default_guidance, number_of_heads
-from para_core.adapters.planner.plan import workload
+from para_core.adapters.planner.mesh_choice import MeshChoice, choose_mesh
+from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
+from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
@@ -20,7 +21,7 @@ from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
-from para_core.planner.rows import memory_of
+from para_core.planner.prediction import memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     if ranks == 1:
         return {"batch": 1, "ring": 1, "ulysses": 1}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    choice = None if device is None else fastest_mesh(pipe, device, ranks, ranks)
+    choice = None if device is None else fastest_mesh(pipe, device, ranks)
     if not isinstance(choice, MeshChoice):
         transformer = next(iter(transformers_of(pipe).values()))
         choice = choose_mesh(ranks, number_of_heads(transformer), default_guidance(pipe, transformer))

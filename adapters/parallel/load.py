@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
-from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.weights.download import download_once_per_node, folder_of
 from para_core.adapters.weights.shard import require_mesh_fits, shard_components
 from para_core.adapters.weights.sharded_component import METHODS, Method

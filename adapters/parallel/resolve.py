@@ -19,8 +19,7 @@ from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
 from para_core.adapters.parallel.unet import UnetPart, resolve_unet
-from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import Mesh, mesh_and_method
+from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
@@ -69,7 +68,7 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     if mesh is None:
         # The default mesh depends on the model.
         check_parallelize(models_to_check(pipe, options.adapter))
-    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights, fastest_mesh)
+    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
     ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_check(pipe, options.adapter), guided, unshards=unshards)

@@ -13,7 +13,7 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
-from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import plan_for
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (

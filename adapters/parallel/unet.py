@@ -10,7 +10,7 @@ from torch import nn
 
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.parallel.session import Part, Undo
-from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.rows.unet import UnetRun
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.components import blocks_of, patch_plan_for, stack_of, why_no_stages
-from para_core.adapters.planner.inputs import INPUTS, Sizes
+from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.instance_patching import unwrapped_class
 from para_core.planner.observe import observed
@@ -76,7 +76,7 @@ class _AllValid(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
+def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, ModelCall]:
     """Count one transformer call for ``sizes``, with its samples in 1 and in 2 parts. Call inside :func:`without_data`.
 
     ``transformer`` itself is not run: models with one and with two blocks of each kind are, because blocks of one kind
@@ -113,7 +113,7 @@ def count_calls(transformer: nn.Module, sizes: Sizes) -> dict[int, ModelCall]:
     return calls
 
 
-def _count_call(transformer: nn.Module, sizes: Sizes, batch: int) -> ModelCall:
+def _count_call(transformer: nn.Module, sizes: GenerationSizes, batch: int) -> ModelCall:
     plan = plan_for(transformer.eval())
     if plan is None:
         raise UnknownModelError(f"there is no plan for {type(transformer).__name__}.")
@@ -223,7 +223,7 @@ class _Operations(TorchFunctionMode):
 _SIDE = 8
 
 
-def decoder_operations(vae: Any, channels: int, sizes: Sizes, tiled: float = 0.0) -> float:
+def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float = 0.0) -> float:
     """Return the operations of decoding latents of ``sizes``. Call inside :func:`on_meta`.
 
     Args:

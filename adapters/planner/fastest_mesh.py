@@ -1,4 +1,4 @@
-"""The default mesh of a pipeline, chosen by the planner."""
+"""The fastest mesh of a pipeline on one host, by the planner."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import Any
 
 from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted
-from para_core.adapters.planner.plan import plan_mesh
+from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.planner.cost import MeshShape
 from para_core.planner.hardware import device_named
 
 
-def fastest_mesh(
-    pipe: Any, device: str, ranks: int, ranks_per_host: int, weights: str | None = None, /
-) -> MeshChoice | Unpredicted:
-    """Return the mesh of ``ranks`` ranks that :func:`plan_mesh` predicts to be fastest, or why there is no prediction.
+def fastest_mesh(pipe: Any, device: str, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
+    """Return the fastest mesh of ``ranks`` ranks of one host by :func:`plan_mesh`, or why there is no prediction.
 
     Args:
         weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"`` the mesh has ranks to shard weights in this way.
@@ -28,7 +26,7 @@ def fastest_mesh(
         return Unpredicted(f"{error}")
     try:
         sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
-        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks_per_host, weights=sharing)
+        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks, weights=sharing)
     except UnknownModelError as error:
         return Unpredicted(f"{error}")
     except Exception as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GenerationSizes:
     """Sizes of one generation.
 
     Args:
@@ -37,10 +37,10 @@ class Sizes:
         return torch.empty(shape, dtype=dtype or self.dtype)
 
 
-Inputs = Callable[[Any, Sizes], dict[str, Any]]
+Inputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 
 
-def _flux(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _flux(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     _, height, width = sizes.latents
     tokens = (height // 2) * (width // 2)
     return {
@@ -54,7 +54,7 @@ def _flux(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _flux2(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _flux2(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     _, height, width = sizes.latents
     tokens = (height // 2) * (width // 2)
     return {
@@ -67,7 +67,7 @@ def _flux2(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _qwen_image(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _qwen_image(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     _, height, width = sizes.latents
     height, width = height // 2, width // 2
     return {
@@ -78,7 +78,7 @@ def _qwen_image(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _hunyuan_video(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _hunyuan_video(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     return {
         "hidden_states": sizes.empty(1, config.in_channels, *sizes.latents),
         "timestep": sizes.empty(1),
@@ -89,7 +89,7 @@ def _hunyuan_video(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _wan(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _wan(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     return {
         "hidden_states": sizes.empty(1, config.in_channels, *sizes.latents),
         "timestep": sizes.empty(1),
@@ -97,7 +97,7 @@ def _wan(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _cogvideox(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _cogvideox(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     frames, height, width = sizes.latents
     angles = sizes.empty(frames * (height // 2) * (width // 2), config.attention_head_dim)
     return {
@@ -108,7 +108,7 @@ def _cogvideox(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _mochi(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _mochi(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     return {
         "hidden_states": sizes.empty(2, config.in_channels, *sizes.latents),
         "encoder_hidden_states": sizes.empty(2, sizes.text, config.text_embed_dim),
@@ -117,7 +117,7 @@ def _mochi(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _stable_diffusion_3(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _stable_diffusion_3(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     _, height, width = sizes.latents
     return {
         "hidden_states": sizes.empty(2, config.in_channels, height, width),

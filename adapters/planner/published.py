@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.planner import encoders
-from para_core.adapters.planner.inputs import Sizes
+from para_core.adapters.planner.inputs import GenerationSizes
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """A published pipeline in bfloat16.
 
     Args:
@@ -29,7 +29,7 @@ class Published:
     """
 
     transformer: str
-    sizes: Sizes
+    sizes: GenerationSizes
     steps: int
     vae: str
     encoder: Callable[[], nn.Module]
@@ -69,39 +69,46 @@ _WAN_5B_VAE: dict[str, Any] = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
-_WAN = Published(
-    "WanTransformer3DModel", Sizes(720, 1280, 81, 512), 50, "AutoencoderKLWan", encoders.umt5, branches=2, prompts=2
+_WAN = PublishedModel(
+    "WanTransformer3DModel",
+    GenerationSizes(720, 1280, 81, 512),
+    50,
+    "AutoencoderKLWan",
+    encoders.UMT5,
+    branches=2,
+    prompts=2,
 )
 
 # fmt: off
-PUBLISHED: Mapping[str, Published] = {
-    "FLUX.1-dev": Published(
-        "FluxTransformer2DModel", Sizes(1024, 1024, 1, 512), 28, "AutoencoderKL", encoders.t5,
+PUBLISHED: Mapping[str, PublishedModel] = {
+    "FLUX.1-dev": PublishedModel(
+        "FluxTransformer2DModel", GenerationSizes(1024, 1024, 1, 512), 28, "AutoencoderKL", encoders.T5,
         config={"guidance_embeds": True}, vae_config=_KL_F8,
     ),
-    "FLUX.2-dev": Published(
-        "Flux2Transformer2DModel", Sizes(1024, 1024, 1, 512), 50, "AutoencoderKLFlux2", encoders.mistral,
+    "FLUX.2-dev": PublishedModel(
+        "Flux2Transformer2DModel", GenerationSizes(1024, 1024, 1, 512), 50, "AutoencoderKLFlux2", encoders.MISTRAL,
         latent_channels=32,
     ),
-    "HunyuanVideo": Published(
-        "HunyuanVideoTransformer3DModel", Sizes(720, 1280, 129, 256), 50, "AutoencoderKLHunyuanVideo", encoders.llama,
-        tiled=0.25,
+    "HunyuanVideo": PublishedModel(
+        "HunyuanVideoTransformer3DModel", GenerationSizes(720, 1280, 129, 256), 50, "AutoencoderKLHunyuanVideo",
+        encoders.LLAMA, tiled=0.25,
     ),
-    "CogVideoX-5B": Published(
-        "CogVideoXTransformer3DModel", Sizes(480, 720, 49, 226), 50, "AutoencoderKLCogVideoX", encoders.t5,
+    "CogVideoX-5B": PublishedModel(
+        "CogVideoXTransformer3DModel", GenerationSizes(480, 720, 49, 226), 50, "AutoencoderKLCogVideoX", encoders.T5,
         config=_COGVIDEOX, prompts=2,
     ),
-    "Mochi 1": Published(
-        "MochiTransformer3DModel", Sizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi", encoders.t5,
-        latent_channels=12, prompts=2,
+    "Mochi 1": PublishedModel(
+        "MochiTransformer3DModel", GenerationSizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi",
+        encoders.T5, latent_channels=12, prompts=2,
     ),
     "Wan 2.1 14B": _WAN,
     "Wan 2.2 A14B": replace(_WAN, steps=40, transformers=2),
     "Wan 2.2 TI2V 5B": replace(
-        _WAN, sizes=Sizes(704, 1280, 121, 512, spatial=16), config=_WAN_5B, vae_config=_WAN_5B_VAE, latent_channels=48,
+        _WAN, sizes=GenerationSizes(704, 1280, 121, 512, spatial=16), config=_WAN_5B, vae_config=_WAN_5B_VAE,
+        latent_channels=48,
     ),
-    "Qwen-Image": Published(
-        "QwenImageTransformer2DModel", Sizes(1328, 1328, 1, 128), 50, "AutoencoderKLQwenImage", encoders.qwen,
+    "Qwen-Image": PublishedModel(
+        "QwenImageTransformer2DModel", GenerationSizes(1328, 1328, 1, 128), 50, "AutoencoderKLQwenImage", encoders.QWEN,
         branches=2, prompts=2,
     ),
 }

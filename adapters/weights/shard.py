@@ -14,8 +14,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
-from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import Mesh, guided_mesh_for
+from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import TRANSFORMERS, mesh_of, tensor_plan_for, transformers_of
 from para_core.adapters.weights.sharded_component import (
     KEY,
@@ -164,7 +163,7 @@ def shard_components(
         # The default mesh depends on the models.
         _components_to_shard(pipe, method, components)
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
-    ranks = guided_mesh_for(mesh, pipe, method, fastest_mesh) if own is None else as_ranks(own)
+    ranks = guided_mesh_for(mesh, pipe, method) if own is None else as_ranks(own)
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         check_shard(pipe)

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.adapters.planner.plan import plan_mesh, workload
+from para_core.adapters.planner.plan_mesh import plan_mesh
+from para_core.adapters.planner.workload import workload
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
-from para_core.planner.rows import Workload, predict
+from para_core.planner.prediction import Workload, predict
 
 # diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)

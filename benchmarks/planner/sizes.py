@@ -22,12 +22,12 @@ from torch import nn
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.components import blocks_of
 from para_core.adapters.planner import encoders
-from para_core.adapters.planner.plan import workload
+from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import tensor_plan_for
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import Row, make_plan, predict
-from para_core.planner.rows import Workload
+from para_core.planner.mesh_plan import make_plan
+from para_core.planner.prediction import MeshPrediction, Workload, predict
 from para_core.plans.module_matching import matching_modules
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
@@ -89,7 +89,7 @@ def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
     }
 
 
-def held(row: Row) -> float | None:
+def held(row: MeshPrediction) -> float | None:
     """Bytes of a rank, if the mesh can run."""
     return None if row.problem else row.memory
 
@@ -201,12 +201,12 @@ class Model:
 
 
 SHARDED = {
-    "FLUX.2 [dev], 1024 × 1024": Model("Flux2Transformer2DModel", encoders.mistral, 64 * 64 + 512),
-    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", encoders.llama, 33 * 45 * 80 + 256),
+    "FLUX.2 [dev], 1024 × 1024": Model("Flux2Transformer2DModel", encoders.MISTRAL, 64 * 64 + 512),
+    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", encoders.LLAMA, 33 * 45 * 80 + 256),
     "Wan 2.2 A14B, 1280 × 720 × 81": Model(
-        "WanTransformer3DModel", encoders.umt5, 21 * 45 * 80, transformers=2, calls=2
+        "WanTransformer3DModel", encoders.UMT5, 21 * 45 * 80, transformers=2, calls=2
     ),
-    "Qwen-Image, 1328 × 1328": Model("QwenImageTransformer2DModel", encoders.qwen, 83 * 83 + 128, calls=2),
+    "Qwen-Image, 1328 × 1328": Model("QwenImageTransformer2DModel", encoders.QWEN, 83 * 83 + 128, calls=2),
 }
 
 

@@ -19,7 +19,7 @@ from benchmarks.harness import markdown_table, parser_of, read_results, write_re
 from benchmarks.pipelines.generation import MESHES, observed, problems
 from para_core.adapters.planner.count import without_data
 from para_core.adapters.planner.inputs import INPUTS
-from para_core.adapters.planner.published import PUBLISHED, Published
+from para_core.adapters.planner.published import PUBLISHED, PublishedModel
 from para_core.adapters.registry import plan_for
 from para_core.planner import cost
 from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
@@ -39,7 +39,7 @@ class Model:
     frames: int | None = None
 
     @property
-    def published(self) -> Published:
+    def published(self) -> PublishedModel:
         return PUBLISHED[self.name]
 
     @property

@@ -2,6 +2,6 @@
 
 from para_core.planner.hardware import Device, Link
 from para_core.planner.mesh_plan import MeshPlan
-from para_core.planner.rows import Row
+from para_core.planner.prediction import MeshPrediction
 
-__all__ = ["Device", "Link", "MeshPlan", "Row"]
+__all__ = ["Device", "Link", "MeshPlan", "MeshPrediction"]

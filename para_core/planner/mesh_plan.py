@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from para_core.planner.cost import Machine, MeshShape
-from para_core.planner.rows import SHARING, Row, Sharing, Workload, predict, shapes
+from para_core.planner.prediction import SHARING, MeshPrediction, Sharing, Workload, predict, shapes
 from para_core.weights.pipefusion import PipeFusion
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ class MeshPlan:
     ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the first one.
 
     Args:
-        rows (`tuple[Row, ...]`): One row per mesh.
-        fewer (`Mapping[int, Row]`): For smaller numbers of ranks, the fastest mesh that runs.
+        rows (`tuple[MeshPrediction, ...]`): One row per mesh.
+        fewer (`Mapping[int, MeshPrediction]`): For smaller numbers of ranks, the fastest mesh that runs.
     """
 
     work: Workload
     machine: Machine
     ranks: int
-    rows: tuple[Row, ...]
-    fewer: Mapping[int, Row]
+    rows: tuple[MeshPrediction, ...]
+    fewer: Mapping[int, MeshPrediction]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> MeshPrediction:
         return self.rows[0]
 
     @property
-    def fastest(self) -> Row:
+    def fastest(self) -> MeshPrediction:
         """The fastest mesh of any number of ranks up to ``ranks``."""
         return min([self.best, *self.fewer.values()], key=lambda row: row.seconds)
 
@@ -127,11 +127,11 @@ def room_of(machine: Machine, shape: MeshShape) -> float:
     return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
 
 
-def _fits(row: Row, machine: Machine) -> bool:
+def _fits(row: MeshPrediction, machine: Machine) -> bool:
     return row.memory <= room_of(machine, row.shape)
 
 
-def _runs(row: Row, machine: Machine) -> bool:
+def _runs(row: MeshPrediction, machine: Machine) -> bool:
     return row.problem is None and _fits(row, machine)
 
 
@@ -143,7 +143,7 @@ def _count(ranks: int) -> str:
     return "one takes" if ranks == 1 else f"{ranks} take"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[MeshPrediction]) -> list[str]:
     """Return the lines of a Markdown table of ``rows``."""
     heads = [
         "batch × pipe × ring × ulysses × tensor",
@@ -167,7 +167,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _largest_loss(row: Row, best: Row) -> str:
+def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
     """Return the part of a step by which ``row`` loses most time to ``best``, in words."""
     parts: list[tuple[float, str]] = [
         (getattr(row.step, name) - getattr(best.step, name), text)
@@ -224,7 +224,7 @@ def require_ranks(ranks: Any) -> None:
 
 def _rows(
     work: Workload, machine: Machine, ranks: int, sharing: Sequence[Sharing], pipefusion: PipeFusion | None
-) -> list[Row]:
+) -> list[MeshPrediction]:
     """Return the predicted meshes: those that run first, by seconds, each with the reason why it loses."""
     rows = [predict(shape, work, machine) for shape in shapes(ranks, sharing=sharing, pipefusion=pipefusion)]
     if "fsdp" in sharing:
@@ -248,7 +248,7 @@ def _rows(
     return [best, *[replace(row, why=_why(row, best, machine)) for row in order[1:]]]
 
 
-def _why(row: Row, best: Row, machine: Machine) -> str:
+def _why(row: MeshPrediction, best: MeshPrediction, machine: Machine) -> str:
     if not _fits(row, machine):
         return f"{row.memory / 1e9:.0f} GB do not fit into {room_of(machine, row.shape) / 1e9:.0f}"
     if row.shape.pipe > 1 and row.shape.pipefusion is None:

@@ -7,7 +7,6 @@ and what is sharded and gathered.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
+from para_core.planner.launch_counter import LaunchCounter, tensors_in
 from para_core.planner.traffic import (
     CallWork,
     CountedAttention,
@@ -49,80 +49,10 @@ from para_core.plans.plan import (
     coarse_segments,
 )
 from para_core.plans.samples import number_of_samples, own_samples
-from para_core.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, pytree, schema_of, storage_id
+from para_core.torch_internals import FakeTensor, pytree
 from para_core.weights.tensor_plan import TensorPlan
 
-# Operators besides views that launch nothing on a device.
-_NO_LAUNCH = {
-    "aten::_unsafe_view",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-
-
-class _Dispatched(TorchDispatchMode):
-    """Mode that counts launches, the bytes that they move, and the peak of bytes held.
-
-    Bytes are counted in two bins: while tensors are sharded (0), and otherwise (1).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.launches, self.moved, self.peak = 0, [0, 0], [0, 0]
-        self.is_sharded = self.in_attention = False
-        self._held = [0, 0]
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        operands = _tensors_in((args, kwargs))
-        out = func(*args, **(kwargs or {}))
-        bin_, name = int(not self.is_sharded), schema_of(func).name
-        results = _tensors_in(out)
-        self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
-        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not _is_view(func)
-        if is_launch and not self.in_attention:
-            self.launches += 1
-            if name not in _PRODUCTS:
-                self.moved[bin_] += sum(_bytes_of(x) for x in (*operands, *results))
-        return out
-
-    def _hold(self, results: Sequence[Tensor], operands: set[int], bin_: int) -> None:
-        for x in results:
-            storage = x.untyped_storage()
-            key = storage_id(storage)
-            if key not in self._storages and key not in operands:
-                self._storages.add(key)
-                weakref.finalize(storage, self._free, key, storage.nbytes(), bin_)
-                self._held[bin_] += storage.nbytes()
-        if sum(self._held) > sum(self.peak):
-            self.peak = list(self._held)
-
-    def _free(self, key: int, size: int, bin_: int) -> None:
-        self._storages.discard(key)
-        self._held[bin_] -= size
-
-
-def _bytes_of(x: Tensor) -> int:
-    """Return the bytes of a tensor in memory. An expanded tensor has more elements than bytes in memory."""
-    return int(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def _is_view(func: OpOverload) -> bool:
-    """Whether ``func`` returns memory of an argument without writing to it."""
-    aliases = [returned.alias_info for returned in schema_of(func).returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 class _ModelObserver(TorchFunctionMode):
@@ -146,7 +76,7 @@ class _ModelObserver(TorchFunctionMode):
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
         self._segments: dict[str, Tokens] = {}
-        self._dispatched = _Dispatched()
+        self._counter = LaunchCounter()
         # For each running module with attention in the plan, innermost last: its attention calls that are still to
         # come. The last one applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
@@ -160,14 +90,14 @@ class _ModelObserver(TorchFunctionMode):
             for module, rules in self._matches.values():
                 for hook in self._hooks(module, rules):
                     stack.callback(hook.remove)
-            with self, self._dispatched as dispatched:
+            with self, self._counter:
                 output = forward(**arguments)
         self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
         self._assign_joint_rows()
-        work = self.work
-        work.launches, work.moved = dispatched.launches, (dispatched.moved[0], dispatched.moved[1])
-        work.peak = (dispatched.peak[0], dispatched.peak[1])
-        work.returned = sum(x.numel() * x.element_size() for x in _tensors_in(output))
+        work, counter = self.work, self._counter
+        work.launches = counter.launches
+        work.moved, work.peak = (counter.moved[0], counter.moved[1]), (counter.peak[0], counter.peak[1])
+        work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
         return output
 
     def _hooks(self, module: nn.Module, rules: ModuleRules) -> Iterator[RemovableHandle]:
@@ -191,7 +121,7 @@ class _ModelObserver(TorchFunctionMode):
                 self._note_rules(rules.of_outputs, dict(enumerate([output] if isinstance(output, Tensor) else output)))
             if rules.gathers:
                 self._note_gathered(output, rules.gathers)
-                self._dispatched.is_sharded = False
+                self._counter.is_sharded = False
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
@@ -206,13 +136,13 @@ class _ModelObserver(TorchFunctionMode):
                 for index in rule.at:
                     value = value[index]
                 self._note_sharded(rule.segment, prod(value))
-            for x in _tensors_in(values.get(key)):
+            for x in tensors_in(values.get(key)):
                 if isinstance(rule, Gather):
                     self._note_gathered([x], (rule,))
                 else:
                     self._note_tokens(key, x, rule)
         if any(isinstance(rule, Split) and rule.segment in self._segments for rule in rules.values()):
-            self._dispatched.is_sharded = True
+            self._counter.is_sharded = True
 
     def _note_tokens(self, key: Any, value: Tensor, rule: ShardRule) -> None:
         if isinstance(rule, Replicate):
@@ -235,13 +165,13 @@ class _ModelObserver(TorchFunctionMode):
                 self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
     def _note_halo(self, halo: Halo, x: Tensor) -> None:
-        if self._dispatched.is_sharded:
+        if self._counter.is_sharded:
             rows = x.narrow(halo.dim, 0, halo.size)
             self._note(CountedHalo(self._segments[halo.segment], rows.numel() * x.element_size()))
 
     def _note_sum(self, name: str, out: Tensor) -> None:
         attention, calls = self._summing[-1]
-        if self._dispatched.is_sharded and name in dict(attention.sums):
+        if self._counter.is_sharded and name in dict(attention.sums):
             if (name, calls.count(name)) in attention.sums:
                 self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
             calls.append(name)
@@ -253,13 +183,13 @@ class _ModelObserver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             call = SdpaCall(*args, **kwargs)
             self._note_attention(call)
-            self._dispatched.launches += 1
-            self._dispatched.in_attention = True
+            self._counter.launches += 1
+            self._counter.in_attention = True
             try:
                 has_data = not (call.query.is_meta or isinstance(call.query, FakeTensor))
                 return call.original() if has_data else _attention_output(call)
             finally:
-                self._dispatched.in_attention = False
+                self._counter.in_attention = False
         out = func(*args, **kwargs)
         if self._summing:
             self._note_sum(getattr(func, "__name__", ""), out)
@@ -280,7 +210,7 @@ class _ModelObserver(TorchFunctionMode):
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
         """Return the segments whose lengths add up to ``rows``, or unnamed tokens if none do."""
-        if not self._dispatched.is_sharded:
+        if not self._counter.is_sharded:
             return (Tokens(rows, sharded=False, min_per_rank=1),)
         segments = self._segments.values()
         for count in range(1, len(segments) + 1):
@@ -296,7 +226,7 @@ class _ModelObserver(TorchFunctionMode):
         queries: tuple[Tokens, ...] = (Tokens(query.shape[-2], sharded=False),)
         keys: tuple[Tokens, ...] = (Tokens(key.shape[-2], sharded=False),)
         mask_bytes = 0
-        if self._dispatched.is_sharded:
+        if self._counter.is_sharded:
             calls = self._attending[-1]
             attention = calls.pop(0) if len(calls) > 1 else calls[0]
             names = attention.queries if attention.keys is None else attention.keys

@@ -15,7 +15,7 @@ from para_core.adapters import plan_mesh
 from para_core.planner.cost import Machine, MeshShape, Runtime, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import make_plan
-from para_core.planner.rows import Workload, divisors, predict, shapes
+from para_core.planner.prediction import Workload, divisors, predict, shapes
 from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, ModelCall, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.weights.pipefusion import PipeFusion

@@ -10,13 +10,13 @@ from benchmarks.harness import PeakMemory
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data
-from para_core.adapters.planner.inputs import INPUTS, Sizes
-from para_core.adapters.planner.plan import workload
+from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.planner.published import PUBLISHED
+from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.planner.cost import MeshShape, Seconds
 from para_core.planner.observe import observed
-from para_core.planner.rows import Row
+from para_core.planner.prediction import MeshPrediction
 from para_core.planner.traffic import CallWork, CountedAttention, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -26,7 +26,7 @@ TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls
 # Its positions are learned for one size; Mochi is one more whose samples are in one batch.
 del TINY["CogVideoXTransformer3DModel"]
 QUICK = ("FluxTransformer2DModel", "WanTransformer3DModel")
-SIZES = Sizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
+SIZES = GenerationSizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
 
 
 def of_all_blocks(model):
@@ -164,7 +164,7 @@ def run_rows():
             "init_context_parallel_mesh": partial(init_context_parallel_mesh, "cpu"),
             "PipeFusion": PipeFusion,
         }
-        row = Row(shape, Seconds(), 0.0, 0.0, 0.0, 0, 0.0)
+        row = MeshPrediction(shape, Seconds(), 0.0, 0.0, 0.0, 0, 0.0)
         exec(row.call, names)
         steps = {"num_inference_steps": 8} if shape is FUSED else {}
         results[str(shape)] = names["pipe"](**flux_call(**steps)).images

@@ -14,15 +14,9 @@ from torch.nn import functional as F
 
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.planner import mesh_choice
-from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import (
-    MeshChoice,
-    Unpredicted,
-    choose_mesh,
-    default_guidance,
-    number_of_heads,
-)
+from para_core.adapters.planner import default_mesh
+from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted, choose_mesh
+from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
@@ -214,11 +208,11 @@ def choose_by_prediction(device):
     """What a FLUX gets on two ranks, as if they had such devices: the mesh, and the log line."""
     lines = []
     with (
-        mock.patch.object(mesh_choice, "_device_name", lambda: device),
-        mock.patch.object(mesh_choice.logger, "info", lambda text, *values: lines.append(text % values)),
+        mock.patch("torch.cuda.get_device_name", lambda: device),
+        mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
     ):
-        choice = mesh_choice._planned("cuda", flux_pipe(), None, fastest_mesh)
-        mesh_choice._chosen_mesh("cpu", flux_pipe())
+        choice = default_mesh._planned("cuda", flux_pipe())
+        default_mesh._chosen_mesh("cpu", flux_pipe())
     return choice, lines
 
 
@@ -241,16 +235,16 @@ def choose_after_failure(error):
     """The default mesh of a FLUX if counting its operations raises ``error``, and the lines that are logged."""
     logged = []
     with (
-        mock.patch.object(mesh_choice, "_device_name", lambda: "NVIDIA H100 80GB HBM3"),
+        mock.patch("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3"),
         mock.patch("para_core.adapters.planner.fastest_mesh.plan_mesh", side_effect=error),
         mock.patch.object(
-            mesh_choice.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))
+            default_mesh.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))
         ),
-        mock.patch.object(mesh_choice.logger, "isEnabledFor", lambda level: True),
+        mock.patch.object(default_mesh.logger, "isEnabledFor", lambda level: True),
     ):
-        predicted = mesh_choice._planned("cuda", flux_pipe(), None, fastest_mesh)
-        with mock.patch.object(mesh_choice, "_planned", lambda *_: predicted):
-            mesh, _ = mesh_choice._chosen_mesh("cpu", flux_pipe(), None, fastest_mesh)
+        predicted = default_mesh._planned("cuda", flux_pipe())
+        with mock.patch.object(default_mesh, "_planned", lambda *_: predicted):
+            mesh, _ = default_mesh._chosen_mesh("cpu", flux_pipe())
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), logged
 
 
@@ -266,8 +260,8 @@ def test_failed_prediction_is_a_warning(rank_pool, error):
 
 def run_as_planned():
     """As if two dims were predicted to be fastest."""
-    planned = mock.patch.object(mesh_choice, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
-    with planned, mock.patch.object(mesh_choice.logger, "info") as said:
+    planned = mock.patch.object(default_mesh, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
+    with planned, mock.patch.object(default_mesh.logger, "info") as said:
         pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
     lines = [call.args[0] % call.args[1:] for call in said.call_args_list]
     methods = [plan_options(x.transformer).rotate_method for x in (pipe, asked)]
@@ -306,9 +300,9 @@ def shape_on_hosts(names):
     """Ring and Ulysses sizes on ranks that no launcher told of hosts, and whether they are planned for as one host."""
     with (
         mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
-        mock.patch.object(mesh_choice, "_planned", return_value=Unpredicted("none")) as planned,
+        mock.patch.object(default_mesh, "_planned", return_value=Unpredicted("none")) as planned,
     ):
-        sequence = mesh_choice.guided_mesh_for(None, flux_pipe()).sequence
+        sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
     return sequence.ring.size, sequence.ulysses.size, planned.called
 
 

@@ -58,7 +58,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeshPrediction:
     """A mesh with its prediction.
 
     Args:
@@ -174,7 +174,7 @@ def problem_of(shape: MeshShape, work: Workload) -> str | None:
     return None
 
 
-def predict(shape: MeshShape, work: Workload, machine: Machine) -> Row:
+def predict(shape: MeshShape, work: Workload, machine: Machine) -> MeshPrediction:
     """Predict seconds, bytes and memory of one mesh."""
     call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
     own = call.parts[0]
@@ -192,7 +192,7 @@ def predict(shape: MeshShape, work: Workload, machine: Machine) -> Row:
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
     denoising = step.total * (work.steps - exact_steps) + exact_step.total * exact_steps
-    return Row(
+    return MeshPrediction(
         shape,
         step,
         encoder,
@@ -242,7 +242,7 @@ def memory_of(shape: MeshShape, work: Workload, own: CallWork, passes: int) -> f
     return work.weights.held(shape) + own.peak[0] * share + own.peak[1] + kept
 
 
-def as_dict(row: Row) -> dict[str, Any]:
+def as_dict(row: MeshPrediction) -> dict[str, Any]:
     """Return ``row`` as JSON-compatible values."""
     step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
     return {

@@ -1,0 +1,109 @@
+"""The guidance, sizes and steps of a pipeline called with default arguments, and its number of heads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from para_core.adapters.planner.inputs import GenerationSizes
+from para_core.instance_patching import original_class
+
+
+def default_guidance(pipe: Any, transformer: Any) -> str | None:
+    """Return the reason why calls of ``pipe`` with default arguments use guidance; None if they do not.
+
+    The pipeline's property ``do_classifier_free_guidance`` decides if there is one, because it knows distilled models.
+    Without it, a ``true_cfg_scale`` counts if a negative prompt is a default, and a ``guidance_scale`` counts if the
+    pipeline takes a negative prompt and the model does not embed the scale.
+    """
+    guider = getattr(pipe, "guider", None)
+    if guider is not None:
+        scale = getattr(guider, "guidance_scale", None)
+        return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
+    parameters = inspect.signature(original_class(pipe).__call__).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    if "max_guidance_scale" in defaults:  # In Stable Video Diffusion the scale grows from frame to frame.
+        defaults["guidance_scale"] = defaults["max_guidance_scale"]
+    guides = _does_guidance(pipe, defaults)
+    name = "guidance_scale" if guides or "true_cfg_scale" not in defaults else "true_cfg_scale"
+    scale = defaults.get(name)
+    if guides is None:
+        if name == "true_cfg_scale":
+            two_branches = defaults.get("negative_prompt") is not None
+        else:
+            embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
+            two_branches = "negative_prompt" in defaults and not embedded
+        guides = two_branches and isinstance(scale, (int, float)) and scale > 1
+    return f"{name} is {scale} by default" if guides else None
+
+
+def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
+    """Return ``do_classifier_free_guidance`` of ``pipe`` in a call with the arguments ``defaults``.
+
+    None if it is unknown.
+    """
+    cls: Any = original_class(pipe)
+    if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
+        return None
+    # A call stores its arguments in attributes with these names, and the property reads them.
+    copy = cls.__new__(cls)
+    copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
+    try:
+        return bool(copy.do_classifier_free_guidance)
+    except (AttributeError, TypeError):
+        return None
+
+
+# Config entries with the number of heads. Key heads come first, because some models have fewer of them.
+# LongCat-AudioDiT also lists the heads of its text encoder, under other names.
+_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "dit_heads",
+)
+
+
+def number_of_heads(transformer: Any) -> int | None:
+    """Return the number of key heads of ``transformer``; None if its config does not say."""
+    config = getattr(transformer, "config", None)
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int):
+            return heads
+    # Kandinsky's config has the width of a token, and that of a head in parts.
+    width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
+    return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
+
+
+def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
+    """Return the sizes and number of steps of a call of ``pipe`` with default arguments and ``changed``."""
+    parameters = inspect.signature(original_class(pipe).__call__).parameters
+
+    def default(name: str, otherwise: int) -> int:
+        return _int(parameters[name].default if name in parameters else None) or otherwise
+
+    def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
+        return next((value for name in names if (value := _int(getattr(pipe, name, None)))), otherwise)
+
+    spatial = of_pipe(("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor"), 8)
+    temporal = of_pipe(("vae_scale_factor_temporal", "vae_temporal_scale_factor"), 4)
+    side = of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
+    sizes = GenerationSizes(
+        height=default("height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial),
+        width=default("width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial),
+        frames=default("num_frames", 49 if "CogVideoX" in type(transformer).__name__ else 1),
+        text=default("max_sequence_length", 512),
+        spatial=spatial,
+        temporal=temporal,
+    )
+    return replace(sizes, **changed), default("num_inference_steps", 50)
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
