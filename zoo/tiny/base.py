@@ -1,10 +1,11 @@
-"""What a tiny transformer is: its class, its sizes, and random inputs for one call of it."""
+"""Tiny transformers: a small config that follows from the signature of the class, and random inputs for one call."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
@@ -13,23 +14,117 @@ from torch import Tensor, nn
 
 from zoo.tiny.random_weights import fill
 
+# Small values of config fields that mean the same in many classes. Three heads and widths of 24 or 20 divide by neither
+# two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks to the next.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("in_channels", "out_channels", "in_visual_dim", "out_visual_dim"), 4),
+    **dict.fromkeys(
+        ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks", "num_hidden_layers", "depth"), 2
+    ),
+    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers", "num_text_blocks", "patch_size_t"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_kv_heads"), 3),
+    **dict.fromkeys(("num_key_value_heads", "num_cross_attention_heads"), 2),
+    **dict.fromkeys(("hidden_size", "dim", "embed_dim", "ffn_dim", "ff_dim", "caption_projection_dim"), 48),
+    **dict.fromkeys(("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels"), 24),
+    **dict.fromkeys(("cap_feat_dim", "context_in_dim", "in_text_dim"), 24),
+    **dict.fromkeys(("pooled_projection_dim", "image_embed_dim", "in_text_dim2"), 20),
+    **dict.fromkeys(("freq_dim", "rope_max_seq_len", "intermediate_size", "vocab_size"), 32),
+    **dict.fromkeys(("axes_dims_rope", "axes_dims"), (4, 6, 6)),
+    **dict.fromkeys(("rope_axes_dim", "rope_dim"), (4, 4, 4)),
+    **dict.fromkeys(("cross_attention_dim", "model_dim"), 36),
+    **dict.fromkeys(("time_dim", "text_embed_2_dim", "attention_head_dim"), 16),
+    **dict.fromkeys(("time_embed_dim", "condition_dim"), 8),
+    **dict.fromkeys(("ff_mult", "mlp_width_ratio"), 2.0),
+    "cross_attention_head_dim": 18,
+    "head_dim": 12,
+}
+
+
+class TinyModel:
+    """A transformer class of diffusers with a small config.
+
+    Args:
+        inputs: ``inputs(frames, height, width)`` returns the keyword inputs of one call. Sizes are in latent pixels.
+        changes: Config fields other than those of :data:`SMALL` that the class takes.
+    """
+
+    def __init__(self, cls: str, inputs: Callable[..., dict[str, Any]], **changes: Any) -> None:
+        self.cls, self.inputs = cls, inputs
+        fields = inspect.signature(getattr(diffusers, cls).__init__).parameters
+        self.config = {name: value for name, value in SMALL.items() if name in fields} | changes
+
+    def build(self, seed: int = 1, **changes: Any) -> nn.Module:
+        return fill(getattr(diffusers, self.cls)(**self.config | changes), seed)
+
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
 
 
-def valid(lengths: tuple[int, ...], total: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """A mask ``[B, total]`` of text of so many tokens."""
+def valid(lengths: tuple[int, ...], total: int = 9, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Return a mask ``[B, total]`` of texts of ``lengths`` tokens."""
     return torch.tensor([[i < length for i in range(total)] for length in lengths]).to(dtype)
 
 
-@dataclass(frozen=True)
-class TinyModel:
-    """``inputs(frames, height, width)``, in latent pixels."""
+def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[..., dict[str, Any]]:
+    """Return a function of ``(frames, height, width)`` that makes the inputs of two samples with a text of 9 tokens.
 
-    cls: str
-    inputs: Callable[..., dict[str, Any]]
-    config: dict[str, Any] = field(default_factory=dict)
+    An argument that is a function is called with the sizes, any other is copied. A number as ``timestep`` is that of
+    both samples.
+    """
+    values = {
+        "hidden_states": hidden_states,
+        "encoder_hidden_states": noise(2, 9, 24),
+        "timestep": timestep if callable(timestep) else torch.tensor([timestep, timestep]),
+        **more,
+    }
 
-    def build(self, seed: int = 1) -> nn.Module:
-        return fill(getattr(diffusers, self.cls)(**self.config), seed)
+    def make(frames: int, height: int, width: int) -> dict[str, Any]:
+        return {
+            name: value(frames, height, width) if callable(value) else copy.deepcopy(value)
+            for name, value in values.items()
+        }
+
+    return make
+
+
+# -- values of inputs that depend on the sizes
+
+
+def video(frames: int, height: int, width: int) -> Tensor:
+    return noise(2, 4, frames, height, width)
+
+
+def video_by_frame(frames: int, height: int, width: int) -> Tensor:
+    """Return a video whose channels follow its frames."""
+    return noise(2, frames, 4, height, width)
+
+
+def image(frames: int, height: int, width: int) -> Tensor:
+    """Return an image as high as all frames together."""
+    return noise(2, 4, frames * height, width)
+
+
+def tokens(channels: int) -> Callable[..., Tensor]:
+    return lambda frames, height, width: noise(2, frames * height * width, channels)
+
+
+def num_patches(frames: int, height: int, width: int) -> int:
+    """Return the number of tokens if each is 2 × 2 latent pixels."""
+    return frames * (height // 2) * (width // 2)
+
+
+def rotary(frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines for patches of 2 × 2 latent pixels."""
+    angles = noise(num_patches(frames, height, width), 16)
+    return angles.cos(), angles.sin()
+
+
+def residuals(blocks: int, width: int, *, patch: int = 2) -> Callable[..., list[Tensor]]:
+    """Return a function that makes the residuals of a ControlNet: for each of ``blocks``, ``[2, tokens, width]``."""
+    return lambda f, h, w: [noise(2, f * (h // patch) * (w // patch), width, seed=i) for i in range(blocks)]
+
+
+def grid(*sizes: int) -> Tensor:
+    """Return the positions ``[tokens, len(sizes)]`` of a grid in row-major order."""
+    return torch.cartesian_prod(*[torch.arange(float(size)) for size in sizes])

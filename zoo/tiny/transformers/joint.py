@@ -1,4 +1,4 @@
-"""Tiny transformers that join text and image to one sequence, beside those of `zoo.tiny.transformers.registry`."""
+"""Tiny transformers that join text and image to one sequence."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from zoo.tiny.base import TinyModel, noise, valid
+from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, tokens, valid
+
+# -- Z-Image: lists of samples
 
 
 def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = False) -> dict[str, Any]:
-    """Lists of samples; text and image are each filled up to a multiple of 32 tokens."""
-    image = frames * (height // 2) * (width // 2)
-    total = 32 + (image + 31) // 32 * 32
-    more = {"controlnet_block_samples": {0: noise(2, total, 48)}} if controlled else {}
+    """Text and image are each padded to a multiple of 32 tokens."""
+    total = 32 + -(-num_patches(frames, height, width) // 32) * 32
     return {
         "x": [noise(4, 1, frames * height, width, seed=i) for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
         "cap_feats": [noise(9, 24), noise(4, 24)],
-        **more,
+        "controlnet_block_samples": {0: noise(2, total, 48)} if controlled else None,
     }
 
 
@@ -34,37 +34,14 @@ def z_image_edit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
-Z_IMAGE: dict[str, Any] = {
-    "in_channels": 4,
-    "dim": 48,
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "n_heads": 3,
-    "n_kv_heads": 3,
-    "cap_feat_dim": 24,
-    "axes_dims": [4, 6, 6],
-    "axes_lens": [160, 64, 64],
-}
+Z_IMAGE = {"axes_dims": [4, 6, 6], "axes_lens": [160, 64, 64]}
 
+# -- Bria FIBO 2: the model makes tokens of the texts, fewer of the shorter one
 
-def fibo2_inputs(frames: int, height: int, width: int, *, edits: int = 0) -> dict[str, Any]:
-    """Of the samples' texts, which are made into tokens, one has fewer."""
-    return {
-        "hidden_states": noise(2, 4, frames * height, width),
-        "timestep": torch.tensor([0.6, 0.6]),
-        "encoder_hidden_states": noise(2, 2, 9, 24),
-        "encoder_attention_mask": valid((9, 4), 9),
-        "context_latents": [noise(2, 4, 4, 6, seed=i) for i in range(edits)] or None,
-    }
-
-
-FIBO2: dict[str, Any] = {
-    "in_channels": 4,
-    "dim": 48,
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "n_heads": 3,
-    "cap_feat_dim": 24,
+fibo2_inputs = partial(
+    inputs, image, 0.6, encoder_hidden_states=noise(2, 2, 9, 24), encoder_attention_mask=valid((9, 4))
+)
+FIBO2 = {
     "injection_layer_ids": (1,),
     "perceiver_num_layers": 1,
     "min_num_gist_tokens": 3,
@@ -72,65 +49,35 @@ FIBO2: dict[str, Any] = {
     "gist_step": 2,
     "gist_min_text_len": 2,
     "gist_max_text_len": 12,
-    "axes_dims": (4, 6, 6),
     "axes_lens": (16, 64, 64),
 }
 
 
-def krea2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    grid = torch.cartesian_prod(*[torch.arange(float(size)) for size in (frames, height, width)])
-    return {
-        "hidden_states": noise(2, len(grid), 16),
-        "encoder_hidden_states": noise(2, 9, 3, 24),
-        "timestep": torch.tensor([0.6, 0.6]),
-        "position_ids": torch.cat([torch.zeros(9, 3), grid]),
-        "encoder_attention_mask": valid((9, 4), 9),
-    }
-
-
-def ernie_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, 4, frames * height, width),
-        "timestep": torch.tensor([600.0, 600.0]),
-        "text_bth": noise(2, 9, 24),
-        "text_lens": torch.tensor([9, 4]),
-    }
-
-
 def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = False) -> dict[str, Any]:
-    """Text, which is filled up in front, and image in tensors of one length."""
-    grid = torch.cartesian_prod(*[torch.arange(size) for size in (frames, height, width)])
-    total = 9 + len(grid)
+    """Text, padded on the left, and image in tensors of one length."""
+    positions = grid(frames, height, width).long()
+    total = 9 + len(positions)
     timestep = torch.tensor([0.6, 0.6])
     return {
         "hidden_states": noise(2, total, 16),
         "timestep": timestep[:, None] * (torch.arange(total) >= 9) if by_token else timestep,
         "encoder_hidden_states": noise(2, total, 24),
-        "position_ids": torch.cat([torch.arange(9)[:, None].expand(-1, 3), 20 + grid]).expand(2, -1, -1),
+        "position_ids": torch.cat([torch.arange(9)[:, None].expand(-1, 3), 20 + positions]).expand(2, -1, -1),
         "segment_ids": valid((total, total - 5), total, torch.int64).flip(1),
-        "indicator": torch.tensor([3] * 9 + [2] * len(grid)).expand(2, -1),
+        "indicator": torch.tensor([3] * 9 + [2] * len(positions)).expand(2, -1),
     }
 
 
-IDEOGRAM: dict[str, Any] = {
-    "in_channels": 16,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 3,
-    "intermediate_size": 32,
-    "adaln_dim": 16,
-    "llm_features_dim": 24,
-    "mrope_section": (4, 2, 2),
-}
+IDEOGRAM = {"in_channels": 16, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (4, 2, 2)}
 
 
 def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Text with a given image of four tokens, the time, and the image; of text one token after the other is seen."""
-    total = 10 + frames * (height // 2) * (width // 2)
+    """Text with a given image of four tokens, the time, and the image. Text is causal, all else sees everything."""
+    total = 10 + num_patches(frames, height, width)
     seen = torch.ones(total, total).tril()
     seen[10:] = 1.0
     return {
-        "hidden_states": noise(2, 4, frames * height, width),
+        "hidden_states": image(frames, height, width),
         "timestep": torch.tensor([0.6, 0.6]),
         "input_ids": torch.arange(18).view(2, 9),
         "input_img_latents": [noise(1, 4, 4, 4)],
@@ -141,68 +88,61 @@ def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 STREAM_MODELS = {
-    "z-image": TinyModel("ZImageTransformer2DModel", z_image_inputs, Z_IMAGE),
-    "z-image, controlnet": TinyModel("ZImageTransformer2DModel", partial(z_image_inputs, controlled=True), Z_IMAGE),
-    "z-image, editing": TinyModel("ZImageTransformer2DModel", z_image_edit_inputs, Z_IMAGE),
-    "bria fibo 2": TinyModel("BriaFibo2Transformer2DModel", fibo2_inputs, FIBO2),
-    "bria fibo 2, editing": TinyModel("BriaFibo2Transformer2DModel", partial(fibo2_inputs, edits=2), FIBO2),
+    "z-image": TinyModel("ZImageTransformer2DModel", z_image_inputs, **Z_IMAGE),
+    "z-image, controlnet": TinyModel("ZImageTransformer2DModel", partial(z_image_inputs, controlled=True), **Z_IMAGE),
+    "z-image, editing": TinyModel("ZImageTransformer2DModel", z_image_edit_inputs, **Z_IMAGE),
+    "bria fibo 2": TinyModel("BriaFibo2Transformer2DModel", fibo2_inputs(), **FIBO2),
+    "bria fibo 2, editing": TinyModel(
+        "BriaFibo2Transformer2DModel",
+        fibo2_inputs(context_latents=[noise(2, 4, 4, 6, seed=i) for i in range(2)]),
+        **FIBO2,
+    ),
     "krea 2": TinyModel(
         "Krea2Transformer2DModel",
-        krea2_inputs,
-        {
-            "in_channels": 16,
-            "num_layers": 2,
-            "attention_head_dim": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 32,
-            "timestep_embed_dim": 16,
-            "text_hidden_dim": 24,
-            "num_text_layers": 3,
-            "text_num_attention_heads": 2,
-            "text_num_key_value_heads": 2,
-            "text_intermediate_size": 32,
-            "num_layerwise_text_blocks": 1,
-            "num_refiner_text_blocks": 1,
-            "axes_dims_rope": (4, 6, 6),
-        },
+        inputs(
+            tokens(16),
+            0.6,
+            encoder_hidden_states=noise(2, 9, 3, 24),
+            position_ids=lambda *sizes: torch.cat([torch.zeros(9, 3), grid(*sizes)]),
+            encoder_attention_mask=valid((9, 4)),
+        ),
+        in_channels=16,
+        num_attention_heads=4,
+        timestep_embed_dim=16,
+        text_hidden_dim=24,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
     ),
     "ernie-image": TinyModel(
         "ErnieImageTransformer2DModel",
-        ernie_inputs,
-        {
-            "hidden_size": 48,
-            "num_attention_heads": 3,
-            "num_layers": 2,
-            "ffn_hidden_size": 32,
-            "in_channels": 4,
-            "out_channels": 4,
-            "patch_size": 2,
-            "text_in_dim": 24,
-            "rope_axes_dim": (4, 6, 6),
+        lambda *sizes: {
+            "hidden_states": image(*sizes),
+            "timestep": torch.tensor([600.0, 600.0]),
+            "text_bth": noise(2, 9, 24),
+            "text_lens": torch.tensor([9, 4]),
         },
+        ffn_hidden_size=32,
+        patch_size=2,
+        text_in_dim=24,
+        rope_axes_dim=(4, 6, 6),
     ),
-    "ideogram 4": TinyModel("Ideogram4Transformer2DModel", ideogram_inputs, IDEOGRAM),
+    "ideogram 4": TinyModel("Ideogram4Transformer2DModel", ideogram_inputs, **IDEOGRAM),
     "ideogram 4, a time step for each token": TinyModel(
-        "Ideogram4Transformer2DModel", partial(ideogram_inputs, by_token=True), IDEOGRAM
+        "Ideogram4Transformer2DModel", partial(ideogram_inputs, by_token=True), **IDEOGRAM
     ),
     "omnigen": TinyModel(
         "OmniGenTransformer2DModel",
         omnigen_inputs,
-        {
-            "in_channels": 4,
-            "hidden_size": 48,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 32,
-            "num_layers": 2,
-            "pad_token_id": 0,
-            "vocab_size": 32,
-            "max_position_embeddings": 128,
-            "original_max_position_embeddings": 64,
-            "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-            "pos_embed_max_size": 24,
-            "time_step_dim": 16,
-        },
+        num_key_value_heads=3,
+        pad_token_id=0,
+        max_position_embeddings=128,
+        original_max_position_embeddings=64,
+        rope_scaling={"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        pos_embed_max_size=24,
+        time_step_dim=16,
     ),
 }

@@ -1,6 +1,4 @@
-"""Tiny transformers of video, beside those of `zoo.tiny.transformers.registry`: Kandinsky, Cosmos, EasyAnimate,
-ConsisID, AnyFlow.
-"""
+"""Tiny transformers of video: Kandinsky, Cosmos, EasyAnimate, ConsisID, AnyFlow, Sana Video and others."""
 
 from __future__ import annotations
 
@@ -9,60 +7,56 @@ from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+from torch import Tensor
 
-from zoo.tiny.base import TinyModel, noise, valid
+from zoo.tiny.base import (
+    TinyModel,
+    grid,
+    inputs,
+    noise,
+    num_patches,
+    residuals,
+    rotary,
+    valid,
+    video,
+    video_by_frame,
+)
 
-
-def kandinsky_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, frames, height, width, 4),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "timestep": torch.tensor([600.0, 600.0]),
-        "pooled_projections": noise(2, 20),
-        "visual_rope_pos": [torch.arange(size) for size in (frames, height // 2, width // 2)],
-        "text_rope_pos": torch.arange(9),
-    }
-
-
-def cosmos_inputs(frames: int, height: int, width: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, 4, frames, height, width),
-        "timestep": torch.tensor([0.6, 0.6]),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "fps": 16,
-        **more,
-    }
+# -- Kandinsky: channels last
 
 
-def cosmos_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """The first frame is given: a time step for each."""
+def channels_last(frames: int, height: int, width: int) -> Tensor:
+    return noise(2, frames, height, width, 4)
+
+
+def kandinsky_positions(frames: int, height: int, width: int) -> list[Tensor]:
+    return [torch.arange(size) for size in (frames, height // 2, width // 2)]
+
+
+def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Rows and columns are multiples of 8."""
+    size = 8 * -(-height // 8), 8 * -(-width // 8)
+    return {"hidden_states": noise(2, frames, *size, 9), "timestep": torch.tensor([600.0, 600.0])}
+
+
+kandinsky6_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
+KANDINSKY6 = {"axes_dims": (4, 4, 4), "visual_cond": False, "in_audio_dim": 8, "out_audio_dim": 8}
+
+# -- Cosmos
+
+cosmos_inputs = partial(inputs, video, fps=16)
+
+
+def cosmos_timestep(frames: int, height: int, width: int) -> Tensor:
+    """Return a time step for each frame. The first frame is given."""
     timestep = torch.full((2, 1, frames, 1, 1), 0.6)
     timestep[:, :, 0] = 0.1
-    return cosmos_inputs(
-        frames, height, width, timestep=timestep, condition_mask=noise(2, 1, frames, height, width, seed=1)
-    )
+    return timestep
 
 
-def cosmos_transfer_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Of 2.5: text and tokens of an image, and residuals of a ControlNet."""
-    tokens = frames * (height // 2) * (width // 2)
-    return cosmos_inputs(
-        frames,
-        height,
-        width,
-        encoder_hidden_states=(noise(2, 9, 24), noise(2, 5, 20)),
-        block_controlnet_hidden_states=[noise(2, tokens, 36, seed=i) for i in range(2)],
-    )
-
-
-COSMOS: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 3,
+COSMOS = {
     "attention_head_dim": 12,
-    "num_layers": 2,
     "mlp_ratio": 2.0,
-    "text_embed_dim": 24,
     "adaln_lora_dim": 8,
     "max_size": (16, 32, 32),
     # Resizing it needs torchvision.
@@ -71,68 +65,42 @@ COSMOS: dict[str, Any] = {
 
 
 def cosmos3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Text, then video, of which the first of several frames is given."""
+    """Text, then video. The first of several frames is given."""
     shape = (frames, height // 2, width // 2)
-    text, video = 7, shape[0] * shape[1] * shape[2]
+    text, patches = 7, num_patches(frames, height, width)
     noisy = torch.arange(1 if frames > 1 else 0, frames)
-    places = torch.arange(video).view(frames, -1)[noisy].flatten() + text
-    grid = torch.cartesian_prod(*[torch.arange(size) for size in shape]) + text
+    positions = torch.arange(patches).view(frames, -1)[noisy].flatten() + text
     return {
         "input_ids": torch.arange(text),
         "text_indexes": torch.arange(text),
-        "position_ids": torch.cat([torch.arange(text)[:, None].expand(-1, 3), grid]).T,
+        "position_ids": torch.cat([torch.arange(text)[:, None].expand(-1, 3), grid(*shape).long() + text]).T,
         "und_len": text,
-        "sequence_length": text + video,
+        "sequence_length": text + patches,
         "vision_tokens": [noise(1, 4, frames, height, width)],
         "vision_token_shapes": [shape],
-        "vision_sequence_indexes": torch.arange(text, text + video),
-        "vision_mse_loss_indexes": places,
-        "vision_timesteps": torch.full((len(places),), 600.0),
+        "vision_sequence_indexes": torch.arange(text, text + patches),
+        "vision_mse_loss_indexes": positions,
+        "vision_timesteps": torch.full((len(positions),), 600.0),
         "vision_noisy_frame_indexes": [noisy],
     }
 
 
-def easyanimate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, 4, frames, height, width),
-        "timestep": torch.tensor([600, 600]),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "encoder_hidden_states_t5": noise(2, 5, 20),
-    }
+# -- AnyFlow
 
 
-def consisid_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    tokens = frames * (height // 2) * (width // 2)
-    angles = noise(tokens, 16)
-    return {
-        "hidden_states": noise(2, frames, 4, height, width),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "timestep": torch.tensor([600, 600]),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
-        "id_cond": noise(2, 12),
-        "id_vit_hidden": [noise(2, 5, 16, seed=i) for i in range(2)],
-    }
+def anyflow_timestep(frames: int, height: int, width: int) -> Tensor:
+    return torch.linspace(900, 500, frames).expand(2, -1)
 
 
-def anyflow_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    timestep = torch.linspace(900, 500, frames).expand(2, -1)
-    return {
-        "hidden_states": noise(2, frames, 4, height, width),
-        "timestep": timestep,
-        "r_timestep": timestep - 100.0,
-        "encoder_hidden_states": noise(2, 9, 24),
-    }
+anyflow_inputs = partial(
+    inputs, video_by_frame, anyflow_timestep, r_timestep=lambda *sizes: anyflow_timestep(*sizes) - 100.0
+)
 
-
-def anyflow_far_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """A chunk for each frame; those before the last two are compressed."""
-    return {**anyflow_inputs(frames, height, width), "chunk_partition": [1] * frames}
+# -- Wan Animate 2
 
 
 def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """The reference pass, of one sample: it keeps keys for the steps that come next."""
-    tokens = frames * (height // 2) * (width // 2)
-    grid = torch.tensor([[frames, height // 2, width // 2]])
+    """The reference pass of one sample, which keeps keys for the following steps."""
     return {
         "hidden_states": [noise(4, frames, height, width)],
         "condition_latents": [noise(4, frames, height, width, seed=1)],
@@ -141,13 +109,13 @@ def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]
         "encoder_hidden_states_image": noise(1, 5, 1280),
         "kv_cache": WanAnimate2KVCache(2),
         "kv_cache_mode": "extract",
-        "seq_len": tokens,
-        "offset_grid_sizes": grid,
+        "seq_len": num_patches(frames, height, width),
+        "offset_grid_sizes": torch.tensor([[frames, height // 2, width // 2]]),
     }
 
 
 def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimate2KVCache) -> dict[str, Any]:
-    """A denoising step after :func:`wan_animate_2_inputs`: of one frame more, which no reference frame goes with."""
+    """A denoising step after :func:`wan_animate_2_inputs`, with one frame more that has no reference frame."""
     inputs = wan_animate_2_inputs(frames + 1, height, width)
     inputs.pop("offset_grid_sizes")
     return {
@@ -160,315 +128,171 @@ def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimat
     }
 
 
-def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Rows and columns in eights."""
-    size = 8 * -(-height // 8), 8 * -(-width // 8)
-    return {"hidden_states": noise(2, frames, *size, 9), "timestep": torch.tensor([600.0, 600.0])}
-
-
 def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Of four times as many tokens: the model fails on a single one."""
+    """Four times as many tokens as elsewhere: the model fails on a single one."""
     height, width = 4 * height, 2 * width
     shape = (frames, height // 2, width // 2)
     angles = [noise(size, 4) for size in shape]
-    places = torch.cartesian_prod(*[torch.arange(size) for size in shape]).T
     seen = torch.ones(2, frames, height, width)
     seen[1, :, : height // 2] = 0.0
-    return {
-        "hidden_states": noise(2, 4, frames, height, width),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "timestep": torch.tensor([600, 600]),
-        "attention_mask": seen,
-        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
-        "image_rotary_emb": (tuple((a.cos(), a.sin()) for a in angles), tuple(place[None] for place in places)),
-    }
+    positions = tuple(axis[None] for axis in grid(*shape).long().T)
+    make = inputs(
+        video,
+        attention_mask=seen,
+        encoder_attention_mask=valid((9, 4), dtype=torch.int64),
+        image_rotary_emb=(tuple((a.cos(), a.sin()) for a in angles), positions),
+    )
+    return make(frames, height, width)
 
 
-def kandinsky6_inputs(frames: int, height: int, width: int, *, sound: int = 0) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, frames, height, width, 4),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "pooled_projections": noise(2, 20),
-        "timestep": torch.tensor([600.0, 600.0]),
-        "audio_hidden_states": noise(2, sound, 8) if sound else None,
-    }
-
-
-KANDINSKY6: dict[str, Any] = {
-    "in_visual_dim": 4,
-    "out_visual_dim": 4,
-    "in_text_dim": 24,
-    "in_text_dim2": 20,
-    "time_dim": 16,
-    "model_dim": 36,
-    "ff_dim": 48,
-    "num_text_blocks": 1,
-    "num_visual_blocks": 2,
-    "axes_dims": (4, 4, 4),
-    "visual_cond": False,
-    "in_audio_dim": 8,
-    "out_audio_dim": 8,
-}
-
-
-def sana_video_inputs(frames: int, height: int, width: int, *, given: bool = False) -> dict[str, Any]:
-    """``given``: the first of twice as many frames, by time steps of tokens."""
-    frames *= 1 + given
-    timestep = torch.full((2, 1, frames, height // 2, width // 2), 600.0)
+def sana_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    """Twice as many frames, the first of them given: a time step for each token."""
+    timestep = torch.full((2, 1, 2 * frames, height // 2, width // 2), 600.0)
     timestep[:, :, 0] = 0
-    return {
-        "hidden_states": noise(2, 4, frames, height, width),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "encoder_attention_mask": valid((9, 4), 9, torch.int64),
-        "timestep": timestep if given else torch.tensor([600, 600]),
-    }
+    mask = valid((9, 4), dtype=torch.int64)
+    return inputs(video, lambda *_: timestep, encoder_attention_mask=mask)(2 * frames, height, width)
 
 
-SANA_VIDEO: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "num_layers": 2,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 18,
-    "cross_attention_dim": 36,
-    "caption_channels": 24,
-}
-
-
-def motif_inputs(frames: int, height: int, width: int, *, image: int = 0) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(2, 6, frames, height, width),
-        "timestep": torch.tensor([600, 600]),
-        "encoder_hidden_states": noise(2, 9, 24),
-        "encoder_attention_mask": valid((9, 4), 9),
-        "image_embeds": noise(2, image, 20) if image else None,
-    }
-
-
-MOTIF: dict[str, Any] = {
-    "in_channels": 6,
-    "out_channels": 4,
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "num_layers": 2,
-    "num_single_layers": 3,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": 24,
-    "rope_axes_dim": (4, 4, 4),
-}
-
-
-def latte_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Always of three frames, for which it has positions; each is as high as all frames together."""
-    return {
-        "hidden_states": noise(2, 4, 3, frames * height, width),
-        "timestep": torch.tensor([600, 600]),
-        "encoder_hidden_states": noise(2, 9, 24),
-    }
-
-
-LATTE: dict[str, Any] = {
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 8,
-    "num_layers": 2,
-    "cross_attention_dim": 36,
-    "sample_size": 8,
-    "patch_size": 2,
-    "norm_type": "ada_norm_single",
-    "norm_elementwise_affine": False,
-    "norm_eps": 1e-6,
-    "attention_bias": True,
-    "activation_fn": "gelu-approximate",
-    "caption_channels": 24,
-    "video_length": 3,
-}
+SANA_VIDEO = {"attention_head_dim": 12, "rope_max_seq_len": 1024}
+motif_inputs = partial(inputs, lambda *sizes: noise(2, 6, *sizes), encoder_attention_mask=valid((9, 4)))
+MOTIF = {"in_channels": 6, "attention_head_dim": 12, "num_single_layers": 3, "mlp_ratio": 2.0}
 
 VIDEO_MODELS = {
     "kandinsky 5": TinyModel(
         "Kandinsky5Transformer3DModel",
-        kandinsky_inputs,
-        {
-            "in_visual_dim": 4,
-            "in_text_dim": 24,
-            "in_text_dim2": 20,
-            "time_dim": 16,
-            "out_visual_dim": 4,
-            "model_dim": 36,
-            "ff_dim": 48,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-            "axes_dims": (4, 4, 4),
-        },
+        inputs(
+            channels_last,
+            600.0,
+            pooled_projections=noise(2, 20),
+            visual_rope_pos=kandinsky_positions,
+            text_rope_pos=torch.arange(9),
+        ),
+        axes_dims=(4, 4, 4),
     ),
-    "cosmos": TinyModel("CosmosTransformer3DModel", cosmos_inputs, COSMOS),
-    "cosmos, given frames": TinyModel("CosmosTransformer3DModel", cosmos_given_inputs, {**COSMOS, "in_channels": 5}),
+    "cosmos": TinyModel("CosmosTransformer3DModel", cosmos_inputs(timestep=0.6), **COSMOS),
+    "cosmos, given frames": TinyModel(
+        "CosmosTransformer3DModel",
+        cosmos_inputs(cosmos_timestep, condition_mask=lambda *sizes: noise(2, 1, *sizes, seed=1)),
+        **COSMOS,
+        in_channels=5,
+    ),
+    # Text and tokens of an image, and residuals of a ControlNet.
     "cosmos 2.5, transfer": TinyModel(
         "CosmosTransformer3DModel",
-        cosmos_transfer_inputs,
-        {
-            **COSMOS,
-            "extra_pos_embed_type": None,
-            "controlnet_block_every_n": 1,
-            "img_context_dim_in": 20,
-            "img_context_num_tokens": 5,
-            "img_context_dim_out": 36,
-        },
+        cosmos_inputs(
+            0.6,
+            encoder_hidden_states=(noise(2, 9, 24), noise(2, 5, 20)),
+            block_controlnet_hidden_states=residuals(2, 36),
+        ),
+        **COSMOS,
+        extra_pos_embed_type=None,
+        controlnet_block_every_n=1,
+        img_context_dim_in=20,
+        img_context_num_tokens=5,
+        img_context_dim_out=36,
     ),
     "cosmos 3": TinyModel(
         "Cosmos3OmniTransformer",
         cosmos3_inputs,
-        {
-            "head_dim": 12,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "latent_channel": 4,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "patch_latent_dim": 16,
-            "vocab_size": 32,
-            "rope_axes_dim": (2, 2, 2),
-        },
+        hidden_size=32,
+        intermediate_size=48,
+        latent_channel=4,
+        num_attention_heads=4,
+        patch_latent_dim=16,
+        rope_axes_dim=(2, 2, 2),
     ),
     "easyanimate": TinyModel(
         "EasyAnimateTransformer3DModel",
-        easyanimate_inputs,
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
-            "patch_size": 2,
-            "num_layers": 3,
-            "mmdit_layers": 2,
-            "time_embed_dim": 16,
-            "text_embed_dim": 24,
-            "text_embed_dim_t5": 20,
-        },
+        inputs(video, encoder_hidden_states_t5=noise(2, 5, 20)),
+        patch_size=2,
+        num_layers=3,
+        mmdit_layers=2,
+        time_embed_dim=16,
+        text_embed_dim_t5=20,
     ),
     "consisid": TinyModel(
         "ConsisIDTransformer3DModel",
-        consisid_inputs,
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
-            "time_embed_dim": 8,
-            "text_embed_dim": 24,
-            "num_layers": 2,
-            "sample_width": 10,
-            "sample_height": 6,
-            "max_text_seq_length": 9,
-            "use_rotary_positional_embeddings": True,
-            "is_train_face": True,
-            "cross_attn_interval": 1,
-            "cross_attn_dim_head": 8,
-            "cross_attn_num_heads": 2,
-            "LFE_id_dim": 12,
-            "LFE_vit_dim": 16,
-            "LFE_depth": 2,
-            "LFE_dim_head": 8,
-            "LFE_num_heads": 2,
-            "LFE_num_id_token": 2,
-            "LFE_num_querie": 4,
-            "LFE_output_dim": 32,
-            "LFE_num_scale": 2,
-        },
+        inputs(
+            video_by_frame,
+            image_rotary_emb=rotary,
+            id_cond=noise(2, 12),
+            id_vit_hidden=[noise(2, 5, 16, seed=i) for i in range(2)],
+        ),
+        sample_width=10,
+        sample_height=6,
+        max_text_seq_length=9,
+        use_rotary_positional_embeddings=True,
+        is_train_face=True,
+        cross_attn_interval=1,
+        cross_attn_dim_head=8,
+        cross_attn_num_heads=2,
+        LFE_id_dim=12,
+        LFE_vit_dim=16,
+        LFE_depth=2,
+        LFE_dim_head=8,
+        LFE_num_heads=2,
+        LFE_num_id_token=2,
+        LFE_num_querie=4,
+        LFE_output_dim=32,
+        LFE_num_scale=2,
     ),
-    "anyflow": TinyModel(
-        "AnyFlowTransformer3DModel",
-        anyflow_inputs,
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 12,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_dim": 24,
-            "freq_dim": 32,
-            "ffn_dim": 48,
-            "num_layers": 2,
-            "rope_max_seq_len": 32,
-        },
-    ),
+    "anyflow": TinyModel("AnyFlowTransformer3DModel", anyflow_inputs(), attention_head_dim=12),
+    # A chunk for each frame; those before the last two are compressed.
     "anyflow far": TinyModel(
         "AnyFlowFARTransformer3DModel",
-        anyflow_far_inputs,
-        {
-            "num_attention_heads": 4,
-            "attention_head_dim": 12,
-            "full_chunk_limit": 2,
-            "in_channels": 4,
-            "out_channels": 4,
-            "text_dim": 24,
-            "freq_dim": 32,
-            "ffn_dim": 48,
-            "num_layers": 2,
-            "rope_max_seq_len": 32,
-        },
+        anyflow_inputs(chunk_partition=lambda frames, height, width: [1] * frames),
+        num_attention_heads=4,
+        attention_head_dim=12,
+        full_chunk_limit=2,
     ),
     "wan animate 2": TinyModel(
-        "WanAnimate2Transformer3DModel",
-        wan_animate_2_inputs,
-        {
-            "text_len": 12,
-            "in_dim": 8,
-            "dim": 48,
-            "ffn_dim": 48,
-            "freq_dim": 32,
-            "text_dim": 24,
-            "out_dim": 4,
-            "num_heads": 4,
-            "num_layers": 2,
-        },
+        "WanAnimate2Transformer3DModel", wan_animate_2_inputs, text_len=12, in_dim=8, out_dim=4, num_heads=4
     ),
     "kandinsky 6 sr": TinyModel(
         "Kandinsky6SRTransformer3DModel",
         kandinsky6_sr_inputs,
-        {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "time_dim": 16,
-            "model_dim": 64,
-            "ff_dim": 48,
-            "num_visual_blocks": 2,
-            "axes_dims": (4, 6, 6),
-            "nabla_threshold": 0.3,
-            "nabla_window": (1, 1, 1),
-        },
+        model_dim=64,
+        nabla_threshold=0.3,
+        nabla_window=(1, 1, 1),
     ),
-    "allegro": TinyModel(
-        "AllegroTransformer3DModel",
-        allegro_inputs,
-        {
-            "num_attention_heads": 3,
-            "attention_head_dim": 12,
-            "num_layers": 2,
-            "cross_attention_dim": 36,
-            "caption_channels": 24,
-        },
-    ),
-    "kandinsky 6": TinyModel("Kandinsky6Transformer3DModel", kandinsky6_inputs, KANDINSKY6),
+    "allegro": TinyModel("AllegroTransformer3DModel", allegro_inputs, attention_head_dim=12),
+    "kandinsky 6": TinyModel("Kandinsky6Transformer3DModel", kandinsky6_inputs(), **KANDINSKY6),
     "kandinsky 6, with sound": TinyModel(
-        "Kandinsky6Transformer3DModel", partial(kandinsky6_inputs, sound=7), {**KANDINSKY6, "ca_rope": True}
+        "Kandinsky6Transformer3DModel",
+        kandinsky6_inputs(audio_hidden_states=noise(2, 7, 8)),
+        **KANDINSKY6,
+        ca_rope=True,
     ),
-    "sana video": TinyModel("SanaVideoTransformer3DModel", sana_video_inputs, SANA_VIDEO),
-    "sana video, image": TinyModel("SanaVideoTransformer3DModel", partial(sana_video_inputs, given=True), SANA_VIDEO),
-    "motif": TinyModel("MotifVideoTransformer3DModel", motif_inputs, {**MOTIF, "num_decoder_layers": 2}),
+    "sana video": TinyModel(
+        "SanaVideoTransformer3DModel",
+        inputs(video, encoder_attention_mask=valid((9, 4), dtype=torch.int64)),
+        **SANA_VIDEO,
+    ),
+    "sana video, image": TinyModel("SanaVideoTransformer3DModel", sana_given_inputs, **SANA_VIDEO),
+    "motif": TinyModel(
+        "MotifVideoTransformer3DModel", motif_inputs(), **MOTIF, num_decoder_layers=2, image_embed_dim=None
+    ),
     "motif, image": TinyModel(
         "MotifVideoTransformer3DModel",
-        partial(motif_inputs, image=5),
-        {
-            **MOTIF,
-            "num_decoder_layers": 1,
-            "image_embed_dim": 20,
-            "enable_text_cross_attention_dual": True,
-            "enable_text_cross_attention_single": True,
-        },
+        motif_inputs(image_embeds=noise(2, 5, 20)),
+        **MOTIF,
+        num_decoder_layers=1,
+        enable_text_cross_attention_dual=True,
+        enable_text_cross_attention_single=True,
     ),
-    "latte": TinyModel("LatteTransformer3DModel", latte_inputs, LATTE),
+    # Always three frames, because it has positions for them; each is as high as all frames together.
+    "latte": TinyModel(
+        "LatteTransformer3DModel",
+        inputs(lambda frames, height, width: noise(2, 4, 3, frames * height, width)),
+        attention_head_dim=12,
+        out_channels=8,
+        sample_size=8,
+        patch_size=2,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        norm_eps=1e-6,
+        attention_bias=True,
+        activation_fn="gelu-approximate",
+        video_length=3,
+    ),
 }
