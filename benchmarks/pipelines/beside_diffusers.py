@@ -17,7 +17,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
-from zoo.tiny.transformers.registry import MODELS, TinyModel
+from zoo.tiny.transformers.registry import MODELS
 
 NAMES = [
     "flux",
@@ -59,13 +58,14 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
     "qwen-image, masked": {"axes_dims_rope": (16, 56, 56)},
     "minimax-h3": {"hidden_size": 512, "ffn_dim": 2048, "rope_freq_dim": 16},
 }
+Build = Callable[[], nn.Module]
 # Largest relative error of what counts as exact.
 EXACT = 1e-5
 # Of which medians are quoted.
 ROUNDS = 7
 
 
-def tiny(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
+def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
     """A model with heads that two ranks share evenly, and inputs; nine text tokens, of which the even size has
     eight.
     """
@@ -83,13 +83,13 @@ def tiny(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
             if isinstance(inputs.get(key), Tensor):
                 dim = inputs[key].ndim - 2 if key == "txt_ids" else 1
                 inputs[key] = inputs[key].narrow(dim, 0, 8)
-    return replace(model, config={**model.config, **heads}), {**inputs, "return_dict": False}
+    return partial(model.build, **heads), {**inputs, "return_dict": False}
 
 
-def large(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
+def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
     """A model of which a step takes about a second, and inputs: one sample."""
     model = MODELS[name]
-    config = {**model.config, "num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
+    config = {"num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
     # MiniMax-H3 has seven tokens of sound in the same sequence.
     text = LARGE_TEXT[size] + (name == "minimax-h3")
     # Of an image's context the last 512 tokens are text.
@@ -98,7 +98,7 @@ def large(name: str, size: str) -> tuple[TinyModel, dict[str, Any]]:
     # MiniMax-H3's is one, with two time steps.
     if name != "minimax-h3":
         inputs = {key: first_sample(value) for key, value in inputs.items()}
-    return replace(model, config=config), {**inputs, "return_dict": False}
+    return partial(model.build, **config), {**inputs, "return_dict": False}
 
 
 def latent_pixels(name: str, tokens: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -138,14 +138,14 @@ WAYS: dict[str, Callable[..., nn.Module]] = {
 
 
 def applied(
-    model: TinyModel, inputs: dict[str, Any], expected: Tensor, ways: list[str], *, uneven: bool
+    build: Build, inputs: dict[str, Any], expected: Tensor, ways: list[str], *, uneven: bool
 ) -> tuple[dict[str, nn.Module], dict[str, dict[str, Any]]]:
     """Return the transformer of each way, unless a rank failed, and its error or its message."""
     transformers, found = {}, {}
     for way in ways:
         failed = torch.zeros(1)
         try:
-            transformer = WAYS[way](model.build(), uneven=uneven)
+            transformer = WAYS[way](build(), uneven=uneven)
             out = transformer(**inputs)[0]
             error = relative_error(out, expected) if out.shape == expected.shape else float("inf")
             found[way] = {"error": error}
@@ -161,8 +161,8 @@ def applied(
 
 def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
     """Return the error or the message of each way on the tiny model."""
-    model, inputs = tiny(name, size)
-    return applied(model, inputs, model.build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
+    build, inputs = tiny(name, size)
+    return applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
 
 
 def is_exact(found: dict[str, Any]) -> bool:
@@ -173,9 +173,9 @@ def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, 
     """Return the error of each way on the large model, and its seconds and CPU seconds in each round; also of one rank
     alone.
     """
-    model, inputs = large(name, size)
-    alone = model.build()
-    transformers, found = applied(model, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
+    build, inputs = large(name, size)
+    alone = build()
+    transformers, found = applied(build, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
     taken: dict[str, list[tuple[float, float]]] = {"1 rank": [], **{way: [] for way in transformers}}
     order = list(transformers)
     for _ in range(rounds):

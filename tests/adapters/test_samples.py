@@ -56,7 +56,7 @@ def call_with_more():
         "positional": attempt(tokens, **inputs),
         "unknown": attempt(tokens, **inputs, guidance=3.0),
         "doubled": attempt(tokens, **inputs, hidden_states=tokens),
-        "too many": attempt(tokens, *inputs.values(), None, True, None, 5),
+        "too many": attempt(tokens, *inputs.values(), *[None] * 5),
         "no tokens": attempt(**inputs),
     }
     plan = replace(SD3.plan, batched={"hidden_states": 0, "timestep": 0})

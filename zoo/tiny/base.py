@@ -67,20 +67,19 @@ def valid(lengths: tuple[int, ...], total: int = 9, dtype: torch.dtype = torch.b
 
 
 def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function of ``(frames, height, width)`` that makes the inputs of two samples with a text of 9 tokens.
+    """Return a function of ``(frames, height, width, text=9)`` that makes the inputs of two samples.
 
     An argument that is a function is called with the sizes, any other is copied. A number as ``timestep`` is that of
-    both samples.
+    both samples. ``text`` is the number of tokens of ``encoder_hidden_states``.
     """
     values = {
         "hidden_states": hidden_states,
-        "encoder_hidden_states": noise(2, 9, 24),
         "timestep": timestep if callable(timestep) else torch.tensor([timestep, timestep]),
         **more,
     }
 
-    def make(frames: int, height: int, width: int) -> dict[str, Any]:
-        return {
+    def make(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
+        return {"encoder_hidden_states": noise(2, text, 24)} | {
             name: value(frames, height, width) if callable(value) else copy.deepcopy(value)
             for name, value in values.items()
         }

@@ -19,7 +19,7 @@ def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = F
         "x": [noise(4, 1, frames * height, width, seed=i) for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
         "cap_feats": [noise(9, 24), noise(4, 24)],
-        "controlnet_block_samples": {0: noise(2, total, 48)} if controlled else None,
+        **({"controlnet_block_samples": {0: noise(2, total, 48)}} if controlled else {}),
     }
 
 

@@ -63,29 +63,34 @@ def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int 
 # -- models of packed tokens
 
 
-def qwen_inputs(frames: int, height: int, width: int, *, text: int = 9, **more: Any) -> dict[str, Any]:
-    # With zeroed time steps (editing) the first image is generated, the others are given.
-    shapes = [[(1, height, width)] * frames] * 2
-    text_states = noise(2, text, 24)
-    make = inputs(tokens(16), 0.6, encoder_hidden_states=text_states, img_shapes=shapes, **more)
-    return make(frames, height, width)
+def image_shapes(frames: int, height: int, width: int) -> list[list[tuple[int, int, int]]]:
+    """Return one image per frame. With zeroed time steps (editing) the first is generated, the others are given."""
+    return [[(1, height, width)] * frames] * 2
 
 
+qwen_inputs = partial(inputs, tokens(16), 0.6, img_shapes=image_shapes)
 QWEN = {"in_channels": 16}
+
+
+def qwen_masked_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
+    mask = valid((text, text // 2), text, torch.int64)
+    return qwen_inputs(encoder_hidden_states_mask=mask)(frames, height, width, text=text)
+
+
+_GUIDANCE = {"guidance": torch.tensor([3.5, 3.5])}
 
 
 def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
     """An image as high as all frames together."""
-    make = inputs(
-        tokens(16),
-        0.6,
-        encoder_hidden_states=noise(2, text, 24),
-        pooled_projections=noise(2, 20),
-        guidance=torch.tensor([3.5, 3.5]),
-        img_ids=grid(1, frames * height, width),
-        txt_ids=torch.zeros(text, 3),
-    )
-    return make(frames, height, width)
+    positions = {"img_ids": grid(1, frames * height, width), "txt_ids": torch.zeros(text, 3)}
+    make = inputs(tokens(16), 0.6, pooled_projections=noise(2, 20), **_GUIDANCE, **positions)
+    return make(frames, height, width, text=text)
+
+
+def flux2_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
+    positions = {"img_ids": grid(frames, height, width, 1), "txt_ids": grid(1, 1, 1, text)}
+    both = {name: ids.expand(2, -1, -1) for name, ids in positions.items()}
+    return inputs(tokens(16), 0.6, **_GUIDANCE, **both)(frames, height, width, text=text)
 
 
 # -- LTX-Video
@@ -285,28 +290,18 @@ MODELS = {
         "SkyReelsV2Transformer3DModel", partial(skyreels_forcing_inputs, block=3), **WAN, num_frame_per_block=3
     ),
     "chronoedit": TinyModel("ChronoEditTransformer3DModel", inputs(video), **WAN),
-    "qwen-image": TinyModel("QwenImageTransformer2DModel", qwen_inputs, **QWEN),
-    "qwen-image, masked": TinyModel(
-        "QwenImageTransformer2DModel",
-        partial(qwen_inputs, encoder_hidden_states_mask=valid((9, 4), dtype=torch.int64)),
-        **QWEN,
-    ),
+    "qwen-image": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN),
+    "qwen-image, masked": TinyModel("QwenImageTransformer2DModel", qwen_masked_inputs, **QWEN),
     "qwen-image, controlnet": TinyModel(
         "QwenImageTransformer2DModel",
-        partial(qwen_inputs, controlnet_block_samples=residuals(2, 48, patch=1)),
+        qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1)),
         **QWEN,
     ),
-    "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs, **QWEN, zero_cond_t=True),
+    "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN, zero_cond_t=True),
     "flux": TinyModel("FluxTransformer2DModel", flux_inputs, in_channels=16, out_channels=16, guidance_embeds=True),
     "flux2": TinyModel(
         "Flux2Transformer2DModel",
-        inputs(
-            tokens(16),
-            0.6,
-            guidance=torch.tensor([3.5, 3.5]),
-            img_ids=lambda *sizes: grid(*sizes, 1).expand(2, -1, -1),
-            txt_ids=grid(1, 1, 1, 9).expand(2, -1, -1),
-        ),
+        flux2_inputs,
         in_channels=16,
         out_channels=16,
         timestep_guidance_channels=32,
