@@ -1,6 +1,4 @@
-"""Tiny pipelines of sound, on the transformers of `zoo.tiny.transformers.audio`: latents of 27 tokens come back, of
-Stable Audio 3 ten.
-"""
+"""Tiny pipelines of sound. They return latents of 27 tokens, Stable Audio 3 of ten."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-import transformers
 from diffusers import EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioProjectionModel
@@ -16,21 +13,20 @@ from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAud
 from torch import nn
 
 from zoo.tiny.pipelines.parts import (
-    DECODER,
+    TEXT,
     TEXT_WIDTH,
     TinyPipeline,
-    embeddings,
+    decoder,
+    masks,
     random_model,
-    umt5_and_tokenizer,
-    whole_pipe,
-    word_tokenizer,
+    tiny_pipe,
+    umt5,
 )
 from zoo.tiny.random_weights import fill
-from zoo.tiny.transformers.audio import AUDIO_MODELS
 
 
 def _vae(cls: str, **config: Any) -> nn.Module:
-    """Of 8 samples of sound for each latent."""
+    """Return a VAE with 8 samples of sound per latent."""
     with warnings.catch_warnings():
         # diffusers' own use of what torch calls deprecated.
         warnings.filterwarnings("ignore", "`torch.nn.utils.weight_norm` is deprecated")
@@ -50,41 +46,27 @@ def _oobleck() -> nn.Module:
 
 
 def stable_audio() -> Any:
-    model = AUDIO_MODELS["stable audio"]
-    # The projection gives start and end beside each other.
-    config = {**model.config, "global_states_input_dim": 2 * TEXT_WIDTH, "sample_size": 27}
     seconds = StableAudioProjectionModel(
         text_encoder_dim=TEXT_WIDTH, conditioning_dim=TEXT_WIDTH, min_value=0, max_value=32
     )
-    return whole_pipe(
+    return tiny_pipe(
         "StableAudioPipeline",
-        transformer=random_model(model.cls, 1, **config),
+        "stable audio",
+        # The projection concatenates start and end.
+        config={"global_states_input_dim": 2 * TEXT_WIDTH, "sample_size": 27},
         vae=_oobleck(),
-        text_encoder=None,
-        tokenizer=None,
         projection_model=fill(seconds, 3),
         scheduler=EDMDPMSolverMultistepScheduler(solver_order=2),
     )
 
 
 def longcat_audio() -> Any:
-    model = AUDIO_MODELS["longcat-audio"]
-    vae = _vae(
-        "LongCatAudioDiTVae",
-        channels=8,
-        c_mults=[1, 2],
-        strides=[2, 4],
-        latent_dim=4,
-        encoder_latent_dim=8,
-        sample_rate=16,
-        downsampling_ratio=8,
-    )
-    transformer = random_model(model.cls, 1, **model.config)
-    return whole_pipe("LongCatAudioDiTPipeline", transformer=transformer, vae=vae, **umt5_and_tokenizer())
+    sizes = {"channels": 8, "c_mults": [1, 2], "strides": [2, 4], "latent_dim": 4, "encoder_latent_dim": 8}
+    vae = _vae("LongCatAudioDiTVae", sample_rate=16, downsampling_ratio=8, **sizes)
+    return tiny_pipe("LongCatAudioDiTPipeline", "longcat-audio", vae=vae, **umt5())
 
 
 def ace_step() -> Any:
-    model, tokenizer = AUDIO_MODELS["ace-step"], word_tokenizer()
     conditions = AceStepConditionEncoder(
         hidden_size=TEXT_WIDTH,
         intermediate_size=32,
@@ -97,20 +79,17 @@ def ace_step() -> Any:
         head_dim=12,
         sliding_window=3,
     )
-    decoder = transformers.Qwen3Config(vocab_size=len(tokenizer), head_dim=12, **DECODER)
-    return whole_pipe(
+    return tiny_pipe(
         "AceStepPipeline",
-        transformer=random_model(model.cls, 1, **model.config),
+        "ace-step",
         vae=_oobleck(),
         condition_encoder=fill(conditions, 3),
-        text_encoder=fill(transformers.Qwen3Model(decoder), 5),
-        tokenizer=tokenizer,
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
+        **decoder("Qwen3Model", "Qwen3Config", head_dim=12),
     )
 
 
 def stable_audio3(cls: str = "StableAudio3Pipeline") -> Any:
-    model = AUDIO_MODELS["stable audio 3"]
     vae = _vae(
         "AutoencoderSAME",
         patch_size=2,
@@ -123,35 +102,25 @@ def stable_audio3(cls: str = "StableAudio3Pipeline") -> Any:
         ff_mult=1,
         sampling_rate=16,
     )
-    return whole_pipe(
-        cls,
-        # The duration is a token of text, too.
-        transformer=random_model(model.cls, 1, **{**model.config, "global_cond_dim": TEXT_WIDTH}),
-        vae=vae,
-        text_encoder=None,
-        tokenizer=None,
-        duration_embedder=fill(StableAudio3DurationEmbedder(output_dim=TEXT_WIDTH, fourier_dim=16), 3),
-    )
+    duration = StableAudio3DurationEmbedder(output_dim=TEXT_WIDTH, fourier_dim=16)
+    # The duration is also a token of the text.
+    config = {"global_cond_dim": TEXT_WIDTH}
+    return tiny_pipe(cls, "stable audio 3", config=config, vae=vae, duration_embedder=fill(duration, 3))
 
 
-_TEXT = embeddings(9, TEXT_WIDTH)
-_VALID = (torch.arange(9) < torch.tensor([[9], [5]])).long()
-# Short, or what its attention takes the difference of would hardly depend on other tokens.
+_MASKS = masks("mask", torch.int64)
+# A short sequence: over a long one the difference that its attention takes hardly depends on other tokens.
 _SHORT = {
     "prompt": None,
     "duration": 2.5,
-    "prompt_embeds": _TEXT["prompt_embeds"],
-    "encoder_attention_mask": _VALID[:1],
+    "prompt_embeds": TEXT["prompt_embeds"],
+    "encoder_attention_mask": _MASKS["prompt_mask"],
 }
 
 AUDIO_PIPELINES: dict[str, TinyPipeline] = {
     "stable audio": TinyPipeline(
         stable_audio,
-        {
-            **embeddings(9, TEXT_WIDTH),
-            "attention_mask": torch.ones(1, 9).long(),
-            "negative_attention_mask": torch.ones(1, 9).long(),
-        },
+        {**TEXT, **dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())},
     ),
     "longcat-audio": TinyPipeline(longcat_audio, {"audio_duration_s": 13.5, "negative_prompt": "a blue square"}),
     "ace-step": TinyPipeline(ace_step, {"audio_duration": 13.5, "lyrics": "a small green square"}),
@@ -160,8 +129,8 @@ AUDIO_PIPELINES: dict[str, TinyPipeline] = {
         {
             **_SHORT,
             "guidance_scale": 3.0,
-            "negative_prompt_embeds": _TEXT["negative_prompt_embeds"],
-            "negative_encoder_attention_mask": _VALID[1:],
+            "negative_prompt_embeds": TEXT["negative_prompt_embeds"],
+            "negative_encoder_attention_mask": _MASKS["negative_prompt_mask"],
         },
     ),
     "stable audio 3, sound": TinyPipeline(

@@ -7,24 +7,36 @@ from typing import Any
 from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import nn
 
-from zoo.tiny.pipelines.parts import TinyPipeline, random_image, random_model, random_video, word_tokenizer
-from zoo.tiny.pipelines.shelf_parts import MODELS, SIZE, TEXT, VIDEO, on_shelf, wan_vae
+from zoo.tiny.pipelines.parts import (
+    FRAMES,
+    IMAGE,
+    SIZE,
+    TEXT,
+    VIDEO,
+    TinyPipeline,
+    random_model,
+    random_video,
+    tiny_pipe,
+    wan_vae,
+    word_tokenizer,
+)
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
+from zoo.tiny.transformers.registry import MODELS
 
 
 class _NoSafetyChecker:
-    """Cosmos insists on one, and asks it about prompts, which are not given here."""
+    """A safety checker: Cosmos requires one, and asks it about prompts, which are not given here."""
 
     def to(self, device: Any) -> None:
         pass
 
 
 def cosmos(cls: str, model: str = "cosmos", **components: Any) -> Any:
-    return on_shelf(cls, model, safety_checker=_NoSafetyChecker(), **components)
+    return tiny_pipe(cls, model, safety_checker=_NoSafetyChecker(), **components)
 
 
 def _vae_of_cosmos1() -> nn.Module:
-    """Of 4 frames of 4 × 4 pixels."""
+    """Return a VAE whose latent pixels are 4 frames of 4 × 4 pixels."""
     sizes = {"encoder_block_out_channels": (8,) * 3, "decode_block_out_channels": (8,) * 3, "num_layers": 1}
     ratios = {"patch_size": 2, "temporal_compression_ratio": 4, "spatial_compression_ratio": 4, "resolution": 32}
     latents = {"latent_channels": 4, "latents_mean": None, "latents_std": None}
@@ -36,7 +48,7 @@ def _flow() -> Any:
 
 
 def cosmos25(cls: str = "Cosmos2_5_PredictBasePipeline", model: str = "cosmos", **components: Any) -> Any:
-    """Its transformer resizes a mask of padding, and has no positions that are learned."""
+    """Build Cosmos 2.5. Its transformer resizes a mask of padding and has no learned positions."""
     stand_in_for_torchvision()
     config = {"in_channels": 5, "extra_pos_embed_type": None, "concat_padding_mask": True}
     return cosmos(cls, model, vae=wan_vae(), scheduler=_flow(), config=config, **components)
@@ -50,7 +62,7 @@ def cosmos25_transfer() -> Any:
         "CosmosControlNetModel",
         8,
         n_controlnet_blocks=2,
-        # Latents, which it fills up to as many, and masks of what is given and of padding.
+        # Latents, which the ControlNet pads to this number, and masks of given frames and of padding.
         in_channels=6,
         latent_channels=6,
         model_channels=36,
@@ -61,7 +73,7 @@ def cosmos25_transfer() -> Any:
 
 def cosmos3() -> Any:
     tokenizer = word_tokenizer()
-    return on_shelf(
+    return tiny_pipe(
         "Cosmos3OmniPipeline",
         "cosmos 3",
         vae=wan_vae(),
@@ -79,7 +91,7 @@ COSMOS_PIPELINES: dict[str, TinyPipeline] = {
         lambda: cosmos("CosmosTextToWorldPipeline", vae=None, scheduler=EDMEulerScheduler()),
         {**VIDEO, "num_frames": 17, **TEXT},
     ),
-    # Each branch of guidance has noise of its own in the frames that are given.
+    # Each CFG branch has its own noise in the given frames.
     "cosmos, video": TinyPipeline(
         lambda: cosmos(
             "CosmosVideoToWorldPipeline",
@@ -104,18 +116,16 @@ COSMOS_PIPELINES: dict[str, TinyPipeline] = {
             config={"in_channels": 5},
             scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
         ),
-        {**VIDEO, **TEXT, "image": random_image(48, 80)},
+        {**VIDEO, **TEXT, "image": IMAGE},
     ),
     "cosmos 2.5": TinyPipeline(cosmos25, {**VIDEO, **TEXT}),
-    "cosmos 2.5, image": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "image": random_image(48, 80)}),
-    "cosmos 2.5, video": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "video": random_video(9, 48, 80)}),
+    "cosmos 2.5, image": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "image": IMAGE}),
+    "cosmos 2.5, video": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "video": FRAMES}),
     # Two parts, the second with the end of the first as its condition.
     "cosmos 2.5, transfer": TinyPipeline(
         cosmos25_transfer,
         {**VIDEO, **TEXT, "num_frames": 13, "num_frames_per_chunk": 9, "controls": random_video(13, 48, 80)},
     ),
     "cosmos 3": TinyPipeline(cosmos3, _COSMOS3),
-    "cosmos 3, video": TinyPipeline(
-        cosmos3, {**_COSMOS3, "video": random_video(9, 48, 80), "condition_frame_indexes_vision": (0,)}
-    ),
+    "cosmos 3, video": TinyPipeline(cosmos3, {**_COSMOS3, "video": FRAMES, "condition_frame_indexes_vision": (0,)}),
 }

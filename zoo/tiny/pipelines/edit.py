@@ -1,6 +1,4 @@
-"""Tiny pipelines whose models see given images beside their text: Z-Image Omni, JoyImage, LongCat-Image, OmniGen, Bria
-FIBO.
-"""
+"""Tiny pipelines of image editing: Z-Image Omni, JoyImage, LongCat-Image, OmniGen, Bria FIBO."""
 
 from __future__ import annotations
 
@@ -8,54 +6,49 @@ from typing import Any
 
 import torch
 import transformers
-from diffusers.image_processor import VaeImageProcessor
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
 
 from zoo.tiny.base import noise
+from zoo.tiny.pipelines.image import encode_a_sixteenth
 from zoo.tiny.pipelines.parts import (
-    DECODER,
+    IMAGE,
     IMAGE_WIDTH,
     PROMPT,
-    ROPE,
+    SIZE,
+    SMALL,
+    TEXT,
     TEXT_WIDTH,
+    VISION,
     TinyPipeline,
-    build_vae,
+    decoder,
+    from_transformers,
+    masks,
+    qwen_vl,
     random_image,
+    small_vae,
+    tiny_pipe,
+    wan_vae,
     word_tokenizer,
 )
-from zoo.tiny.pipelines.shelf_parts import SIZE, SMALL, TEXT, masks, on_shelf, small_vae, wan_vae
-from zoo.tiny.random_weights import fill
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 
-_IMAGE = random_image(48, 80)
-
-# -- Z-Image Omni: each prompt is a list of its parts before, between and behind the images
+# -- Z-Image Omni: each prompt is a list of its parts before, between and after the images
 
 
 def z_image_omni() -> Any:
-    """The pipeline gives its VAE bfloat16, whatever that is of."""
-    config = transformers.Siglip2VisionConfig(
-        hidden_size=IMAGE_WIDTH,
-        intermediate_size=2 * IMAGE_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        patch_size=8,
-        num_patches=16,
-    )
-    return on_shelf(
+    """Build the pipeline. It gives its VAE bfloat16, whatever dtype the VAE has."""
+    return tiny_pipe(
         "ZImageOmniPipeline",
         "z-image",
         vae=small_vae().bfloat16(),
-        siglip=fill(transformers.Siglip2VisionModel(config), seed=7),
+        siglip=from_transformers("Siglip2VisionModel", "Siglip2VisionConfig", 7, **VISION, num_patches=16),
         siglip_processor=transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16),
         config={"siglip_feat_dim": IMAGE_WIDTH},
     )
 
 
 def _parts_of_prompts(prompt: tuple[int, ...], negative: tuple[int, ...]) -> dict[str, Any]:
-    """Of so many tokens each."""
+    """Return embeddings of both prompts, whose parts have these numbers of tokens."""
     lengths = {"prompt": prompt, "negative_prompt": negative}
     of_each = {f"{kind}_embeds": [[noise(n, TEXT_WIDTH) for n in parts]] for kind, parts in lengths.items()}
     return {"prompt": None, **of_each}
@@ -63,21 +56,19 @@ def _parts_of_prompts(prompt: tuple[int, ...], negative: tuple[int, ...]) -> dic
 
 # -- JoyImage
 
-_MASKS = masks("embeds_mask", dtype=torch.int64)
+_MASKS = masks("embeds_mask", torch.int64)
 
 
 def joyimage() -> Any:
-    pipe = on_shelf("JoyImageEditPipeline", "joyimage", vae=wan_vae())
-    # It takes no other than sizes of a megapixel.
+    pipe = tiny_pipe("JoyImageEditPipeline", "joyimage", vae=wan_vae())
+    # The pipeline chooses sizes of a megapixel.
     pipe.vae_image_processor.get_default_height_width = lambda *_: (48, 80)
     return pipe
 
 
 def joyimage_plus() -> Any:
-    """``encode_prompt_multiple_images`` is in place of Qwen 3 VL: given embeddings without a prompt, the pipeline
-    itself fails.
-    """
-    pipe = on_shelf("JoyImageEditPlusPipeline", "joyimage plus", vae=wan_vae())
+    """Build the pipeline with a function instead of Qwen 3 VL: it fails on embeddings without a prompt."""
+    pipe = tiny_pipe("JoyImageEditPlusPipeline", "joyimage plus", vae=wan_vae())
     pipe.image_processor.get_default_height_width = lambda *_: (48, 80)
 
     def encode(prompt: list[str], **_: Any) -> tuple[Tensor, Tensor]:
@@ -91,59 +82,36 @@ def joyimage_plus() -> Any:
 # -- LongCat-Image
 
 
-def _qwen_vl(tokenizer: PreTrainedTokenizerFast) -> nn.Module:
-    marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={"vocab_size": len(tokenizer), "rope_parameters": ROPE, **DECODER, **marks},
-        vision_config={
-            "depth": 1,
-            "hidden_size": 24,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "out_hidden_size": TEXT_WIDTH,
-        },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-    )
-    return fill(transformers.Qwen2_5_VLForConditionalGeneration(config), seed=5)
-
-
 def longcat_image(cls: str = "LongCatImagePipeline", text_processor: Any = None) -> Any:
     tokenizer = word_tokenizer()
+    marks = {"vision_start_token_id": "<|vision_start|>", "image_token_id": "<|image_pad|>"}
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
-    # It takes no other number of channels.
-    vae = fill(build_vae(16), seed=2)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    pipe = on_shelf(
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    ids |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    pipe = tiny_pipe(
         cls,
         "longcat-image",
-        vae=vae,
-        text_encoder=_qwen_vl(tokenizer),
+        # The pipeline takes no other number of channels.
+        vae=small_vae(16),
+        text_encoder=qwen_vl(tokenizer, 24, **ids),
         tokenizer=tokenizer,
         text_processor=text_processor,
         config={"in_channels": 64},
     )
-    # Each prompt is filled up to as many tokens.
+    # The pipeline pads each prompt to this number of tokens.
     pipe.tokenizer_max_length = 13
     return pipe
 
 
 class _Images:
-    """What the pipeline takes of Qwen's processor, which needs torchvision."""
+    """The part of Qwen's processor that the pipeline uses. The processor itself needs torchvision."""
 
     image_processor = transformers.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 84)
 
 
 def longcat_image_edit() -> Any:
-    """It scales what it is given to a megapixel. Here the VAE sees a sixteenth of the height and of the width, Qwen six
-    tokens.
-    """
-    pipe = longcat_image("LongCatImageEditPipeline", _Images())
-    encode = pipe.vae.encode
-    pipe.vae.encode = lambda pixels: encode(functional.avg_pool2d(pixels, 16))
-    pipe.vae_scale_factor *= 16
-    pipe.image_processor = VaeImageProcessor(vae_scale_factor=2 * pipe.vae_scale_factor)
-    return pipe
+    """Build a pipeline that scales given images to a megapixel. Its VAE sees 1/16 of each side, Qwen six tokens."""
+    return encode_a_sixteenth(longcat_image("LongCatImageEditPipeline", _Images()))
 
 
 # -- OmniGen
@@ -152,27 +120,19 @@ def longcat_image_edit() -> Any:
 def omnigen() -> Any:
     stand_in_for_torchvision()
     tokenizer = word_tokenizer()
-    return on_shelf("OmniGenPipeline", "omnigen", tokenizer=tokenizer, config={"vocab_size": len(tokenizer)})
+    return tiny_pipe("OmniGenPipeline", "omnigen", tokenizer=tokenizer, config={"vocab_size": len(tokenizer)})
 
 
 # -- Bria FIBO
 
 
 def bria_fibo(cls: str = "BriaFiboPipeline") -> Any:
-    """Text is the last two layers of its encoder beside each other, and to each block goes one of them."""
-    tokenizer = word_tokenizer()
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **{**DECODER, "hidden_size": 20})
-    return on_shelf(
-        cls,
-        "bria fibo",
-        vae=wan_vae(),
-        text_encoder=fill(transformers.LlamaModel(config), seed=5),
-        tokenizer=tokenizer,
-        config={"in_channels": 4, "joint_attention_dim": 40},
-    )
+    """Build the pipeline. Its text is the last two layers of the encoder, concatenated; each block gets one layer."""
+    llama = decoder("LlamaModel", "LlamaConfig", hidden_size=20)
+    return tiny_pipe(cls, "bria fibo", vae=wan_vae(), config={"in_channels": 4, "joint_attention_dim": 40}, **llama)
 
 
-# An empty prompt is a token of Llama's that the tokenizer here does not have.
+# The pipeline encodes an empty prompt as a token of Llama that the tokenizer here does not have.
 _FIBO = {"height": 96, "width": 160, "negative_prompt": "a blue square"}
 
 EDIT_PIPELINES: dict[str, TinyPipeline] = {
@@ -181,11 +141,11 @@ EDIT_PIPELINES: dict[str, TinyPipeline] = {
         z_image_omni, {**SMALL, **_parts_of_prompts((5, 9, 3), (5, 4, 3)), "image": [random_image(64, 72)]}
     ),
     "joyimage": TinyPipeline(joyimage, {**SIZE, **TEXT, **_MASKS}),
-    "joyimage, image": TinyPipeline(joyimage, {**SIZE, **TEXT, **_MASKS, "image": _IMAGE}),
-    "joyimage plus": TinyPipeline(joyimage_plus, {**SIZE, "images": [_IMAGE, random_image(48, 80, seed=2)]}),
+    "joyimage, image": TinyPipeline(joyimage, {**SIZE, **TEXT, **_MASKS, "image": IMAGE}),
+    "joyimage plus": TinyPipeline(joyimage_plus, {**SIZE, "images": [IMAGE, random_image(48, 80, seed=2)]}),
     # Rewriting prompts is Qwen's work alone.
     "longcat-image": TinyPipeline(longcat_image, {**SMALL, "enable_prompt_rewrite": False}),
-    "longcat-image, editing": TinyPipeline(longcat_image_edit, {"image": _IMAGE}),
+    "longcat-image, editing": TinyPipeline(longcat_image_edit, {"image": IMAGE}),
     "omnigen": TinyPipeline(omnigen, SIZE),
     # Three branches: of text and image, of neither, and of the image.
     "omnigen, image": TinyPipeline(
@@ -193,7 +153,7 @@ EDIT_PIPELINES: dict[str, TinyPipeline] = {
         {
             **SIZE,
             "prompt": "<img><|image_1|></img> a large red circle",
-            "input_images": [_IMAGE],
+            "input_images": [IMAGE],
             "max_input_image_size": 128,
         },
     ),

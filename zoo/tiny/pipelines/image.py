@@ -1,264 +1,239 @@
-"""Tiny pipelines of the image families beside FLUX.1."""
+"""Tiny pipelines of images: Qwen-Image, FLUX.2, Stable Diffusion 3, HiDream, AuraFlow, PixArt, Lumina, VisualCloze."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import diffusers
-import transformers
+import torch
 from diffusers.image_processor import VaeImageProcessor
-from torch import nn
 from torch.nn import functional
 
 from zoo.flux.models import CLIP_WIDTH, T5_WIDTH
 from zoo.tiny.pipelines.parts import (
-    DECODER,
-    IMAGE_WIDTH,
+    IMAGE,
     LATENT_CHANNELS,
-    ROPE,
+    MASK,
+    PROMPT,
+    SIZE,
+    SMALL,
+    SMALL_IMAGE,
+    SMALL_MASK,
     TEXT_WIDTH,
-    build_vae,
-    flux_encoders,
+    TinyPipeline,
+    clip_and_t5,
+    decoder,
+    embeddings,
+    kl_vae,
+    masks,
+    pooled,
+    qwen_vl,
+    random_image,
     random_model,
+    small_vae,
     t5,
-    tokenizers,
-    whole_pipe,
+    tiny_pipe,
+    wan_vae,
     word_tokenizer,
 )
-from zoo.tiny.random_weights import fill
+from zoo.tiny.transformers.registry import MODELS
 
 # -- Qwen-Image
 
-_QWEN = {
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 4,
-    "num_layers": 2,
-    "attention_head_dim": 16,
-    "num_attention_heads": 3,
-    "joint_attention_dim": TEXT_WIDTH,
-    "axes_dims_rope": (4, 6, 6),
-}
-
 
 def qwen_image(cls: str = "QwenImagePipeline", *, layers: bool = False, **components: Any) -> Any:
-    """``layers``: an image with transparency is taken apart."""
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={"vocab_size": len(word_tokenizer()), "rope_parameters": ROPE, **DECODER},
-        vision_config={
-            "depth": 1,
-            "hidden_size": IMAGE_WIDTH,
-            "intermediate_size": IMAGE_WIDTH,
-            "num_heads": 2,
-            "out_hidden_size": TEXT_WIDTH,
-        },
-    )
-    channels = 8 if layers else 4
-    latents = {"latents_mean": [0.1, -0.2, 0.3, 0.0] * (channels // 4), "latents_std": [1.2, 0.9] * (channels // 2)}
-    config_of_layers = {"use_additional_t_cond": True, "use_layer3d_rope": True, "in_channels": 32, "out_channels": 8}
-    return whole_pipe(
+    """``layers``: whether the pipeline separates an image with transparency into layers."""
+    config = {"use_additional_t_cond": True, "use_layer3d_rope": True, "in_channels": 32, "out_channels": 8}
+    # Colours, and transparency.
+    channels = {"input_channels": 4 if layers else 3, "latent_channels": 8 if layers else 4}
+    tokenizer = word_tokenizer()
+    return tiny_pipe(
         cls,
-        transformer=random_model("QwenImageTransformer2DModel", 1, **{**_QWEN, **(config_of_layers if layers else {})}),
-        vae=random_model(
-            "AutoencoderKLQwenImage",
-            2,
-            base_dim=4,
-            dim_mult=[1] * 4,
-            num_res_blocks=1,
-            # Colours, and transparency.
-            input_channels=4 if layers else 3,
-            z_dim=channels,
-            **latents,
-        ),
-        text_encoder=fill(transformers.Qwen2_5_VLForConditionalGeneration(config), seed=5),
-        tokenizer=word_tokenizer(),
+        "qwen-image",
+        config=config if layers else None,
+        vae=wan_vae("AutoencoderKLQwenImage", **channels),
+        text_encoder=qwen_vl(tokenizer),
+        tokenizer=tokenizer,
         **components,
     )
 
 
 def qwen_image_edit(cls: str, *, layers: bool = False) -> Any:
-    """These scale what they are given to a megapixel. Here the VAE sees a sixteenth of the height and of the width."""
-    pipe = qwen_image(cls, layers=layers, processor=None)
+    """Build a pipeline that scales given images to a megapixel; its VAE sees 1/16 of their height and width."""
+    return encode_a_sixteenth(qwen_image(cls, layers=layers))
+
+
+def encode_a_sixteenth(pipe: Any) -> Any:
+    """Let the VAE of ``pipe`` encode a sixteenth of the height and width of images. Returns ``pipe``."""
     encode = pipe.vae.encode
-    pipe.vae.encode = lambda pixels: encode(functional.avg_pool3d(pixels, (1, 16, 16)))
+
+    def encode_smaller(pixels: torch.Tensor) -> Any:
+        pool = functional.avg_pool2d if pixels.ndim == 4 else functional.avg_pool3d
+        return encode(pool(pixels, (1, 16, 16)[-(pixels.ndim - 2) :]))
+
+    pipe.vae.encode = encode_smaller
     pipe.vae_scale_factor *= 16
     pipe.image_processor = VaeImageProcessor(vae_scale_factor=2 * pipe.vae_scale_factor)
     return pipe
 
 
-def qwen_controlnet(mask_channels: int = 0) -> nn.Module:
-    config = {**_QWEN, "num_layers": 1, "extra_condition_channels": mask_channels}
-    return random_model("QwenImageControlNetModel", 8, **config)
+def qwen_controlled(cls: str, mask_channels: int = 0) -> Any:
+    config = {**MODELS["qwen-image"].config, "num_layers": 1, "extra_condition_channels": mask_channels}
+    config.pop("guidance_embeds", None)
+    return qwen_image(cls, controlnet=random_model("QwenImageControlNetModel", 8, **config))
 
 
-# -- images of two or three text encoders, of one, and of a causal one: their embeddings are given
-
-
-def _image_pipe(cls: str, transformer: nn.Module, **components: Any) -> Any:
-    vae = fill(build_vae(transformer.config.in_channels), seed=2)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    return whole_pipe(cls, transformer=transformer, vae=vae, **components)
-
-
-_SD3 = {
-    "sample_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 3,
-    "attention_head_dim": 16,
-    "num_attention_heads": 3,
-    "joint_attention_dim": TEXT_WIDTH,
-    "caption_projection_dim": 48,
-    "pooled_projection_dim": IMAGE_WIDTH,
-    "pos_embed_max_size": 32,
-    "qk_norm": "rms_norm",
-}
+# -- pipelines that are given embeddings, not text
 
 
 def stable_diffusion_3(cls: str = "StableDiffusion3Pipeline", *, mask_channels: int = 0) -> Any:
-    """3.5 medium; with a ControlNet where the class takes one."""
-    encoders = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
-    parts: dict[str, Any] = dict.fromkeys(encoders)
+    """Build 3.5 medium, with a ControlNet if the class takes one."""
+    parts, config = {}, {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
     if "ControlNet" in cls:
-        config = {**_SD3, "num_layers": 2, "extra_conditioning_channels": mask_channels}
-        parts["controlnet"] = random_model("SD3ControlNetModel", 8, **config)
+        controlled = {**MODELS["sd3"].config, "num_layers": 2, "extra_conditioning_channels": mask_channels}
+        parts["controlnet"] = random_model("SD3ControlNetModel", 8, qk_norm="rms_norm", **controlled)
     # Inpainting takes no other number.
-    channels = dict.fromkeys(("in_channels", "out_channels"), 16 if "Inpaint" in cls and "ControlNet" not in cls else 4)
-    config = {**_SD3, **channels, "dual_attention_layers": (0, 1)}
-    transformer = random_model("SD3Transformer2DModel", 1, **config)
-    return _image_pipe(cls, transformer, **parts)
+    channels = 16 if "Inpaint" in cls and "ControlNet" not in cls else 4
+    config |= {"in_channels": channels, "out_channels": channels}
+    return tiny_pipe(cls, "sd3", config=config, vae=small_vae(channels), **parts)
 
 
 def hidream() -> Any:
-    transformer = random_model(
-        "HiDreamImageTransformer2DModel",
-        1,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        caption_channels=[TEXT_WIDTH, TEXT_WIDTH],
-        text_emb_dim=IMAGE_WIDTH,
-        axes_dims_rope=(4, 6, 6),
-        max_resolution=(32, 32),
-        llama_layers=[0, 1, 2, 3],
-        force_inference_output=True,
-    )
-    encoders = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3", "_4")]
-    pipe = _image_pipe("HiDreamImagePipeline", transformer, **dict.fromkeys(encoders))
-    # Of the area to which it scales what it is asked.
+    config = {"caption_channels": [TEXT_WIDTH, TEXT_WIDTH]}
+    pipe = tiny_pipe("HiDreamImagePipeline", "hidream", config=config, vae=small_vae())
+    # The pipeline scales what it is asked for to an area that follows from this size.
     pipe.default_sample_size = 8
     return pipe
 
 
-def auraflow() -> Any:
-    transformer = random_model(
-        "AuraFlowTransformer2DModel",
-        1,
-        sample_size=16,
-        num_mmdit_layers=2,
-        num_single_dit_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=TEXT_WIDTH,
-        caption_projection_dim=48,
-    )
-    return _image_pipe("AuraFlowPipeline", transformer, text_encoder=None, tokenizer=None)
-
-
 def pixart(cls: str = "PixArtSigmaPipeline", **components: Any) -> Any:
-    transformer = random_model(
-        "PixArtTransformer2DModel",
-        1,
-        num_attention_heads=3,
-        attention_head_dim=16,
-        num_layers=2,
-        cross_attention_dim=48,
-        caption_channels=T5_WIDTH,
-        sample_size=64,
-    )
-    return _image_pipe(cls, transformer, scheduler=diffusers.DDIMScheduler(), **t5(), **components)
+    config = {"caption_channels": T5_WIDTH, "sample_size": 64}
+    scheduler = diffusers.DDIMScheduler()
+    return tiny_pipe(cls, "pixart", config=config, vae=small_vae(), scheduler=scheduler, **t5(), **components)
 
 
-def lumina2() -> Any:
-    transformer = random_model(
-        "Lumina2Transformer2DModel",
-        1,
-        in_channels=4,
-        hidden_size=48,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
-        axes_dim_rope=(4, 4, 4),
-        axes_lens=(64, 64, 64),
-        cap_feat_dim=TEXT_WIDTH,
-    )
-    return _image_pipe("Lumina2Pipeline", transformer, text_encoder=None, tokenizer=None)
-
-
-# -- VisualCloze: FLUX.1 [Fill]
+# -- FLUX
 
 
 def visual_cloze(cls: str) -> Any:
-    encoders = flux_encoders()
+    """Build VisualCloze, which runs FLUX.1 Fill."""
     channels = 4 * LATENT_CHANNELS
-    transformer = random_model(
-        "FluxTransformer2DModel",
-        1,
-        # Noise, the images with what is asked for left out, and the mask of that: 8 × 8 pixels of a token.
-        in_channels=2 * channels + 64,
-        out_channels=channels,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=3,
-        joint_attention_dim=T5_WIDTH,
-        pooled_projection_dim=CLIP_WIDTH,
-        axes_dims_rope=(4, 6, 6),
-        guidance_embeds=True,
-    )
-    vae = fill(build_vae(), seed=2)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    return whole_pipe(
-        cls,
-        transformer=transformer,
-        vae=vae,
-        text_encoder=encoders["clip"],
-        tokenizer=tokenizers().clip,
-        text_encoder_2=encoders["t5"],
-        tokenizer_2=tokenizers().t5,
-        resolution=48,
-    )
-
-
-# -- FLUX.2
+    config = {
+        # Noise, the images without the missing ones, and their mask: 8 × 8 pixels of a token.
+        "in_channels": 2 * channels + 64,
+        "out_channels": channels,
+        "joint_attention_dim": T5_WIDTH,
+        "pooled_projection_dim": CLIP_WIDTH,
+    }
+    return tiny_pipe(cls, "flux", config=config, vae=small_vae(), resolution=48, **clip_and_t5())
 
 
 def flux2(cls: str) -> Any:
-    decoder = transformers.Qwen3Config(vocab_size=len(word_tokenizer()), head_dim=12, **DECODER)
-    sizes = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
-    text = {"text_encoder": fill(transformers.Qwen3ForCausalLM(decoder), seed=5), "tokenizer": word_tokenizer()}
-    return whole_pipe(
-        cls,
-        # FLUX.2 [dev]'s encoder, Mistral 3, and its processor cannot be made small in process.
-        **(dict.fromkeys(text) if cls == "Flux2Pipeline" else text),
-        transformer=random_model(
-            "Flux2Transformer2DModel",
-            1,
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=3,
-            joint_attention_dim=3 * TEXT_WIDTH,
-            timestep_guidance_channels=32,
-            axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=cls == "Flux2Pipeline",
-        ),
-        vae=random_model("AutoencoderKLFlux2", 2, **sizes),
-    )
+    # The text encoder of FLUX.2 [dev], Mistral 3, and its processor cannot be made small in process.
+    dev = cls == "Flux2Pipeline"
+    text = {} if dev else decoder("Qwen3ForCausalLM", "Qwen3Config", head_dim=12)
+    config = {"joint_attention_dim": 3 * TEXT_WIDTH, "guidance_embeds": dev}
+    return tiny_pipe(cls, "flux2", config=config, vae=kl_vae("AutoencoderKLFlux2"), **text)
+
+
+_SHORT_TEXT = {"max_sequence_length": 13}
+_IMAGE = {"image": IMAGE}
+_QWEN = {**SIZE, "negative_prompt": "a blue square"}
+# 3 × 5 image tokens of 8 × 8 pixels; nine of 13 text tokens are valid, and five of the negative ones.
+_EMBEDDINGS = embeddings(13, TEXT_WIDTH)
+_SMALL = {**SMALL, **_EMBEDDINGS}
+_MASKED = {**_SMALL, **masks("attention_mask", total=13)}
+_SD3 = {**_SMALL, **pooled()}
+_PIXART = {**SMALL, **_SHORT_TEXT, "clean_caption": False, "use_resolution_binning": False}
+_QWEN_EDIT = {**_EMBEDDINGS, **masks("embeds_mask", torch.int64, (9, 13), 13)}
+_KLEIN = {**SIZE, **_SHORT_TEXT, "text_encoder_out_layers": (1, 2, 3)}
+# One example of a task, and the question.
+_EXAMPLES = {
+    "task_prompt": "a large red circle",
+    "content_prompt": PROMPT,
+    "image": [[random_image(48, 80, seed=1), random_image(48, 80, seed=2)], [random_image(48, 80, seed=3), None]],
+    **_SHORT_TEXT,
+}
+
+
+def _hidream_embeddings() -> dict[str, Any]:
+    of_t5, of_llama = embeddings(5, TEXT_WIDTH), embeddings(9, TEXT_WIDTH)
+    given: dict[str, Any] = {"prompt": None}
+    for kind in ("prompt_embeds", "negative_prompt_embeds"):
+        given |= {f"{kind}_t5": of_t5[kind], f"{kind}_llama3": of_llama[kind][None].repeat(4, 1, 1, 1)}
+    return given
+
+
+IMAGE_PIPELINES: dict[str, TinyPipeline] = {
+    "qwen-image": TinyPipeline(qwen_image, _QWEN),
+    "qwen-image, image": TinyPipeline(
+        lambda: qwen_image("QwenImageImg2ImgPipeline"), {**_QWEN, **_IMAGE, "strength": 0.9}
+    ),
+    "qwen-image, inpainting": TinyPipeline(
+        lambda: qwen_image("QwenImageInpaintPipeline"), {**_QWEN, **_IMAGE, "mask_image": MASK, "strength": 0.9}
+    ),
+    "qwen-image, controlnet": TinyPipeline(
+        lambda: qwen_controlled("QwenImageControlNetPipeline"), {**_QWEN, "control_image": IMAGE}
+    ),
+    "qwen-image, controlnet, inpainting": TinyPipeline(
+        lambda: qwen_controlled("QwenImageControlNetInpaintPipeline", mask_channels=4),
+        {**_QWEN, "control_image": IMAGE, "control_mask": MASK},
+    ),
+    "qwen-image, editing": TinyPipeline(lambda: qwen_image_edit("QwenImageEditPipeline"), {**_IMAGE, **_QWEN_EDIT}),
+    "qwen-image, editing, inpainting": TinyPipeline(
+        lambda: qwen_image_edit("QwenImageEditInpaintPipeline"),
+        {**_IMAGE, **_QWEN_EDIT, "mask_image": MASK, "strength": 0.9},
+    ),
+    "qwen-image, editing two images": TinyPipeline(
+        lambda: qwen_image_edit("QwenImageEditPlusPipeline"),
+        {"image": [IMAGE, random_image(48, 48, seed=2)], **_QWEN_EDIT},
+    ),
+    "qwen-image, layers": TinyPipeline(
+        lambda: qwen_image_edit("QwenImageLayeredPipeline", layers=True),
+        {
+            **_QWEN_EDIT,
+            "prompt": PROMPT,
+            "image": IMAGE.convert("RGBA"),
+            "layers": 2,
+            "resolution": 1024,
+            "output_type": "pt",
+        },
+    ),
+    "flux2": TinyPipeline(
+        lambda: flux2("Flux2Pipeline"),
+        {**SIZE, "prompt": None, "prompt_embeds": embeddings(13, 3 * TEXT_WIDTH)["prompt_embeds"]},
+    ),
+    "flux2 klein": TinyPipeline(lambda: flux2("Flux2KleinPipeline"), _KLEIN),
+    "flux2 klein, inpainting": TinyPipeline(
+        lambda: flux2("Flux2KleinInpaintPipeline"), {**_KLEIN, **_IMAGE, "mask_image": MASK}
+    ),
+    "stable diffusion 3": TinyPipeline(stable_diffusion_3, _SD3),
+    "stable diffusion 3, image": TinyPipeline(
+        lambda: stable_diffusion_3("StableDiffusion3Img2ImgPipeline"), {**_SD3, "image": SMALL_IMAGE, "strength": 0.9}
+    ),
+    "stable diffusion 3, inpainting": TinyPipeline(
+        lambda: stable_diffusion_3("StableDiffusion3InpaintPipeline"),
+        {**_SD3, "image": SMALL_IMAGE, "mask_image": SMALL_MASK, "strength": 0.9},
+    ),
+    "stable diffusion 3, controlnet": TinyPipeline(
+        lambda: stable_diffusion_3("StableDiffusion3ControlNetPipeline"), {**_SD3, "control_image": SMALL_IMAGE}
+    ),
+    "stable diffusion 3, controlnet, inpainting": TinyPipeline(
+        lambda: stable_diffusion_3("StableDiffusion3ControlNetInpaintingPipeline", mask_channels=1),
+        {**_SD3, "control_image": SMALL_IMAGE, "control_mask": SMALL_MASK},
+    ),
+    "hidream": TinyPipeline(hidream, {**SMALL, **pooled(), **_hidream_embeddings()}),
+    "auraflow": TinyPipeline(lambda: tiny_pipe("AuraFlowPipeline", "auraflow", vae=small_vae()), _MASKED),
+    "pixart": TinyPipeline(pixart, _PIXART),
+    "pixart alpha": TinyPipeline(lambda: pixart("PixArtAlphaPipeline"), _PIXART),
+    "pixart, perturbed": TinyPipeline(lambda: pixart("PixArtSigmaPAGPipeline", pag_applied_layers="blocks.1"), _PIXART),
+    "lumina2": TinyPipeline(lambda: tiny_pipe("Lumina2Pipeline", "lumina2", vae=small_vae()), {**_MASKED, **SIZE}),
+    "visual cloze": TinyPipeline(
+        lambda: visual_cloze("VisualClozePipeline"),
+        {**_EXAMPLES, "upsampling_height": 48, "upsampling_width": 80},
+        without=("prompt",),
+    ),
+    "visual cloze, generation": TinyPipeline(
+        lambda: visual_cloze("VisualClozeGenerationPipeline"), _EXAMPLES, without=("prompt",)
+    ),
+}

@@ -12,16 +12,19 @@ from torch import nn
 
 from zoo.flux.models import CLIP_WIDTH
 from zoo.tiny.pipelines.parts import (
+    IMAGE_WIDTH,
+    VISION,
     TinyPipeline,
     flux_encoders,
+    from_transformers,
     random_image,
+    random_mask,
     random_model,
     tokenizers,
     whole_pipe,
 )
 from zoo.tiny.random_weights import fill
 
-IMAGE_WIDTH = 20
 _BLOCKS: dict[str, Any] = {
     "sample_size": 16,
     "layers_per_block": 1,
@@ -51,7 +54,7 @@ _NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedu
 
 
 def _vae(cls: str = "AutoencoderKL", **config: Any) -> nn.Module:
-    """A latent pixel is 8 × 8 pixels, as everywhere: pipelines take no other multiples."""
+    """Return a VAE whose latent pixels are 8 × 8 pixels, the only size that the pipelines take."""
     types = {"down_block_types": ("DownEncoderBlock2D",) * 4}
     if cls == "AutoencoderKL":
         types["up_block_types"] = ("UpDecoderBlock2D",) * 4
@@ -63,24 +66,10 @@ def _scheduler() -> Any:
     return diffusers.DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
 
 
-def _vision() -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=IMAGE_WIDTH,
-        intermediate_size=2 * IMAGE_WIDTH,
-        projection_dim=CLIP_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        # SVD takes no other.
-        image_size=224,
-        patch_size=112,
-    )
-    return fill(transformers.CLIPVisionModelWithProjection(config), seed=7)
-
-
 def stable_diffusion(
     cls: str = "StableDiffusionPipeline", *, unet: dict[str, Any] | None = None, **components: Any
 ) -> Any:
-    """``unet``: what its config has beside or instead."""
+    """``unet``: changes to the config of the UNet."""
     return whole_pipe(
         cls,
         unet=random_model("UNet2DConditionModel", 1, **{**_SD, **(unet or {})}),
@@ -113,7 +102,7 @@ def stable_diffusion_xl(cls: str = "StableDiffusionXLPipeline", **components: An
 
 
 def _conditioned(config: dict[str, Any], seed: int = 5) -> nn.Module:
-    """A ControlNet of a UNet of ``config``."""
+    """Return a ControlNet for a UNet of ``config``."""
     taken = {name: value for name, value in config.items() if name not in ("sample_size", "up_block_types")}
     return random_model("ControlNetModel", seed, **taken, conditioning_embedding_out_channels=(4, 4, 8, 8))
 
@@ -130,7 +119,7 @@ def controlled_xl(cls: str = "StableDiffusionXLControlNetPipeline") -> Any:
 
 
 def with_ip_adapter() -> Any:
-    """4 tokens of an image, in every cross-attention."""
+    """Build a pipeline whose cross-attentions see 4 tokens of an image."""
     pipe = stable_diffusion()
     generator = torch.Generator().manual_seed(9)
 
@@ -180,11 +169,13 @@ def stable_video_diffusion() -> Any:
         projection_class_embeddings_input_dim=24,
         addition_time_embed_dim=8,
     )
+    vision = {**VISION, "projection_dim": CLIP_WIDTH, "image_size": 224, "patch_size": 112}
     return whole_pipe(
         "StableVideoDiffusionPipeline",
         unet=unet,
         vae=_vae("AutoencoderKLTemporalDecoder", block_out_channels=(32,) * 4),
-        image_encoder=_vision(),
+        # SVD takes no other size of images.
+        image_encoder=from_transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", 7, **vision),
         feature_extractor=transformers.CLIPImageProcessorPil(),
         scheduler=diffusers.EulerDiscreteScheduler(
             **_NOISE,
@@ -202,11 +193,11 @@ _HEIGHT, _WIDTH = 136, 88
 _SIZE = {"height": _HEIGHT, "width": _WIDTH}
 _GUIDED = {"negative_prompt": "a blue square", "guidance_scale": 4.0}
 _IMAGE = random_image(_HEIGHT, _WIDTH)
-_MASK = random_image(_HEIGHT, _WIDTH, seed=1).convert("L")
+_MASK = random_mask(_HEIGHT, _WIDTH)
 _TEXT = {**_SIZE, **_GUIDED}
-# Of a negative image and an image.
+# Embeddings of a negative image and of an image.
 _IP_ADAPTER = {"ip_adapter_image_embeds": [torch.linspace(-1, 2, 2 * IMAGE_WIDTH).reshape(2, 1, IMAGE_WIDTH)]}
-# Hides what is given from the upper left of the image.
+# Hides the image prompt from the upper left of the image.
 _WHERE = torch.ones(1, 1, _HEIGHT, _WIDTH).index_fill(2, torch.arange(40), 0).index_fill(3, torch.arange(30), 0)
 _PIX2PIX = {"image": _IMAGE, **_GUIDED, "image_guidance_scale": 1.5}
 
