@@ -50,11 +50,16 @@ class TinyModel:
 
     def __init__(self, cls: str, inputs: Callable[..., dict[str, Any]], **changes: Any) -> None:
         self.cls, self.inputs = cls, inputs
-        fields = inspect.signature(getattr(diffusers, cls).__init__).parameters
-        self.config = {name: value for name, value in SMALL.items() if name in fields} | changes
+        self.config = small_config(cls, SMALL) | changes
 
     def build(self, seed: int = 1, **changes: Any) -> nn.Module:
         return fill(getattr(diffusers, self.cls)(**self.config | changes), seed)
+
+
+def small_config(cls: str, small: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``small`` that are config fields of the class."""
+    fields = inspect.signature(getattr(diffusers, cls).__init__).parameters
+    return {name: value for name, value in small.items() if name in fields}
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
