@@ -1,25 +1,51 @@
-"""The commands and their error handling: an error is one sentence on stderr and an exit code."""
+"""The commands and their error handling: an error is one sentence on stderr and an exit code.
+
+Nothing here or in the modules of the commands imports torch or diffusers until a command runs, so that ``--help``
+answers at once.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
 from para_core.cli.plan import doctor, plan
-from para_core.cli.ranks import in_torchrun
 from para_core.cli.serve import serve
-from para_core.fleet.work import sentence
+from para_core.fleet.failures import sentence
+from para_core.version import __version__
 
 FAILED = 1
 
+
+class _HelpWithoutValue:
+    """Mixin that shows ``--help`` without ``<bool>``, as :func:`options.flag` shows other flags."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class _Command(_HelpWithoutValue, TyperCommand):
+    pass
+
+
+class _Group(_HelpWithoutValue, TyperGroup):
+    pass
+
+
 app = typer.Typer(
     name="para_core",
+    cls=_Group,
     help="Run diffusion transformers on several devices with the exact results of one.",
     no_args_is_help=True,
     add_completion=False,
@@ -27,15 +53,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.command("plan")(plan)
-app.command("doctor")(doctor)
-app.command("calibrate")(calibrate)
+app.command("generate", cls=_Command)(generate)
+app.command("serve", cls=_Command)(serve)
+app.command("plan", cls=_Command)(plan)
+app.command("doctor", cls=_Command)(doctor)
+app.command("calibrate", cls=_Command)(calibrate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"para_core {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", metavar="", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Run diffusion transformers on several devices with the exact results of one."""
 
 
@@ -49,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         if "--debug" in arguments:
             raise
         # Each rank prints its error, because it may be the only one that failed.
-        _print_error(f"rank {os.environ['RANK']}: {sentence(error)}" if in_torchrun() else sentence(error))
+        rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
+        _print_error(sentence(error) if rank is None else f"rank {rank}: {sentence(error)}")
         return FAILED
     return 0
 

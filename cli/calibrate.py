@@ -9,15 +9,11 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from para_core.adapters import calibrate_cache
-from para_core.adapters.cache.calibration.result import Metric
 from para_core.cli import options
 from para_core.cli.options import INPUT, option
-from para_core.cli.ranks import process_group, quiet
 from para_core.fleet.models import find_model
 from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts
-from para_core.fleet.recipe import Dtype, Recipe, build, read_mesh_sizes
 from para_core.fleet.request import call_arguments, make_request
 
 
@@ -38,6 +34,11 @@ def calibrate(
     debug: options.Debug = False,
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
+    from para_core.adapters import calibrate_cache
+    from para_core.adapters.cache.calibration.result import Metric
+    from para_core.cli.ranks import process_group, quiet
+    from para_core.fleet.recipe import Dtype, Recipe, build, read_mesh_sizes
+
     quiet(debug)
     require_file(out)
     if metric not in get_args(Metric):

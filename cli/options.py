@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from para_core.fleet.recipe import Recipe, read_mesh_sizes
+if TYPE_CHECKING:
+    from para_core.fleet.recipe import Recipe
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
 
@@ -20,8 +21,9 @@ def option(help_: str | None, metavar: str, panel: str | None = None, *names: st
 
 
 def flag(name: str, help_: str, panel: str | None = None) -> Any:
-    """Return a typer option without a value."""
-    return typer.Option(name, help=help_, rich_help_panel=panel)
+    """Return a typer option without a value. ``name`` may name the opposite, too: ``--vae/--no-vae``."""
+    # Without a metavar the help shows <bool>, as if a value were expected.
+    return typer.Option(name, help=help_, metavar="", rich_help_panel=panel)
 
 
 # -- input and output
@@ -41,7 +43,7 @@ Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
 TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
 Backend = Annotated[str | None, option("Local attention: flash, cudnn, triton, ...", "NAME", PIPELINE)]
 CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)]
-Vae = Annotated[bool, flag("--vae", "Run the VAE on all ranks.", PIPELINE)]
+Vae = Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
 
@@ -82,6 +84,8 @@ def make_recipe(
         typer.BadParameter: If ``cache`` is neither a number nor ``"default"``.
         ValueError: If another option is invalid.
     """
+    from para_core.fleet.recipe import Recipe, read_mesh_sizes
+
     threshold: Any = cache
     if cache is not None and cache != "default":
         try:

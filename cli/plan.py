@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from para_core.adapters import plan_mesh
-from para_core.adapters.planner.published import PUBLISHED
 from para_core.cli import options
 from para_core.cli.options import flag, option
-from para_core.cli.ranks import quiet
 from para_core.fleet.outputs import require_file
-from para_core.fleet.recipe import MESH_NAMES
-from para_core.planner.doctor import main as examine_machine
-from para_core.planner.mesh_plan import MeshPlan, room_of
+
+if TYPE_CHECKING:
+    from para_core.planner.mesh_plan import MeshPlan
 
 
 def plan(
@@ -37,6 +34,10 @@ def plan(
     debug: options.Debug = False,
 ) -> None:
     """Predict seconds, bytes and memory of every mesh for one generation. Nothing is loaded or computed."""
+    from para_core.adapters import plan_mesh
+    from para_core.adapters.planner.published import PUBLISHED
+    from para_core.cli.ranks import quiet
+
     quiet(debug)
     console = Console(soft_wrap=True, highlight=False)
     if list_:
@@ -67,6 +68,9 @@ def plan(
 
 def _command(plan: MeshPlan) -> str | None:
     """Return the ``para_core generate`` command for the first mesh. None if it has no such options, or nothing fits."""
+    from para_core.fleet.recipe import MESH_NAMES
+    from para_core.planner.mesh_plan import room_of
+
     row = plan.best
     sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
     if row.problem is not None or row.memory > room_of(plan.machine, row.shape) or not set(sizes) <= set(MESH_NAMES):
@@ -92,6 +96,8 @@ def doctor(
     debug: options.Debug = False,
 ) -> None:
     """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""
+    from para_core.planner.doctor import main as examine_machine
+
     require_file(out)
     arguments = ["--output", str(out)] if out is not None else []
     arguments += ["--ring", str(ring)] if ring is not None else []

@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from para_core.cli.bars import Bars, NoBars
+from para_core.fleet.failures import sentence
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.recipe import Recipe, build
-from para_core.fleet.work import Watch, generate, sentence
+from para_core.fleet.work import Watch, generate
 from para_core.torch_internals import default_store
 
 # How long a rank that raised waits for the others to report that they raised too, before it stops them all.
@@ -67,6 +69,29 @@ class RankReport:
 def in_torchrun() -> bool:
     """Whether this process is a rank that torchrun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def count_ranks(requested: int | None, replicas: int) -> int:
+    """Return the number of ranks of a replica: as requested, else those of torchrun, else one per GPU.
+
+    Raises:
+        typer.BadParameter: If the numbers contradict the ranks of torchrun or the GPUs of this machine.
+    """
+    if replicas < 1 or (requested is not None and requested < 1):
+        numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
+        raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
+    if in_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if requested not in (None, world) or replicas > 1:
+            raise typer.BadParameter(f"torchrun started {world} ranks: omit --ranks and --replicas.")
+        return world
+    gpus = torch.cuda.device_count()
+    ranks = requested or max(1, gpus // replicas)
+    if gpus and replicas == 1 and ranks > gpus:
+        raise typer.BadParameter(
+            f"--ranks {ranks}, and this machine has {gpus} GPUs: expected at most one rank per GPU."
+        )
+    return ranks
 
 
 def run_job(job: RankJob, ranks: int) -> RankReport:

@@ -11,13 +11,9 @@ import typer
 from rich.console import Console
 
 from para_core.cli import options
-from para_core.cli.generate import count_ranks
 from para_core.cli.options import INPUT, LIMITS, RANKS, flag, option
-from para_core.cli.ranks import quiet
-from para_core.fleet.limits import Limits
 from para_core.fleet.models import Kind, find_model
 from para_core.fleet.outputs import choose_format
-from para_core.fleet.recipe import require_loras
 from para_core.fleet.request import read_size
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -54,6 +50,10 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
+    from para_core.cli.ranks import count_ranks, quiet
+    from para_core.fleet.limits import Limits
+    from para_core.fleet.recipe import require_loras
+
     quiet(debug)
     api_key = os.environ.get(api_key_env) or None
     if api_key is None and host not in _LOOPBACK:

@@ -1,4 +1,6 @@
-"""Exceptions of a request that ends without a result."""
+"""Exceptions of a request that ends without a result, and error messages for users."""
+
+from __future__ import annotations
 
 
 class ReplicaDied(RuntimeError):
@@ -11,3 +13,15 @@ class RequestFailed(RuntimeError):
 
 class RequestCancelled(RuntimeError):
     """Cancellation of a request: all ranks stopped after the same step."""
+
+
+def sentence(error: BaseException) -> str:
+    """Return an error message for users: the exception's text, with the type's name if it was not written for users."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        file = "" if error.filename is None else f"{error.filename}: "
+        return f"{file}{error.strerror}."
+    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
+        error, KeyError
+    )
+    return text if plain and text else f"{type(error).__name__}: {text}"

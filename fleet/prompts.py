@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from para_core.fleet.failures import sentence
 from para_core.fleet.models import Model
 from para_core.fleet.request import Request, make_request, request_schema
-from para_core.fleet.work import sentence
 
 
 @dataclass(frozen=True)

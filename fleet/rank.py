@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled, Result, Watch, generate, sentence
+from para_core.fleet.work import Cancelled, Result, Watch, generate
 
 # The concurrency group of the actor's methods that run during a request.
 CONTROL = "control"

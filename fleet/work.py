@@ -79,18 +79,6 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
     return Result(tuple(encode(output, format_, fps=fps)), {**metadata(pipe, request, recipe, seconds), **size})
 
 
-def sentence(error: BaseException) -> str:
-    """Return an error message for users: the exception's text, with the type's name if it was not written for users."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror and error.errno is not None:
-        file = "" if error.filename is None else f"{error.filename}: "
-        return f"{file}{error.strerror}."
-    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
-        error, KeyError
-    )
-    return text if plain and text else f"{type(error).__name__}: {text}"
-
-
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Return the metadata that a result's JSON file records."""
     return {

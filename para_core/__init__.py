@@ -1,102 +1,29 @@
 """Exact sequence parallelism for diffusion transformers, without touching model code."""
 
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from para_core.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from para_core.api import *  # noqa: F403
 
 _here = Path(__file__).parent
 if not (_here / "adapters").is_dir():
     # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
-    __path__.append(str(_here.parent))
+    __path__.append(str(_here.parent))  # noqa: F405
 
-from para_core.attention.libraries import flash_attention_3, sage_attention
-from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
-from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.cache.decision import Verdict
-from para_core.cache.forecasts import Forecast
-from para_core.cache.options import CacheOptions, Observation, Rule
-from para_core.cache.report import CacheReport
-from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.layout import Segment, SequenceLayout
-from para_core.modes.batch_parallel import BatchParallelAttnMode
-from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
-from para_core.modes.sparse import BlockSparseAttnMode, SparseKVAttnMode
-from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
-from para_core.plans.context_parallel import (
-    ContextParallelConfig,
-    ParallelConfig,
-    apply_context_parallel,
-    remove_context_parallel,
-)
-from para_core.plans.plan import (
-    Attention,
-    AttentionByHeads,
-    Count,
-    FirstTokens,
-    Gather,
-    Halo,
-    LastTokens,
-    LinearAttention,
-    OneForEach,
-    Plan,
-    Replicate,
-    Split,
-    SplitMask,
-)
-from para_core.user_warnings import CacheWarning, ParaCoreWarning, ParallelWarning
-from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
-from para_core.verify.first_difference import Difference
-from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 
-__all__ = [
-    "Attention",
-    "AttentionByHeads",
-    "BatchParallelAttnMode",
-    "BlockGroup",
-    "BlockSparseAttnMode",
-    "CacheOptions",
-    "CacheReport",
-    "CacheWarning",
-    "CachedBlocks",
-    "CheckedCase",
-    "ContextParallelConfig",
-    "Count",
-    "Difference",
-    "FirstTokens",
-    "Forecast",
-    "Gather",
-    "Halo",
-    "LastTokens",
-    "LinearAttention",
-    "Observation",
-    "OneForEach",
-    "ParaCoreWarning",
-    "ParallelCheck",
-    "ParallelConfig",
-    "ParallelWarning",
-    "PipeFusion",
-    "PipeFusionReport",
-    "Plan",
-    "Replicate",
-    "RingAttnMode",
-    "Rule",
-    "Segment",
-    "SequenceLayout",
-    "SparseKVAttnMode",
-    "Split",
-    "SplitMask",
-    "UlyssesAttnMode",
-    "UnifiedAttnMode",
-    "Verdict",
-    "apply_cache",
-    "apply_context_parallel",
-    "check_parallel",
-    "flash_attention_3",
-    "init_context_parallel_mesh",
-    "model_cache_report",
-    "remove_cache",
-    "remove_context_parallel",
-    "reset_cache",
-    "ring_attention",
-    "sage_attention",
-    "ulysses_attention",
-    "unified_attention",
-]
+def __getattr__(name: str) -> Any:
+    """Import all public names when one is used. ``para_core --help`` uses none, so it does not wait for torch."""
+    # `from para_core import api` would call this function again.
+    api = importlib.import_module("para_core.api")
+    globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

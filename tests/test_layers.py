@@ -23,6 +23,7 @@ LAYERS = (
     ("para_core/plans",),
     ("para_core/cfg", "para_core/staged.py", "para_core/verify"),
     ("para_core/spatial", "para_core/weights", "para_core/cache"),
+    ("para_core/api.py",),
     ("para_core/__init__.py",),
     ("para_core/planner",),
     ("para_core/doctor.py",),

@@ -22,8 +22,8 @@ ELSEWHERE = {
     "zoo/video/README.md": "zoo/video/README.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-# Of both, what __all__ lists.
-PACKAGES = {"para_core": "para_core", "para_core.adapters": "adapters"}
+# Of each, the file whose __all__ lists the public names.
+PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/__init__.py"}
 INSTALLED = ROOT / "build/site_source/para_core"
 
 
@@ -41,8 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that stand elsewhere, and one for each package's API."""
     for source, place in ELSEWHERE.items():
         files.append(File.generated(config, place, content=moved((ROOT / source).read_text(), Path(source).parent)))
-    for package, folder in PACKAGES.items():
-        files.append(File.generated(config, f"api/{package}.md", content=reference(package, folder)))
+    for package, file in PACKAGES.items():
+        files.append(File.generated(config, f"api/{package}.md", content=reference(package, file)))
     return files
 
 
@@ -70,9 +70,9 @@ def moved(markdown: str, folder: Path) -> str:
     return LINK.sub(link, markdown)
 
 
-def reference(package: str, folder: str) -> str:
-    """Return a page with everything that the package's ``__all__`` lists."""
-    tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+def reference(package: str, file: str) -> str:
+    """Return a page with everything that ``__all__`` of ``file`` lists."""
+    tree = ast.parse((ROOT / file).read_text())
     names = next(
         ast.literal_eval(node.value)
         for node in tree.body

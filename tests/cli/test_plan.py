@@ -21,7 +21,7 @@ def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
     found = plan_mesh("FLUX.1-dev", ranks=4)
     said = []
     for row in found.rows:
-        monkeypatch.setattr("para_core.cli.plan.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
+        monkeypatch.setattr("para_core.adapters.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
         assert run(["plan"]) == 0
         command = re.search(r"As a command: para_core generate (.*)", capsys.readouterr().out)
         if command is None:

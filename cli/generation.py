@@ -1,0 +1,209 @@
+"""The work of ``para_core generate``: validate the input, show the plan, and generate what has no result yet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from para_core.cli.bars import Bars, NoBars
+from para_core.cli.ranks import RankJob, RankReport, run_job
+from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
+from para_core.fleet.models import Model, require_field
+from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, too_large, write_result
+from para_core.fleet.prompts import Line, Problem, read_prompts
+from para_core.fleet.recipe import Recipe, dtype_of, require_loras
+from para_core.fleet.request import make_request
+from para_core.fleet.work import Result, digest
+
+logger = logging.getLogger(__name__)
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class GenerationTask:
+    """Validated input of one command: what to generate, and how.
+
+    Args:
+        lines (`tuple[Line, ...]`): Requests to generate.
+        finished (`tuple[Line, ...]`): Requests with results in the folder.
+        problems (`tuple[Problem, ...]`): Invalid lines.
+        bytes_ (`int`): Largest number of bytes that the results may take.
+        ranks (`int`): Ranks of a replica.
+    """
+
+    model: Model
+    recipe: Recipe
+    lines: tuple[Line, ...]
+    finished: tuple[Line, ...]
+    problems: tuple[Problem, ...]
+    folder: Path
+    format_: str
+    bytes_: int
+    ranks: int
+    replicas: int
+
+
+def make_task(
+    model: Model,
+    recipe: Recipe,
+    common: dict[str, Any],
+    prompts: Path | None,
+    folder: Path,
+    format_: str | None,
+    seed: int,
+    ranks: int,
+    replicas: int,
+) -> GenerationTask:
+    """Validate the input of one command, and choose what to generate.
+
+    Raises:
+        typer.BadParameter, ValueError, OSError: If an option is invalid, or the results cannot be written.
+    """
+    chosen = choose_format(model, format_)
+    require_loras(recipe)
+    if recipe.mesh:
+        given_mesh(recipe, ranks)
+    problems: Sequence[Problem] = ()
+    common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
+    if prompts is None:
+        if "prompt" in model.fields and "prompt" not in common:
+            raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
+        request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+        lines: Sequence[Line] = (Line(1, request),)
+    else:
+        for name in common:
+            if name not in ("size", "steps", "frames"):
+                require_field(model, name)
+        lines, problems = read_prompts(prompts, model, common, seed=seed)
+        reasons = {line.number: too_large(folder, line.request, model, chosen) for line in lines}
+        lines = [line for line in lines if reasons[line.number] is None]
+        oversized = [Problem(number, reason) for number, reason in reasons.items() if reason is not None]
+        problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
+    finished = [line for line in lines if is_finished(folder, line.name, digest(line.request, recipe))]
+    left = tuple(line for line in lines if line not in finished)
+    room = require_room(folder, [line.request for line in left], model, chosen)
+    return GenerationTask(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
+
+
+def _absolute(value: Any) -> Any:
+    # Paths in options are relative to the current folder; those of a line are relative to the prompt file.
+    if isinstance(value, list):
+        return [_absolute(item) for item in value]
+    return str(Path(value).absolute()) if isinstance(value, str) else value
+
+
+def run_task(task: GenerationTask, fps: int, debug: bool) -> int:
+    """Generate the lines of ``task``, report on stderr, and return the exit code."""
+    first = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
+    for problem in task.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+    if task.finished:
+        console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
+    report = RankReport((), ())
+    if task.lines:
+        try:
+            with alone_in(task.folder) if first else nullcontext():
+                report = _generate_lines(task, fps, debug)
+        except (KeyboardInterrupt, SignalException):
+            console.print("interrupted: run the same command again to continue.")
+            return _INTERRUPTED
+    for problem in report.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False)
+    failed = len(task.problems) + len(report.problems)
+    console.print(
+        f"{len(report.done)} generated in {task.folder}/" + (f", {failed} failed" if failed else ""), markup=False
+    )
+    # torchrun stops all ranks as soon as one exits with an error. Only the first rank, which writes and ends last, does
+    # so.
+    return 1 if failed and first else 0
+
+
+def _generate_lines(task: GenerationTask, fps: int, debug: bool) -> RankReport:
+    if task.replicas > 1:
+        return _on_replicas(task, fps, debug)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "journal"
+        job = RankJob(task.recipe, task.lines, task.folder, task.format_, fps, journal, debug=debug)
+        return run_job(job, task.ranks)
+
+
+def _on_replicas(task: GenerationTask, fps: int, debug: bool) -> RankReport:
+    try:
+        from para_core.fleet.batch import generate_lines
+        from para_core.fleet.group import ReplicaShape
+    except ModuleNotFoundError as error:
+        raise ImportError(f"--replicas needs {error.name}: pip install 'para_core[fleet]'.") from error
+    done: list[int] = []
+    bars: Bars | NoBars = Bars(len(task.lines), steps=False)
+
+    def write(line: Line, result: Result) -> None:
+        write_result(task.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+        done.append(line.number)
+        bars.end()
+
+    with bars:
+        problems = generate_lines(
+            task.lines,
+            task.recipe,
+            ReplicaShape(task.ranks),
+            task.replicas,
+            format_=task.format_,
+            fps=fps,
+            write=write,
+            debug=debug,
+        )
+    return RankReport(tuple(done), tuple(problems))
+
+
+def show_plan(task: GenerationTask) -> None:
+    """Print the task as a table on stdout."""
+    recipe = task.recipe
+    rows = {
+        "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
+        "ranks": f"{task.replicas} × {task.ranks}" if task.replicas > 1 else str(task.ranks),
+        "mesh": _mesh(task),
+        "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
+        "compile": recipe.compile,
+        "weights": recipe.weights,
+        "text encoders": recipe.text_encoders or ("fsdp" if recipe.weights != "replicate" else "replicate"),
+        "VAE": "on all ranks" if recipe.vae else "on each rank",
+        "dtype": recipe.dtype,
+        "LoRA": ", ".join(recipe.lora) or "none",
+        "to generate": f"{len(task.lines)}, {len(task.finished)} finished, {len(task.problems)} bad",
+        "results": f"{task.folder}/*.{task.format_}, at most {task.bytes_ / 1e6:.1f} MB",
+    }
+    table = Table(show_header=False, title="plan")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console = Console(highlight=False)
+    console.print(table)
+    for problem in task.problems:
+        console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
+
+
+def _mesh(task: GenerationTask) -> str:
+    """Return the mesh sizes that loading will choose, in words. If they cannot be predicted, how they are chosen."""
+    try:
+        pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
+        sizes = foresee_mesh(pipe, task.recipe, task.ranks)
+    except Exception as error:
+        # Configs of other libraries may raise anything, and a dry run should still show the rest.
+        logger.debug("the mesh of %s cannot be predicted: %s", task.model, error)
+        return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
+    method = task.recipe.rotate_method
+    return " × ".join(f"{name} {size}" for name, size in sizes.items()) + (
+        f", rotate_method {method}" if method else ""
+    )

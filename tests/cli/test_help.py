@@ -1,0 +1,73 @@
+"""``--help`` and ``--version``: at once, without the libraries that only a generation needs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import para_core
+from para_core.cli.app import app, run
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [command.name for command in app.registered_commands]
+# Runs its command lines, and prints what was imported for them.
+PROBE = """
+import json, sys
+sys.argv = ["para_core"]
+from para_core.__main__ import main
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0, (arguments, end.code)
+print([name for name in ("torch", "diffusers", "transformers", "numpy", "ray") if name in sys.modules])
+"""
+
+
+def python(*arguments, **rest):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment, timeout=120, **rest
+    ).stdout
+
+
+def test_help_and_version_import_neither_torch_nor_diffusers():
+    lines = [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]]
+    shown = python("-c", PROBE, input=str(lines).replace("'", '"'))
+    assert f"para_core {para_core.__version__}" in shown
+    assert shown.splitlines()[-1] == "[]"
+
+
+def test_help_answers_within_a_second():
+    def seconds():
+        begin = time.perf_counter()
+        python("-m", "para_core", "--help")
+        return time.perf_counter() - begin
+
+    # The fastest of several, because other processes may keep this machine busy.
+    assert any(seconds() < 1 for _ in range(5))
+
+
+def test_flags_are_shown_without_a_value(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ([], *[[name] for name in COMMANDS]):
+        assert run([*command, "--help"]) == 0
+        assert "bool" not in capsys.readouterr().out
+    run(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "--vae --no-vae Run the VAE on all ranks. [default: no-vae]" in shown
+
+
+def test_public_names_are_imported_when_used():
+    code = """
+import sys, para_core
+assert "torch" not in sys.modules
+assert "UnifiedAttnMode" in dir(para_core)
+from para_core import *
+assert UnifiedAttnMode is para_core.UnifiedAttnMode is para_core.api.UnifiedAttnMode
+assert not hasattr(para_core, "nonsense")
+print(para_core.attention.spec.__name__)
+"""
+    assert python("-c", code).strip() == "para_core.attention.spec"
