@@ -14,7 +14,8 @@ from para_core.adapters.parallel.parallelize import parallelize_pipe, pipefusion
 from para_core.adapters.parallel.transformer import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.parallel.unet import parallelize_unet
 from para_core.adapters.planner.plan_mesh import plan_mesh
-from para_core.adapters.propose.propose import Proposal, propose_plan
+from para_core.adapters.propose.proposal import Proposal
+from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.shard import shard_weights, unshard_weights

@@ -9,31 +9,12 @@ from itertools import product
 from math import prod
 from typing import Any, Literal
 
-from torch import nn
-
-from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, observe
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
+from para_core.adapters.propose.starts import Lengths, Start, grown_dims
 from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
-# A length in the smaller and in the larger call.
-Lengths = tuple[int, int]
 # The name of the segment that is replicated.
 TEXT = "text"
-
-
-@dataclass(frozen=True)
-class Start:
-    """A place where a region may begin: the first block of a list, or a module that contains all blocks.
-
-    Args:
-        block: Name of the module.
-        tokens: Number of tokens in the smaller and in the larger call.
-        streams: Parameters of the module that hold the tokens, along ``dim``.
-    """
-
-    block: str
-    tokens: Lengths
-    streams: tuple[str, ...]
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -76,15 +57,6 @@ class Candidate:
     reasons: tuple[str, ...]
 
 
-def tensors_of(value: Any) -> list[TensorRecord]:
-    """Return the tensor records in nested lists, tuples and mappings, in order."""
-    if isinstance(value, TensorRecord):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [record for item in value for record in tensors_of(item)] if isinstance(value, (list, tuple)) else []
-
-
 def _entry_pairs(value: Any, larger: Any) -> list[tuple[Any, Any]]:
     """Pair the entries of two lists or mappings. Empty if the two differ in type, length or keys."""
     if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
@@ -93,79 +65,8 @@ def _entry_pairs(value: Any, larger: Any) -> list[tuple[Any, Any]]:
     return [*zip(value, larger, strict=True)] if both else []
 
 
-def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
-    """Return the dims whose lengths differ, with both lengths. Empty if the tensors differ in their number of dims."""
-    if len(small.shape) != len(large.shape):
-        return {}
-    pairs = zip(small.shape, large.shape, strict=True)
-    return {dim: lengths for dim, lengths in enumerate(pairs) if lengths[0] != lengths[1]}
-
-
-def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
-    """Return the parameters of block ``calls[index]`` whose updated values it returns, in the order of its outputs.
-
-    An output belongs to the parameter through which the next block receives it. If the next block does not receive it,
-    it belongs to a parameter of the same shape, unless the next block gets that parameter unchanged. An output that
-    belongs to no parameter gives ``""``.
-    """
-    call = calls[index]
-    inputs = {name: value for name, value in call.arguments.items() if isinstance(value, TensorRecord)}
-    following = calls[index + 1].arguments if index + 1 < len(calls) else {}
-    streams: list[str] = []
-    for output in tensors_of(call.output):
-        received = [name for name, value in following.items() if getattr(value, "identity", None) == output.identity]
-        same_shape = [
-            name
-            for name, record in inputs.items()
-            if record.shape == output.shape
-            and name not in streams
-            and getattr(following.get(name), "identity", None) != record.identity
-        ]
-        streams.append((received or same_shape or [""])[0])
-    return tuple(streams)
-
-
-def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
-    """Yield where a region may begin, in the order of time: the later it begins, the more of the model runs replicated.
-
-    Modules that contain blocks come after all block lists.
-    """
-    for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
-        calls, larger_calls = small.of_list(name), large.of_list(name)
-        if larger_calls and attends(small, calls[0].began, calls[-1].ended):
-            yield from _start(calls[0], larger_calls[0], streams_of(calls, 0))
-    outer = [call for call in small.calls if call.block_list is None and attends(small, call.began, call.ended)]
-    for call in sorted(outer, key=lambda call: call.began):
-        larger_call = next((other for other in large.calls if other.name == call.name), None)
-        sequences = [
-            parameter
-            for parameter, value in call.arguments.items()
-            if isinstance(value, TensorRecord) and value.dtype.is_floating_point and len(value.shape) == 3
-        ]
-        if larger_call is not None:
-            yield from _start(call, larger_call, sequences)
-
-
-def attends(observed: ObservedCall, began: int, ended: int) -> bool:
-    """Whether attention was called between two times."""
-    return any(began < attention.time < ended for attention in observed.attention)
-
-
-def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) -> Iterator[Start]:
-    growing: list[tuple[str, int, Lengths]] = []
-    for stream in streams:
-        record, larger = call.arguments.get(stream), larger_call.arguments.get(stream)
-        if isinstance(record, TensorRecord) and isinstance(larger, TensorRecord):
-            dims = grown_dims(record, larger)
-            growing += [(stream, dim, lengths) for dim, lengths in dims.items() if len(dims) == 1]
-    if growing:
-        # If several streams grow, diffusers' usual name for the image tokens decides.
-        _, dim, tokens = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
-        yield Start(call.name, tokens, tuple(entry[0] for entry in growing if entry[1:] == (dim, tokens)), dim)
-
-
 @dataclass(frozen=True)
-class Region:
+class ObservedRegion:
     """Observed calls of two sizes from a :class:`Start` on.
 
     In ``small``, tensors computed from the tokens of the start are marked as ``derived``. ``segment`` is the name that
@@ -432,8 +333,3 @@ def _without_repeats(calls: list[Attention]) -> tuple[Attention, ...]:
 
 def _in_words(calls: tuple[Attention, ...]) -> str:
     return "; then ".join(" + ".join(call.queries) + " to " + " + ".join(call.keys or call.queries) for call in calls)
-
-
-def region(module: nn.Module, inputs: Mapping[str, Any], large: ObservedCall, start: Start, segment: str) -> Region:
-    """Observe ``module(**inputs)`` with the tokens of ``start`` tracked, and pair it with the larger call."""
-    return Region(start, observe(module, inputs, start.block, start.streams), large, segment)

@@ -38,6 +38,15 @@ class TensorRecord:
     derived: bool
 
 
+def tensors_of(value: Any) -> list[TensorRecord]:
+    """Return the tensor records in nested lists, tuples and mappings, in order."""
+    if isinstance(value, TensorRecord):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [record for item in value for record in tensors_of(item)] if isinstance(value, (list, tuple)) else []
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of a block, of a module that the model calls itself, or of a module outside all blocks that attends.
@@ -114,7 +123,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
-class _Observer(TorchFunctionMode):
+class _CallObserver(TorchFunctionMode):
     def __init__(self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str]) -> None:
         super().__init__()
         self.observed = ObservedCall()
@@ -248,7 +257,7 @@ def observe(
             derived.
         streams (`Sequence[str]`, defaults to `()`): Parameters of ``start``.
     """
-    observer = _Observer(inputs, start, streams)
+    observer = _CallObserver(inputs, start, streams)
     with torch.no_grad(), observer.hooks_on(module), observer:
         module(**fresh(inputs))
     observed = observer.observed

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from para_core.adapters.propose.candidates import tensors_of
-from para_core.adapters.propose.observe import ObservedCall, TensorRecord
+from para_core.adapters.propose.observe import ObservedCall, TensorRecord, tensors_of
 
 
 def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.propose.candidates import Region
+from para_core.adapters.propose.candidates import ObservedRegion
 from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.stack import cached_error, conditions_of, guess_blocks, is_chained
 from para_core.cache.blocks import CachedBlocks
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackGuess:
     """A guess of the block stack.
 
     Args:
@@ -33,7 +33,9 @@ class Stack:
     reasons: tuple[str, ...] = ()
 
 
-def stacks(module: nn.Module, region: Region, inputs: Mapping[str, Any], tolerance: float) -> Iterator[Stack]:
+def stacks(
+    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
+) -> Iterator[StackGuess]:
     """Yield guesses of the block stack, the likeliest first.
 
     Args:
@@ -43,12 +45,14 @@ def stacks(module: nn.Module, region: Region, inputs: Mapping[str, Any], toleran
     if guess is None or not all(group.chained for group in guess.groups):
         yield from _without_options(module, region, inputs, tolerance)
     if guess is not None:
-        yield Stack(guess, inputs)
+        yield StackGuess(guess, inputs)
         if all(group.chained for group in guess.groups):
             yield from _without_options(module, region, inputs, tolerance)
 
 
-def _without_options(module: nn.Module, region: Region, inputs: Mapping[str, Any], tolerance: float) -> Iterator[Stack]:
+def _without_options(
+    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
+) -> Iterator[StackGuess]:
     """Yield at most one stack: that of the call without optional arguments, with what each of these changes."""
     conditions = conditions_of(region.small, region.large)
     optional = [name for name in _optional(module, inputs) if name not in conditions]
@@ -94,7 +98,7 @@ def _without_options(module: nn.Module, region: Region, inputs: Mapping[str, Any
     if between or uncached:
         stack = replace(_with_between(blocks, between), uncached=tuple(uncached))
         cached = {name: value for name, value in inputs.items() if name not in uncached}
-        yield Stack(stack, cached, tuple(reasons))
+        yield StackGuess(stack, cached, tuple(reasons))
 
 
 def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
@@ -110,7 +114,7 @@ def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _observe_or_none(module: nn.Module, region: Region, inputs: Mapping[str, Any]) -> ObservedCall | None:
+def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]) -> ObservedCall | None:
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
     except Exception as error:

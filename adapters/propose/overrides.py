@@ -27,9 +27,8 @@ _EXPECTED = (
     "'module(parameter)', or 'module(0)' for the module's output of that index: a Split or another rule, or None for "
     "no rule ('(parameter)' is a parameter of the model itself); 'module': a Gather of its output or a tuple of them, "
     "its Attention calls (a tuple, OneForEach, LinearAttention, AttentionByHeads), a Halo, or None; 'joint_order': "
-    "names of segments; "
-    "'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or "
-    "None; 'samples': the number of samples in the examples, or None"
+    "names of segments; 'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': "
+    "CachedBlocks(...) or None; 'samples': the number of samples in the examples, or None"
 )
 # module(parameter) or module(index of an output)
 PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?)\)")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.propose.candidates import TEXT, Candidate, Region, Start, region, starts
+from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion
 from para_core.adapters.propose.observe import ObservedCall, observe
 from para_core.adapters.propose.one_size import imagined_larger
-from para_core.adapters.propose.optional_arguments import Stack, stacks
+from para_core.adapters.propose.optional_arguments import StackGuess, stacks
 from para_core.adapters.propose.overrides import (
     PARAMETER_NAME,
     Answers,
@@ -23,70 +22,17 @@ from para_core.adapters.propose.overrides import (
     with_answers,
     with_samples,
 )
-from para_core.adapters.propose.source import source_of
+from para_core.adapters.propose.proposal import Proposal
+from para_core.adapters.propose.questions import nothing_grows, questions_of
 from para_core.adapters.propose.stack import cached_error, error_of
+from para_core.adapters.propose.starts import starts
 from para_core.adapters.propose.text import with_sharded_text
-from para_core.cache.blocks import CachedBlocks
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
 # Largest ‖out − expected‖ / ‖expected‖ of an exact plan, by the dtype of the model's parameters.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """The result of :func:`propose_plan`: a checked plan, or questions. Print it, or take its :meth:`source`.
-
-    Args:
-        transformer (`str`): Name of the model's class.
-        plan (`Plan`, *optional*): An exact plan. None if no guess was exact.
-        blocks (`CachedBlocks`, *optional*): The block stack for First Block Cache. None if no guess was exact.
-        error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual ranks, where
-            ``expected`` is the output of the unmodified model.
-        blocks_error (`float`, *optional*): The same of a call that skips blocks.
-        reasons (`tuple[str, ...]`): A sentence for each guess.
-        questions (`tuple[str, ...]`): What ``answers`` must state.
-        guess (`Plan`, *optional*): The likeliest plan if none was exact, to be corrected by hand.
-    """
-
-    transformer: str
-    plan: Plan | None = None
-    blocks: CachedBlocks | None = None
-    error: float | None = None
-    blocks_error: float | None = None
-    reasons: tuple[str, ...] = ()
-    questions: tuple[str, ...] = ()
-    guess: Plan | None = None
-
-    def adapter(self) -> Adapter:
-        """Return the proposal as an adapter, for example for ``parallelize_pipe(pipe, adapter=...)``.
-
-        Raises:
-            ValueError: If no plan was exact.
-        """
-        if self.plan is None:
-            raise ValueError(f"no plan was found for {self.transformer}: {' '.join(self.questions)}")
-        return Adapter(self.transformer, self.transformer, self.plan, blocks=self.blocks)
-
-    def source(self) -> str:
-        """Return the text of a module for adapters/models/.
-
-        Raises:
-            ValueError: If no plan was exact.
-        """
-        return source_of(self.adapter())
-
-    def __str__(self) -> str:
-        lines = [f"{self.transformer}: " + ("no plan found" if self.plan is None else f"exact to {self.error:.1e}")]
-        lines += [f"- {reason}" for reason in self.reasons]
-        lines += [f"? {question}" for question in self.questions]
-        if self.plan is not None:
-            return "\n".join([*lines, "", self.source()])
-        if self.guess is not None:
-            lines += ["", "The likeliest guess:", source_of(Adapter(self.transformer, self.transformer, self.guess))]
-        return "\n".join(lines)
 
 
 def propose_plan(
@@ -141,11 +87,12 @@ def propose_plan(
     small = examples[0]
     failures: dict[str, tuple[Plan, str]] = {}
     observations = [*_observations(module, name, examples)]
-    begins = [(start, large) for observed, large in observations for start in starts(observed, large)]
+    begins = [(start, large) for small_call, large in observations for start in starts(small_call, large)]
     if not begins and not form_a_plan(answers):
-        raise ValueError(_nothing_grows(name, *observations[0]))
+        raise ValueError(nothing_grows(name, *observations[0]))
     for start, large in begins:
-        of_start = region(module, small, large, start, segment)
+        observed = observe(module, small, start.block, start.streams)
+        of_start = ObservedRegion(start, observed, large, segment)
         likeliest_here: Proposal | None = None
         for candidate in of_start.candidates():
             plan = with_answers(candidate.plan, answers)
@@ -174,7 +121,7 @@ def propose_plan(
     likeliest, failure = next(
         iter(failures.values()), (None, "attention has lengths that are not those of the tokens.")
     )
-    questions = _questions([start for start, _ in begins], failure, *observations[0])
+    questions = questions_of([start for start, _ in begins], failure, *observations[0])
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
     return Proposal(name, questions=unanswered, guess=likeliest)
 
@@ -218,7 +165,7 @@ def _observations(
 def _with_text(
     module: nn.Module,
     proposal: Proposal,
-    of_start: Region,
+    of_start: ObservedRegion,
     examples: Sequence[Mapping[str, Any]],
     answers: Answers,
 ) -> Proposal | None:
@@ -299,14 +246,14 @@ def _tolerance_of(module: nn.Module) -> float:
 
 
 def _complete(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
+    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
     """Return ``proposal`` with its block stack and its rule for samples."""
     return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, answers), of_start, inputs, answers)
 
 
 def _with_samples(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
+    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
     """Return ``proposal`` with ``batched`` and ``common``, or with a question if ``answers`` has no ``samples``.
 
@@ -332,7 +279,7 @@ def _with_samples(
 
 
 def _with_blocks(
-    module: nn.Module, proposal: Proposal, of_start: Region | None, inputs: Mapping[str, Any], answers: Answers
+    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
     if "CachedBlocks" in answers and answers["CachedBlocks"] is None:
         return proposal
@@ -341,7 +288,7 @@ def _with_blocks(
     )
     tolerance = _tolerance_of(module)
     answer = answers.get("CachedBlocks")
-    guesses: Iterable[Stack] = () if answer is None else [Stack(answer, inputs)]
+    guesses: Iterable[StackGuess] = () if answer is None else [StackGuess(answer, inputs)]
     if answer is None and of_start is not None:
         guesses = stacks(module, of_start, inputs, tolerance)
     for guess in guesses:
@@ -360,57 +307,3 @@ def _with_blocks(
             reasons = (*proposal.reasons, *why, *guess.reasons)
             return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
     return replace(proposal, questions=(*proposal.questions, question))
-
-
-def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:
-    """Return the message of the error that no stream of tokens was found."""
-    handwritten = _handwritten_attention(name, observed)
-    if not observed.attention:
-        if handwritten:
-            return f"{name} called no scaled_dot_product_attention, but {handwritten}"
-        return f"{name} called no scaled_dot_product_attention. Switch its attention to a native backend."
-    lists = sorted({call.block_list for call in observed.calls if call.block_list is not None})
-    modules = sorted({attention.name for attention in observed.attention})
-    lengths = [sorted({attention.queries for attention in call.attention}) for call in (observed, large)]
-    if lengths[0] == lengths[1]:
-        return (
-            f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in "
-            f"one dim: its attention has {lengths[0]} queries in both. "
-            + (f"It also {handwritten}" if handwritten else "Pass two calls that differ in the number of image tokens.")
-        )
-    return (
-        f"attention of {name} has {lengths[0]} queries in the first call and {lengths[1]} in the second (in "
-        f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, "
-        "receives a "
-        "tensor [B, S, C] that grows in one dim. State where tokens are sharded and gathered: "
-        "answers={'module(parameter)': Split(dim, segment=...), 'module': Gather(dim, ...)}."
-    )
-
-
-def _handwritten_attention(name: str, observed: ObservedCall) -> str:
-    """Return in which modules a softmax over scores is computed, as the end of a sentence; "" if in none."""
-    softmax = [f"{module or name} (over {list(shape)})" for module, shape in observed.softmax.items()]
-    if not softmax:
-        return ""
-    return (
-        f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch "
-        "the model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
-    )
-
-
-def _questions(begins: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
-    """Return what ``answers`` should state, each beginning with the name of the answer where there is one."""
-    numbers = {
-        f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."
-        for call, larger_call in zip(small.calls, large.calls, strict=False)
-        for parameter, value in call.arguments.items()
-        if call.block_list is not None and isinstance(value, int) and value != larger_call.arguments.get(parameter)
-    }
-    failure = (
-        f"No plan that begins at {' or '.join(start.block for start in begins)} was exact. The likeliest guess failed: "
-        f"{failure.rstrip('.')}. Correct it with propose_plan(..., answers=)."
-    )
-    handwritten = _handwritten_attention("the model", small)
-    if handwritten:
-        failure += f" The model also {handwritten}"
-    return (*sorted(numbers), failure)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import Region, attends, streams_of, tensors_of
-from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord
+from para_core.adapters.propose.candidates import ObservedRegion
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
+from para_core.adapters.propose.starts import attends, streams_of
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.torch_internals import tree_leaves
@@ -22,7 +23,7 @@ from para_core.verify.virtual_ranks import fresh, with_same_weights
 _SKIP_THRESHOLD = 0.5
 
 
-def guess_blocks(region: Region) -> CachedBlocks | None:
+def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     """Return the block groups of the lists in ``region``. None if there is no list or a block's streams are unknown."""
     began = region.calls()[0][0].began
     groups: list[BlockGroup] = []

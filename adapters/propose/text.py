@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from para_core.adapters.propose.candidates import TEXT, Candidate, Region, grown_dims, tensors_of
-from para_core.adapters.propose.observe import TensorRecord
+from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion
+from para_core.adapters.propose.observe import TensorRecord, tensors_of
+from para_core.adapters.propose.starts import grown_dims
 from para_core.plans.plan import Entries, Plan, ShardRule, Split
 
 _WHY = (
@@ -16,7 +17,7 @@ _WHY = (
 )
 
 
-def with_sharded_text(region: Region, plan: Plan) -> Iterator[Candidate]:
+def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]:
     """Yield variants of ``plan`` that also shard the text of its joint sequences, if it has any.
 
     The first variant shards text at the inputs of the first block. The second shards text and everything else with an
@@ -37,7 +38,7 @@ def with_sharded_text(region: Region, plan: Plan) -> Iterator[Candidate]:
         yield Candidate(at_inputs, (f"{' and '.join(names)}: {_WHY}.",))
 
 
-def _at_blocks(region: Region, plan: Plan, parameter: str, dim: int, length: int) -> Plan | None:
+def _at_blocks(region: ObservedRegion, plan: Plan, parameter: str, dim: int, length: int) -> Plan | None:
     """Return ``plan`` with text sharded at the blocks. None if one tensor has entries for both text and image."""
     inner: dict[str, dict[str | int, ShardRule]] = {name: dict(rules) for name, rules in plan.inner.items()}
     if any(_joins_text(rule) for rules in inner.values() for rule in rules.values()):
@@ -85,7 +86,7 @@ def _merged(image_rule: ShardRule | None, text_rule: Split | Entries) -> ShardRu
     return Entries(tuple(image or text for image, text in zip(image_rule.cuts, text_rule.cuts, strict=True)))
 
 
-def _at_inputs(region: Region, plan: Plan, length: int) -> Plan | None:
+def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
     """Return ``plan`` with both segments sharded at the model's inputs. None if an input of either kind is missing."""
     rules = {
         name: _input_rule(value, region.large.inputs.get(name), region, length)
@@ -96,7 +97,7 @@ def _at_inputs(region: Region, plan: Plan, length: int) -> Plan | None:
     return replace(plan, inputs=inputs, inner={}) if segments == {region.segment, TEXT} else None
 
 
-def _input_rule(value: Any, larger: Any, region: Region, length: int) -> Split | None:
+def _input_rule(value: Any, larger: Any, region: ObservedRegion, length: int) -> Split | None:
     rules: set[Split] = set()
     for record, larger_record in zip(tensors_of(value), tensors_of(larger), strict=False):
         grown = grown_dims(record, larger_record)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.adapters.propose.propose import Proposal, propose_plan
+from para_core.adapters.propose.proposal import Proposal
+from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.propose.stack import error_of
 from para_core.verify.virtual_ranks import run_on_virtual_ranks
 from zoo.tiny.transformers.registry import MODELS

@@ -1,0 +1,98 @@
+"""Where a region may begin: the tensors that grow from a smaller to a larger observed call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
+
+# A length in the smaller and in the larger call.
+Lengths = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A place where a region may begin: the first block of a list, or a module that contains all blocks.
+
+    Args:
+        block: Name of the module.
+        tokens: Number of tokens in the smaller and in the larger call.
+        streams: Parameters of the module that hold the tokens, along ``dim``.
+    """
+
+    block: str
+    tokens: Lengths
+    streams: tuple[str, ...]
+    dim: int
+
+
+def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
+    """Return the dims whose lengths differ, with both lengths. Empty if the tensors differ in their number of dims."""
+    if len(small.shape) != len(large.shape):
+        return {}
+    pairs = zip(small.shape, large.shape, strict=True)
+    return {dim: lengths for dim, lengths in enumerate(pairs) if lengths[0] != lengths[1]}
+
+
+def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
+    """Return the parameters of block ``calls[index]`` whose updated values it returns, in the order of its outputs.
+
+    An output belongs to the parameter through which the next block receives it. If the next block does not receive it,
+    it belongs to a parameter of the same shape, unless the next block gets that parameter unchanged. An output that
+    belongs to no parameter gives ``""``.
+    """
+    call = calls[index]
+    inputs = {name: value for name, value in call.arguments.items() if isinstance(value, TensorRecord)}
+    following = calls[index + 1].arguments if index + 1 < len(calls) else {}
+    streams: list[str] = []
+    for output in tensors_of(call.output):
+        received = [name for name, value in following.items() if getattr(value, "identity", None) == output.identity]
+        same_shape = [
+            name
+            for name, record in inputs.items()
+            if record.shape == output.shape
+            and name not in streams
+            and getattr(following.get(name), "identity", None) != record.identity
+        ]
+        streams.append((received or same_shape or [""])[0])
+    return tuple(streams)
+
+
+def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
+    """Yield where a region may begin, in the order of time: the later it begins, the more of the model runs replicated.
+
+    Modules that contain blocks come after all block lists.
+    """
+    for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
+        calls, larger_calls = small.of_list(name), large.of_list(name)
+        if larger_calls and attends(small, calls[0].began, calls[-1].ended):
+            yield from _start(calls[0], larger_calls[0], streams_of(calls, 0))
+    outer = [call for call in small.calls if call.block_list is None and attends(small, call.began, call.ended)]
+    for call in sorted(outer, key=lambda call: call.began):
+        larger_call = next((other for other in large.calls if other.name == call.name), None)
+        sequences = [
+            parameter
+            for parameter, value in call.arguments.items()
+            if isinstance(value, TensorRecord) and value.dtype.is_floating_point and len(value.shape) == 3
+        ]
+        if larger_call is not None:
+            yield from _start(call, larger_call, sequences)
+
+
+def attends(observed: ObservedCall, began: int, ended: int) -> bool:
+    """Whether attention was called between two times."""
+    return any(began < attention.time < ended for attention in observed.attention)
+
+
+def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) -> Iterator[Start]:
+    growing: list[tuple[str, int, Lengths]] = []
+    for stream in streams:
+        record, larger = call.arguments.get(stream), larger_call.arguments.get(stream)
+        if isinstance(record, TensorRecord) and isinstance(larger, TensorRecord):
+            dims = grown_dims(record, larger)
+            growing += [(stream, dim, lengths) for dim, lengths in dims.items() if len(dims) == 1]
+    if growing:
+        # If several streams grow, diffusers' usual name for the image tokens decides.
+        _, dim, tokens = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
+        yield Start(call.name, tokens, tuple(entry[0] for entry in growing if entry[1:] == (dim, tokens)), dim)
