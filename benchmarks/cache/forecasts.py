@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
-from benchmarks.cache.ways import generate, hermite, load
+from benchmarks.cache.ways import generate, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from zoo.flux import grammar
@@ -33,9 +33,6 @@ FORECASTS: dict[str, dict[str, Any]] = {
     "order 1": {"forecast_order": 1},
     "order 0": {"forecast_order": 0},
     "order 2": {"forecast_order": 2},
-    "damped Hermite, order 1, sigma 0.5": {"forecast": hermite(1)},
-    "damped Hermite, order 1, sigma 0.65": {"forecast": hermite(1, 0.65)},
-    "damped Hermite, order 2, sigma 0.5": {"forecast": hermite(2)},
     "FoCa": {"forecast": "foca"},
 }
 
@@ -244,9 +241,6 @@ def _forecasts_table(found: dict[str, Any]) -> list[str]:
     lines = []
     for name in names:
         cells = [_beside(of[threshold, name], name == names[0]) for threshold in thresholds]
-        if "Hermite" in name:
-            # The JSON has them. They are no option of para_core.
-            continue
         extra = [of[threshold, name]["computed"] - x for threshold, x in zip(thresholds, computed, strict=True)]
         more = [f" ({steps:.1f} steps more)" if steps else "" for steps in extra]
         lines.append([name, *(cell + text for cell, text in zip(cells, more, strict=True))])

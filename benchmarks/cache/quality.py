@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from benchmarks.cache.judged import images_of, judge, reference
-from benchmarks.cache.speed import measure, short
-from benchmarks.cache.ways import NO_CACHE, OTHERS, QUALITY
+from benchmarks.cache.speed import measure
+from benchmarks.cache.ways import NO_CACHE, QUALITY
 from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 
 PROMPTS = 64
-PARTS = ("quality", "others", "eager", "compiled")
+PARTS = ("quality", "eager", "compiled")
+STEPS = 28
 
 
 class Rows:
@@ -52,46 +53,29 @@ class Rows:
         partial.rename(self._path)
 
 
-def sweep(rows: Rows, count: int, folder: Path, steps: int, only: str = "") -> None:
-    """Each way at a number of steps, unless it is there."""
-    expected, cost = reference(steps, count, folder)
-    if _key(steps, count, NO_CACHE.name) not in rows.rows:
-        row = {"cache": NO_CACHE.name, "setting": "", "steps": steps}
-        rows.add(_key(steps, count, NO_CACHE.name), {**row, **cost, **judge(expected, expected)})
-    for way in QUALITY[steps]:
-        key = _key(steps, count, way.name)
+def sweep(rows: Rows, count: int, folder: Path, only: str = "") -> None:
+    """Measure each way whose row is missing."""
+    expected, cost = reference(STEPS, count, folder)
+    if _key(count, NO_CACHE.name) not in rows.rows:
+        row = {"cache": NO_CACHE.name, "setting": "", "steps": STEPS}
+        rows.add(_key(count, NO_CACHE.name), {**row, **cost, **judge(expected, expected)})
+    for way in QUALITY:
+        key = _key(count, way.name)
         if key in rows.rows or only not in way.name:
             continue
         if not way.installed:
             print(f"{key}: {way.package} is not installed")
             continue
         start = time.monotonic()
-        images, cost = images_of(way, steps, count)
-        row = {"cache": way.cache, "setting": way.setting, "steps": steps, **cost, **judge(images, expected)}
+        images, cost = images_of(way, STEPS, count)
+        row = {"cache": way.cache, "setting": way.setting, "steps": STEPS, **cost, **judge(images, expected)}
         rows.add(key, row)
         mean = {name: round(sum(row[name]) / count, 4) for name in ("computed", "psnr", "ssim", "as without")}
         print(key, mean, f"{time.monotonic() - start:.0f} s", flush=True)
 
 
-def others() -> list[dict[str, Any]]:
-    """Run the caches that cannot be compared at equal computed steps; 28 steps, two captions."""
-    expected, _ = images_of(NO_CACHE, 28, 2)
-    rows = []
-    for way in OTHERS:
-        row: dict[str, Any] = {"name": way.name}
-        try:
-            images, cost = images_of(way, 28, 2)
-        except Exception as error:
-            row["refused"] = short(error)
-        else:
-            row["attention computed"] = cost["computed"]
-            row["psnr"] = judge(images, expected)["psnr"]
-        rows.append(row)
-    return rows
-
-
-def _key(steps: int, count: int, name: str) -> str:
-    return f"{steps} steps, {count} captions: {name}"
+def _key(count: int, name: str) -> str:
+    return f"{STEPS} steps, {count} captions: {name}"
 
 
 # -- tables
@@ -148,34 +132,16 @@ def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     return None
 
 
-# Settings that the page leaves out: para_core computes as many steps at none of its thresholds, or a nearer setting of
-# the same cache is shown.
-HIDDEN = {
-    ("para_core first_block, hermite 1, sigma 0.5", "threshold 0.12"),
-    ("para_core first_block, hermite 1, sigma 0.5", "threshold 0.2"),
-    ("para_core first_block, forecast_order=1, warmup_steps=4", "threshold 0.2"),
-    ("para_core first_block, forecast_order=2", "threshold 0.2"),
-    ("para_core first_block, foca", "threshold 0.2"),
-    ("para_core modulated_input", "threshold 0.06"),
-    ("cache-dit DBCache F1B0 + TaylorSeer, order 1, max_warmup_steps=4", "threshold 0.2"),
-    ("diffusers MagCache", "threshold 0.06, at most 3 in a row"),
-    ("diffusers SeaCache, order 1, at most 2 in a row", "threshold 0.25"),
-    ("diffusers TaylorSeer, lite, order 1", "every 2 steps"),
-    ("EasyCache (written here), 5 steps of warm-up", "threshold 0.025"),
-    ("EasyCache (written here), 10 steps of warm-up", "threshold 0.05"),
-}
-
-
-def quality(found: Sequence[Row], steps: int) -> list[str]:
-    """Return the table of one number of steps. The JSON has the other settings and figures."""
+def quality(found: Sequence[Row]) -> list[str]:
+    """Return the table of all ways. The JSON has further figures."""
     rows = []
-    for row in (row for row in found if row["steps"] == steps and (row["cache"], row["setting"]) not in HIDDEN):
+    for row in found:
         psnr = "" if row["cache"] == "no cache" else f"{row['psnr']:.1f}"
         difference = row["psnr beside forecast"]
         beside_default = "" if difference is None else f"{difference[0]:+.1f} ± {difference[1]:.1f}"
         cells = [row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, f"{row['right']:.1%}", beside_default]
         rows.append(cells)
-    heads = ["cache", "setting", f"computed of {steps}", "PSNR, dB", "all right"]
+    heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "all right"]
     return markdown_table([*heads, "PSNR beside para_core's default"], rows)
 
 
@@ -224,7 +190,7 @@ def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
     """Return the parts of docs/measured/cache_quality.md from ``results``."""
     return {
         "about": about(results),
-        "28 steps": quality(results["quality"], 28),
+        "28 steps": quality(results["quality"]),
         "speed": speed(results),
     }
 
@@ -232,7 +198,7 @@ def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
 def record(rows: Rows, count: int) -> None:
     """Write the JSON."""
     captions = [row for key, row in rows.rows.items() if f" {count} captions" in key]
-    measured = {name: rows.rows[name] for name in ("eager", "compiled", "others") if name in rows.rows}
+    measured = {name: rows.rows[name] for name in ("eager", "compiled") if name in rows.rows}
     peers = ("diffusers", "scikit-image", *(["cache-dit"] if importlib.util.find_spec("cache_dit") else []))
     print(write_results("cache_quality", {"captions": count, "quality": summaries(captions), **measured}, *peers))
 
@@ -242,7 +208,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="what to measure")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--steps", type=int, nargs="+", default=list(QUALITY), choices=list(QUALITY))
     parser.add_argument("--only", default="", metavar="TEXT", help="ways whose name holds it")
     parser.add_argument("--rounds", type=int, default=15, help="of the speed part, which is always measured anew")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "cache_quality", help="what was measured so far")
@@ -253,10 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = Rows(args.work / "rows.json")
     if "quality" in args.parts:
-        for steps in args.steps:
-            sweep(rows, args.prompts, args.work, steps, args.only)
-    if "others" in args.parts:
-        rows.add("others", others())
+        sweep(rows, args.prompts, args.work, args.only)
     for name in ("eager", "compiled"):
         if name in args.parts:
             rows.add(name, measure(args.rounds, compiled=name == "compiled", only=args.only))

@@ -17,25 +17,21 @@ import numpy as np
 import torch
 import transformers
 from diffusers import (
-    FasterCacheConfig,
     FirstBlockCacheConfig,
     FluxPipeline,
     FluxTransformer2DModel,
     MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
     SeaCacheConfig,
     TaylorSeerCacheConfig,
-    TextKVCacheConfig,
 )
 from diffusers.utils import logging
 from torch import Tensor
 
-from para_core import Forecast
 from para_core.adapters import apply_cache_on_pipe
 from para_core.cache.forecasts import FOCA
 from zoo.flux import PIPELINE, grammar
 
-# -- methods of papers that neither para_core nor diffusers has
+# -- a method that neither para_core nor diffusers has
 
 
 class EasyCache:
@@ -80,36 +76,6 @@ class EasyCache:
         self._input = self._computed_input = hidden_states
         self._output, self._error, self._calls = output, 0.0, self._calls + 1
         return (output,)
-
-
-def hermite(order: int, sigma: float = 0.5) -> Forecast:
-    """HiCache (arXiv:2508.16984): Taylor's powers x^k are sigma^k H_k(sigma x), of the physicists' Hermite polynomials
-    H_k.
-
-    x is counted in distances of the last two computed steps. The first order is Taylor's with its slope times 2
-    sigma^2.
-    """
-
-    def weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
-        gap = times[0] - times[1]
-        x = (now - times[0]) / torch.where(gap == 0, 1.0, gap)
-        slope = 2 * sigma**2 * x
-        first = torch.stack([1 + slope, -slope, *[torch.zeros_like(x)] * (order - 1)])
-        found = torch.where((known >= 2) & (gap != 0), first, _newest(times))
-        if order == 2:
-            older = times[1] - times[2]
-            ratio = gap / torch.where(older == 0, 1.0, older)
-            # Backward differences of backward differences, over the newest distance.
-            curve = sigma**2 * (4 * sigma**2 * x * x - 2) / 2
-            second = first + curve * torch.stack([torch.ones_like(x), -1 - ratio, ratio])
-            found = torch.where((known >= 3) & (gap != 0) & (older != 0), second, found)
-        return found
-
-    return Forecast(f"hermite {order}, sigma {sigma:g}", order + 1, weights, "HiCache, arXiv:2508.16984")
-
-
-def _newest(times: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(times[:1]), torch.zeros_like(times[1:])])
 
 
 # -- the ways
@@ -189,9 +155,9 @@ def by_input(threshold: float) -> Way:
     return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
 
 
-def candidate(threshold: float, forecast: Forecast) -> Way:
-    """para_core with a forecast that it does not bring."""
-    return ours(threshold, f"para_core first_block, {forecast.name}", forecast=forecast)
+def foca(threshold: float) -> Way:
+    """Return para_core with the forecast of FoCa."""
+    return ours(threshold, "para_core first_block, foca", forecast=FOCA)
 
 
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
@@ -314,46 +280,24 @@ def _to_bfloat16(pipe: FluxPipeline, steps: int) -> None:
 # What rounding alone does to an image: differences are read beside it.
 IN_BFLOAT16 = Way("no cache, text encoders and transformer in bfloat16", "", _to_bfloat16)
 
-# By steps of the schedule, in the order in which they are measured: what the others are compared with comes first.
-QUALITY: dict[int, tuple[Way, ...]] = {
-    28: (
-        IN_BFLOAT16,
-        *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
-        *(forecast(x) for x in (0.08, 0.12, 0.2, 0.3)),
-        *(by_input(x) for x in (0.06, 0.09, 0.135)),
-        *(forecast(x, warmup=4) for x in (0.12, 0.2)),
-        first_block(0.12),
-        cache_dit(0.12, 4, 1),
-        sea_cache(0.25),
-        taylor_seer(2),
-        # As their authors have them: for HunyuanVideo, and for Wan.
-        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
-        mag_cache(0.06),
-        cache_dit(0.2, 4, 1),
-        sea_cache(0.5),
-        taylor_seer(3),
-        easy_cache(0.05),
-        mag_cache(0.24, 5),
-        cache_dit(0.12),
-        *(forecast(x, order=2) for x in (0.12, 0.2)),
-        *(candidate(x, hermite(1)) for x in (0.12, 0.2)),
-        *(candidate(x, FOCA) for x in (0.12, 0.2)),
-        sea_cache(0.5, skips=0),
-    ),
-    50: (
-        IN_BFLOAT16,
-        *(ours(x) for x in (0.08, 0.12, 0.2)),
-        *(forecast(x) for x in (0.08, 0.12, 0.2)),
-        *(by_input(x) for x in (0.06, 0.09)),
-        first_block(0.12),
-        cache_dit(0.12, 4, 1),
-        sea_cache(0.25),
-        sea_cache(0.5),
-        taylor_seer(4),
-        *(easy_cache(*x) for x in ((0.025, 5), (0.05, 10))),
-        mag_cache(0.24, 5),
-    ),
-}
+# In the order in which they are measured: para_core's, with which the others are compared, come first.
+QUALITY: tuple[Way, ...] = (
+    IN_BFLOAT16,
+    *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
+    *(forecast(x) for x in (0.08, 0.12, 0.2, 0.3)),
+    *(by_input(x) for x in (0.09, 0.135)),
+    forecast(0.12, warmup=4),
+    first_block(0.12),
+    cache_dit(0.12, 4, 1),
+    cache_dit(0.12),
+    forecast(0.12, order=2),
+    foca(0.12),
+    sea_cache(0.5),
+    taylor_seer(3),
+    easy_cache(0.05),
+    mag_cache(0.24, 5),
+    sea_cache(0.5, skips=0),
+)
 
 # At about half of 28 steps. What is compiled as well comes first.
 SPEED: tuple[Way, ...] = (
@@ -370,25 +314,3 @@ SPEED: tuple[Way, ...] = (
     easy_cache(0.025, 5),
 )
 NUM_COMPILED = 6
-
-# What diffusers has besides, and what becomes of it here.
-OTHERS: tuple[Way, ...] = (
-    _diffusers("SeaCache", "with nothing but its defaults", lambda *_: SeaCacheConfig()),
-    _diffusers("TaylorSeer", "not lite, every 2 steps", lambda *_: TaylorSeerCacheConfig(cache_interval=2)),
-    _diffusers("FasterCache", "guidance distilled", lambda *_: FasterCacheConfig(is_guidance_distilled=True)),
-    _diffusers(
-        "FasterCache",
-        "guidance distilled, told the timestep",
-        lambda pipe, _: FasterCacheConfig(
-            is_guidance_distilled=True, current_timestep_callback=lambda: pipe.current_timestep, tensor_format="BCHW"
-        ),
-    ),
-    _diffusers(
-        "Pyramid Attention Broadcast",
-        "every 2 steps",
-        lambda pipe, _: PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: pipe.current_timestep
-        ),
-    ),
-    _diffusers("TextKVCache", "", lambda *_: TextKVCacheConfig()),
-)
