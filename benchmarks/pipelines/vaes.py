@@ -6,7 +6,6 @@ A check of `benchmarks.pipelines.exactness`: random weights, as small as each cl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,13 +102,13 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 @torch.no_grad()
 def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     """The most bytes of activations, of any rank beside one device; the result stays with the first rank."""
-    tiny = replace(tiny, options={**tiny.options, **MORE_LEVELS.get(name, {})})
+    options = MORE_LEVELS.get(name, {})
     found = []
-    for way, shape in large(tiny).items():
+    for way, shape in large(tiny, options).items():
         x, run = random_image(shape), getattr(tiny, way)
         peaks = []
         for parallel in (False, True) if dist.get_rank() == 0 else (True,):
-            vae: Any = tiny.make()
+            vae: Any = tiny.make(**options)
             if parallel:
                 parallelize_vae(vae, method="tiled" if name in BY_TILES else "exact", gather="first")
             with PeakMemory() as of_run:
@@ -120,13 +119,13 @@ def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     return found
 
 
-def large(tiny: TinyVae) -> dict[str, tuple[int, ...]]:
+def large(tiny: TinyVae, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of latents and pixels of which an edge row is a small part."""
     if len(tiny.latents) == 3:  # a waveform
         return {
             way: (*shape[:-1], 64 * shape[-1]) for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels))
         }
-    ratio = rows_per_latent(tiny.make())
+    ratio = rows_per_latent(tiny.make(**options))
     size = HEIGHT // ratio, HEIGHT // 2 // ratio
     return {
         "decode": (*tiny.latents[:-2], *size),

@@ -9,7 +9,6 @@ transformer (tensor) in one graph.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -84,9 +83,8 @@ BLOCKS = 12
 
 
 def build(name: str, **config: Any) -> nn.Module:
-    model = MODELS[name]
     heads = CONFIGS.get(name, {"num_attention_heads": 4})
-    return replace(model, config={**model.config, **heads, **config}).build()
+    return MODELS[name].build(**heads, **config)
 
 
 def call(transformer: Any, name: str, change: float = 0.0) -> Tensor:

@@ -3,7 +3,6 @@ too.
 """
 
 import warnings
-from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -77,12 +76,12 @@ SIZES = [(3, 6, 10), (1, 6, 6)]
 def build(name):
     model = MODELS[name]
     heads = {"n_heads": 4, "n_kv_heads": 4} if name == "z-image" else HEADS
-    config = {**model.config, **heads, **CONFIGS[name]}
+    config = {**heads, **CONFIGS[name]}
     if name == "wan, image context":
         config["added_kv_proj_dim"] = 48
     if name == "z-image":
-        config["dim"] = 4 * config["dim"] // model.config["n_heads"]
-    return replace(model, config=config).build()
+        config["dim"] = 4 * model.config["dim"] // model.config["n_heads"]
+    return model.build(**config)
 
 
 def call(transformer, name, size):

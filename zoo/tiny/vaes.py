@@ -64,10 +64,10 @@ class TinyVae:
         self.conditions, self.encoder_options, self.settings = conditions or {}, encoder_options or {}, settings or {}
         self.options = small_config(cls, SMALL) | changes
 
-    def make(self) -> nn.Module:
+    def make(self, **changes: Any) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # Oobleck's weight_norm
-            vae: Any = getattr(diffusers, self.cls)(**self.options)
+            vae: Any = getattr(diffusers, self.cls)(**self.options | changes)
         for name, value in self.settings.items():
             setattr(vae, name, value)
         return fill_randomly(vae)
