@@ -39,9 +39,15 @@ def guide(batch, ring, ulysses, compiled):
         return step(branches()), step(branches(4))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "ring", "ulysses"), [(2, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.long), (2, 1, 1), (1, 1, 2)]
+    ("batch", "ring", "ulysses", "compiled"),
+    [
+        (2, 1, 2, False),
+        (2, 1, 1, False),
+        (1, 1, 2, False),
+        (2, 1, 2, True),
+        *[pytest.param(*case, marks=pytest.mark.long) for case in ((2, 2, 1, False), (2, 1, 1, True), (1, 1, 2, True))],
+    ],
 )
 def test_branches_and_tokens_are_shared_out_together(rank_pool, batch, ring, ulysses, compiled):
     model = fill(Model(), seed=1)

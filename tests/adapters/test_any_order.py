@@ -89,7 +89,10 @@ def draw_in_orders(chunk, mesh_shape):
     return found
 
 
-@pytest.mark.parametrize("chunk", [0, *[pytest.param(chunk, marks=pytest.mark.long) for chunk in range(1, CHUNKS)]])
+# The default run has tests of each pair of these steps: of the cache in tests/cache/test_compiled.py and test_graph.py,
+# of LoRA and offload in test_lora_and_offload.py, of all but compiling in tests/together.
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):
     pipe = small_pipe()
     add_lora(pipe)

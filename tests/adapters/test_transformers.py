@@ -221,7 +221,7 @@ def call_compiled(name, way, backend="aot_eager"):
 WHOLE_GRAPH = [name for name, model in MODELS.items() if model.cls not in NO_WHOLE_GRAPH]
 # A compilation takes a dozen seconds of two cores.
 COMPILED = ["qwen-image, masked"]
-COMPILED_BY_BLOCKS = ["wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
+COMPILED_BY_BLOCKS = ["ltx2", "wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
 
 
 def check_compiled(rank_pool, name, way, backend="aot_eager"):
@@ -236,7 +236,7 @@ def check_compiled(rank_pool, name, way, backend="aot_eager"):
     ("way", "name"),
     [
         *[pytest.param("whole", name, marks=() if name in COMPILED else pytest.mark.long) for name in WHOLE_GRAPH],
-        ("blocks", "ltx2"),
+        # The default run compiles blocks in test_all_blocks_share_their_graphs.
         *[pytest.param("blocks", name, marks=pytest.mark.long) for name in COMPILED_BY_BLOCKS],
     ],
 )

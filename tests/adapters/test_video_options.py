@@ -67,7 +67,7 @@ def draw_offloaded(names, mesh_shape):
     "names",
     [
         pytest.param(names, marks=marks, id=" and ".join(names))
-        for names, marks in ((NAMES[:2], pytest.mark.long), (NAMES[2:], ()))
+        for names, marks in ((NAMES[:3], pytest.mark.long), (NAMES[3:], ()))
     ],
 )
 def test_offloaded_videos_are_exact(rank_pool, names):

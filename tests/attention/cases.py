@@ -17,8 +17,9 @@ from tests.rank_pool import heartbeat
 
 # (ring, ulysses)
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
-# For what crosses meshes with something else: a ring, Ulysses with parts that no number divides, and both; the others
-# are long.
+# Three ranks show what four do: several hops, and parts that do not divide.
+ON_MOST_MESHES = [pytest.param(*mesh, marks=pytest.mark.long if 4 in mesh else ()) for mesh in MESHES]
+# For tests that cross meshes with another axis: a ring, Ulysses with parts that do not divide, and both.
 ON_FEW_MESHES = [
     pytest.param(*mesh, marks=() if mesh in [(2, 1), (1, 3), (2, 2)] else pytest.mark.long) for mesh in MESHES
 ]

@@ -16,6 +16,7 @@ from para_core import (
     UnifiedAttnMode,
 )
 from tests.attention.one_device import make_qkv, relative_error
+from tests.pairwise import long_beyond_pairs
 from tests.rank_pool import RankPoolError
 
 S = 12
@@ -41,8 +42,16 @@ def make_mode(kind, mesh, **options):
     return UnifiedAttnMode(mesh, **options)
 
 
+def learn_both(kind, ring, ulysses, inputs):
+    """Return results and gradients of :func:`natural` and of our own attention, for 2 and 4 heads."""
+    return [
+        [learn(kind, ring, ulysses, heads, options, **inputs) for options in ({"attn_func": natural}, {})]
+        for heads in (2, 4)
+    ]
+
+
 def learn(kind, ring, ulysses, heads, options, mask=None, is_causal=False):
-    """Result and gradients of a rank's part, each rank with its own loss."""
+    """Return the result and the gradients of a rank's part; each rank has its own loss."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, heads)]
     with make_mode(kind, mesh, **options):
@@ -54,15 +63,14 @@ def learn(kind, ring, ulysses, heads, options, mask=None, is_causal=False):
 PADDING = torch.arange(S)[None, None, None] < 5  # a rank of three has no key that counts
 
 
-@pytest.mark.parametrize("kind", ["all", "blocks", "kept"])
-@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("masked", ["causal", "padding", "neither"])
-def test_own_attention_is_learned_with_unseen_keys(rank_pool, kind, ring, ulysses, masked):
+@pytest.mark.parametrize(
+    ("kind", "mesh", "masked"),
+    long_beyond_pairs(["all", "blocks", "kept"], [(3, 1), (1, 3), (2, 2)], ["causal", "padding", "neither"]),
+)
+def test_own_attention_is_learned_with_unseen_keys(rank_pool, kind, mesh, masked):
     inputs = {"causal": {"is_causal": True}, "padding": {"mask": PADDING}, "neither": {}}[masked]
-    for heads in (2, 4):
-        found = rank_pool.run(learn, ring * ulysses, kind, ring, ulysses, heads, {"attn_func": natural}, **inputs)
-        expected = rank_pool.run(learn, ring * ulysses, kind, ring, ulysses, heads, {}, **inputs)
-        for ours, theirs in zip(found, expected, strict=True):
+    for of_rank in rank_pool.run(learn_both, mesh[0] * mesh[1], kind, *mesh, inputs):
+        for ours, theirs in of_rank:
             for one, other in zip(ours, theirs, strict=True):
                 assert (one - other).norm() <= 1e-5 * max(other.norm(), theirs[0].norm())
 

@@ -58,17 +58,13 @@ def check_int8(outputs, graphs, name, sizes=SIZES):
         assert relative_error(output, of_unmodified) < 1e-5
 
 
-# Blocks in one branch of the graph, and in a branch for each.
+# Blocks in one branch of the graph, and in a branch for each. Tracing int8 weights takes long.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "order", "sizes"),
     [
-        # Tracing int8 weights takes long: one size in the default run.
-        ("sd3", "cache first", SIZES[:1]),
-        pytest.param("sd3", "cache first", SIZES, marks=pytest.mark.long),
-        *[
-            pytest.param(name, "int8 first", SIZES, marks=pytest.mark.long)
-            for name in ("sd3", "wan", "flux", "wan vace")
-        ],
+        ("sd3", "cache first", SIZES),
+        *[(name, "int8 first", SIZES) for name in ("sd3", "wan", "flux", "wan vace")],
     ],
 )
 def test_int8_weights_are_exact_in_a_graph(name, order, sizes):

@@ -71,19 +71,15 @@ def check(outputs, graphs, name, sizes, backend="aot_eager", bound=1e-5):
             assert relative_error(output, of_uncached) < bound, step
 
 
-def long_but(name):
-    return [pytest.param(each, marks=() if each == name else pytest.mark.long) for each in NAMES]
-
-
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", long_but("sd3"))
+@pytest.mark.long  # the default run has a pipeline on two ranks
+@pytest.mark.parametrize("name", NAMES)
 def test_further_sizes_are_exact_in_a_graph(name):
-    sizes = SIZES[:2] if name == "sd3" else SIZES
-    check(*run_cached(name, sizes), name, sizes)
+    check(*run_cached(name, SIZES), name, SIZES)
 
 
 @pytest.mark.long
@@ -101,10 +97,10 @@ def test_further_sizes_are_exact_in_graph_on_ranks(rank_pool, name):
 IMAGES = [(72, 56), (48, 64), (64, 48)]
 
 
-def generate_images(option=None, mesh=None):
-    """Images of three sizes of FLUX.1, with a LoRA or a parallel VAE."""
+def generate_images(option=None, backend="aot_eager", mesh=None):
+    """Generate three sizes by FLUX.1, with a LoRA or a parallel VAE; return the images and the number of graphs."""
     torch.manual_seed(0)
-    pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=2), shared_parts=option != "vae")
+    pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1), shared_parts=option != "vae")
     if option == "lora":
         # peft is slow to import.
         from peft import LoraConfig
@@ -113,7 +109,7 @@ def generate_images(option=None, mesh=None):
     if mesh is not None:
         parallelize_pipe(pipe, mesh=cpu_mesh(*mesh), vae=option == "vae")
     apply_cache_on_pipe(pipe, **ALTERNATE)
-    counter = Counter()
+    counter = Counter(backend)
     if mesh is not None:
         pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
     output = "pt" if option == "vae" else "latent"
@@ -124,10 +120,13 @@ def generate_images(option=None, mesh=None):
     return [pipe(**call).images for call in calls], len(counter.graphs)
 
 
-@pytest.mark.parametrize("option", [None, *[pytest.param(x, marks=pytest.mark.long) for x in ("lora", "vae")]])
-def test_cached_pipeline_takes_three_sizes_in_graphs(rank_pool, option):
+@pytest.mark.parametrize(
+    ("option", "backend"),
+    [(None, "eager"), *[pytest.param(x, "aot_eager", marks=pytest.mark.long) for x in (None, "lora", "vae")]],
+)
+def test_cached_pipeline_takes_three_sizes_in_graphs(rank_pool, option, backend):
     expected, _ = generate_images(option)
-    for images, graphs in rank_pool.run(generate_images, 2, option=option, mesh=(1, 2)):
+    for images, graphs in rank_pool.run(generate_images, 2, option, backend, mesh=(1, 2)):
         assert graphs <= 4
         for image, alone in zip(images, expected, strict=True):
             assert relative_error(image, alone) < 1e-5

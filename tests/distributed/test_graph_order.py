@@ -81,7 +81,7 @@ def check(rank_pool, seed, ring, ulysses, backend, backward=False):
             assert relative_error(grad, x.grad) < 1e-4, f"gradient, rank {rank}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 20)]])
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20)]])
 def test_independent_attentions_keep_their_order_under_inductor(rank_pool, seed):
     check(rank_pool, seed, 1, 2, "inductor")
 
@@ -113,8 +113,10 @@ def attend_to_one_token(ring, ulysses, backward):
     return loss.detach(), weight.grad
 
 
-@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "backward"),
+    [(1, 2, True), *[pytest.param(*x, marks=pytest.mark.long) for x in ((2, 1, True), (2, 1, False), (1, 2, False))]],
+)
 def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward):
     x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
     (part,) = compute([x @ weight.requires_grad_()], F.scaled_dot_product_attention)

@@ -11,6 +11,7 @@ from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
 from tests.kernels.launches import by_use
 from tests.launches import LaunchCounter
+from tests.pairwise import long_beyond_pairs
 
 CHUNK = norm.BLOCK * norm.STEPS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,10 +60,14 @@ def test_far_from_zero_nothing_cancels(interpreter, mean, last):
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("affine", ["both", "weight", "none"])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("dtype", "mean"), [*[(dtype, 0.0) for dtype in DTYPES], (torch.float32, 100.0)])
-def test_a_norm_by_ranks_is_that_of_float64(interpreter, dtype, mean, last, affine):
+@pytest.mark.parametrize(
+    ("of_values", "last", "affine"),
+    long_beyond_pairs(
+        [*[(dtype, 0.0) for dtype in DTYPES], (torch.float32, 100.0)], [False, True], ["both", "weight", "none"]
+    ),
+)
+def test_norm_over_ranks_equals_float64(interpreter, of_values, last, affine):
+    dtype, mean = of_values
     parts = [image(1, 34, rows, 3, dtype=dtype, mean=mean, seed=rows, last=last) for rows in (3, 2)]
     weight = image(34, dtype=dtype, seed=7) if affine != "none" else None
     bias = image(34, dtype=dtype, seed=8) if affine == "both" else None

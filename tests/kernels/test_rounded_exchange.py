@@ -14,6 +14,7 @@ from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use
 from tests.kernels.test_exchange import for_ranks
 from tests.launches import LaunchCounter
+from tests.pairwise import long_beyond_pairs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
@@ -109,13 +110,17 @@ def boxes_for_ranks(tensors, tokens, heads, *, one_table):
     return for_ranks(wide, tokens, heads, one_table=one_table)
 
 
-@FORMATS
-@pytest.mark.parametrize("one_table", [False, True])
-@pytest.mark.parametrize(("tokens", "heads"), SPLITS)
 @pytest.mark.parametrize(
-    ("widths", "dtype"), [((16, 16, 16), torch.float32), ((3,), torch.float16), ((8, 33), torch.bfloat16)]
+    ("eight", "one_table", "split", "rows"),
+    long_beyond_pairs(
+        [torch.int8, FLOAT8],
+        [False, True],
+        SPLITS,
+        [((16, 16, 16), torch.float32), ((3,), torch.float16), ((8, 33), torch.bfloat16)],
+    ),
 )
-def test_both_ways_give_the_bits_of_pytorch(interpreter, widths, tokens, heads, one_table, dtype, eight):
+def test_both_ways_give_the_bits_of_pytorch(interpreter, rows, split, one_table, eight):
+    (tokens, heads), (widths, dtype) = split, rows
     shapes = [(2, sum(heads), sum(tokens), width) for width in widths]
     tensors = [spread(shape, dtype, seed) for seed, shape in enumerate(shapes)]
     regions, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)

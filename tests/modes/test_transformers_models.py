@@ -36,6 +36,7 @@ SIZES = {
 }
 DECODERS = {
     "llama": lambda: LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "llama, one layer": lambda: LlamaModel(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, num_key_value_heads=2)),
     "mistral": lambda: MistralModel(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
     "qwen2": lambda: Qwen2Model(Qwen2Config(**SIZES, num_key_value_heads=4)),
     "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, attn_implementation="sdpa")),
@@ -103,7 +104,7 @@ def decoders_with_a_whole_mask(kind, name, lengths, paddings):
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("name", list(DECODERS))
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gpt2"])
 def test_causal_mask_of_local_length_is_refused(rank_pool, kind, name):
     paddings = ["none", "right", "left", "left, more than a rank's part"]
     for outs in rank_pool.run(decoders_with_a_whole_mask, 2, kind, name, [16, 13], paddings):
@@ -370,7 +371,7 @@ def test_a_balanced_decoder_and_a_loss_behind_a_gather(rank_pool, kind):
 
 
 def compiled_decoder(lengths):
-    mode, model, outs = UnifiedAttnMode(mesh_of("ulysses")), make("llama"), []
+    mode, model, outs = UnifiedAttnMode(mesh_of("ulysses")), make("llama, one layer"), []
 
     def call(ids, positions, mask):
         with mode:
@@ -380,20 +381,20 @@ def compiled_decoder(lengths):
             hidden = model(local, attention_mask=rows, position_ids=own, use_cache=False).last_hidden_state
             return mode.gather(hidden, dim=1, sequence=tokens)
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
     with torch.no_grad():
         for S in lengths:
             mask = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
             outs.append(compiled(make_ids(S), torch.arange(S)[None], mask))
         torch._dynamo.reset()
         refused = outcome(
-            lambda: torch.compile(call, fullgraph=True, backend="aot_eager")(make_ids(8), torch.arange(8)[None], None)
+            lambda: torch.compile(call, fullgraph=True, backend="eager")(make_ids(8), torch.arange(8)[None], None)
         )
     return outs, refused
 
 
 def test_decoder_in_graph_takes_4d_mask(rank_pool):
-    lengths, model = [12, 15], make("llama")
+    lengths, model = [12, 15], make("llama, one layer")
     with torch.no_grad():
         expected = [model(make_ids(S)).last_hidden_state for S in lengths]
     for outs, refused in rank_pool.run(compiled_decoder, 2, lengths):

@@ -99,7 +99,7 @@ def failing_transfers(nccl, sent_by, taken):
     started; all ranks raise.
     """
     dim = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2)).pipe
-    with as_nccl() if nccl else torch.no_grad():
+    with as_nccl() if nccl else torch.no_grad(), mock.patch.object(point_to_point, "_GRACE", 0.3):
         links, others = Links(dim, [(0, 1), (1, 0)]), Links(dim, [(0, 1), (1, 0)])
         size = 300_000  # more than a socket takes at once
         results = []
@@ -141,7 +141,7 @@ def test_messages_of_failed_generation_are_dropped(rank_pool, nccl, sent_by, tak
 def fail_and_generate(kind, where, nccl, calls):
     """What a generation gives after one that failed, and the unmodified pipeline after removal."""
     if nccl:
-        with as_nccl():
+        with as_nccl(), mock.patch.object(point_to_point, "_GRACE", 0.3):
             return fail_and_generate(kind, where, False, calls)
     pipe = flux_in_stages(kind, timeout=20)
     transformer, numbers = pipe.transformer, []

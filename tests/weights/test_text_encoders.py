@@ -64,17 +64,24 @@ def place(name, dims, options):
     return outs, num_calls, classes == attributes(pipe)
 
 
+# A case, and the placements that the default run tries with it.
 CASES = [
-    ("flux", {"ulysses": 2}, {"weights": "fsdp"}),
-    ("flux", {"ring": 2, "tensor": 2}, {"weights": "tensor"}),
-    ("flux", {"pipe": 2}, {}),
-    ("wan 2.2", {"batch": 2}, {}),
-    ("wan 2.2", {"batch": 2, "ring": 2}, {"weights": "fsdp"}),
+    (("flux", {"ulysses": 2}, {"weights": "fsdp"}), PLACEMENTS),
+    (("flux", {"ring": 2, "tensor": 2}, {"weights": "tensor"}), ("fsdp",)),
+    (("flux", {"pipe": 2}, {}), ("fsdp", "first")),
+    (("wan 2.2", {"batch": 2}, {}), ("replicate", "first")),
+    (("wan 2.2", {"batch": 2, "ring": 2}, {"weights": "fsdp"}), ("offload",)),
 ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("name", "dims", "options"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dims", "options", "placement"),
+    [
+        pytest.param(*case, placement, marks=() if placement in short else pytest.mark.long)
+        for case, short in CASES
+        for placement in PLACEMENTS
+    ],
+)
 def test_placed_text_encoders_are_exact_and_undone(rank_pool, name, dims, options, placement):
     expected = generate(make(name), name)
     results = rank_pool.run(place, prod(dims.values()), name, dims, {**options, "text_encoders": placement})
@@ -119,7 +126,14 @@ def place_again(name, first, second):
     return outs, calls_before, calls_after, left
 
 
-@pytest.mark.parametrize(("first", "second"), [*permutations(PLACEMENTS, 2), (None, "offload")])
+# Each placement comes first once, and second once; in the long run each before each.
+CHANGES = [*zip(PLACEMENTS, (*PLACEMENTS[1:], PLACEMENTS[0]), strict=True), (None, "offload")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*CHANGES, *[pytest.param(*x, marks=pytest.mark.long) for x in permutations(PLACEMENTS, 2) if x not in CHANGES]],
+)
 def test_another_placement_replaces_the_first(rank_pool, first, second):
     expected = generate(make("flux"), "flux")
     for outs, before, after, left in rank_pool.run(place_again, 2, "flux", first, second):

@@ -287,7 +287,7 @@ def calibrate_on_rank(shape):
     return found, image, threshold
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 2, 1), marks=pytest.mark.long), (1, 1, 2)])
 def test_ranks_calibrate_by_measurements_of_first_rank(rank_pool, shape):
     (first, image, threshold), (other, same_image, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
     assert first == other
