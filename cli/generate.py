@@ -17,6 +17,7 @@ def generate(
     prompt: Annotated[str | None, option("What to generate.", "TEXT", INPUT)] = None,
     prompts: options.Prompts = None,
     out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT)] = Path("out"),
+    name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None,
     size: options.Size = None,
     steps: options.Steps = None,
     frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None,
@@ -68,8 +69,20 @@ def generate(
         vae=vae,
         timeout=timeout,
     )
-    task = make_task(pipeline, recipe, common, prompts, out, format_, seed, count_ranks(ranks, replicas), replicas)
+    task = make_task(
+        pipeline,
+        recipe,
+        common,
+        prompts=prompts,
+        folder=out,
+        prefix=name,
+        format_=format_,
+        fps=fps,
+        seed=seed,
+        ranks=count_ranks(ranks, replicas),
+        replicas=replicas,
+    )
     if dry_run:
         show_plan(task)
         raise typer.Exit(1 if task.problems else 0)
-    raise typer.Exit(run_task(task, fps, debug))
+    raise typer.Exit(run_task(task, debug))

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from para_core.cli.bars import Bars, NoBars
 from para_core.cli.ranks import RankJob, RankReport, run_job
 from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
 from para_core.fleet.models import Model, require_field
-from para_core.fleet.outputs import alone_in, choose_format, is_finished, require_room, too_large, write_result
+from para_core.fleet.names import choose_names, digest, require_name
+from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, dtype_of, require_loras
 from para_core.fleet.request import make_request
-from para_core.fleet.work import Result, digest
+from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class GenerationTask:
     folder: Path
     format_: str
     bytes_: int
+    fps: int
     ranks: int
     replicas: int
 
@@ -59,9 +61,12 @@ def make_task(
     model: Model,
     recipe: Recipe,
     common: dict[str, Any],
+    *,
     prompts: Path | None,
     folder: Path,
+    prefix: str | None,
     format_: str | None,
+    fps: int,
     seed: int,
     ranks: int,
     replicas: int,
@@ -72,6 +77,7 @@ def make_task(
         typer.BadParameter, ValueError, OSError: If an option is invalid, or the results cannot be written.
     """
     chosen = choose_format(model, format_)
+    require_name(prefix)
     require_loras(recipe)
     if recipe.mesh:
         given_mesh(recipe, ranks)
@@ -91,10 +97,12 @@ def make_task(
         lines = [line for line in lines if reasons[line.number] is None]
         oversized = [Problem(number, reason) for number, reason in reasons.items() if reason is not None]
         problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
-    finished = [line for line in lines if is_finished(folder, line.name, digest(line.request, recipe))]
-    left = tuple(line for line in lines if line not in finished)
+    lines = [replace(line, digest=digest(line.request, recipe, model.kind, chosen, fps)) for line in lines]
+    left, finished = choose_names(folder, lines, prefix)
     room = require_room(folder, [line.request for line in left], model, chosen)
-    return GenerationTask(model, recipe, left, tuple(finished), tuple(problems), folder, chosen, room, ranks, replicas)
+    return GenerationTask(
+        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, room, fps, ranks, replicas
+    )
 
 
 def _absolute(value: Any) -> Any:
@@ -104,7 +112,7 @@ def _absolute(value: Any) -> Any:
     return str(Path(value).absolute()) if isinstance(value, str) else value
 
 
-def run_task(task: GenerationTask, fps: int, debug: bool) -> int:
+def run_task(task: GenerationTask, debug: bool) -> int:
     """Generate the lines of ``task``, report on stderr, and return the exit code."""
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
@@ -116,31 +124,33 @@ def run_task(task: GenerationTask, fps: int, debug: bool) -> int:
     if task.lines:
         try:
             with alone_in(task.folder) if first else nullcontext():
-                report = _generate_lines(task, fps, debug)
+                report = _generate_lines(task, debug)
         except (KeyboardInterrupt, SignalException):
             console.print("interrupted: run the same command again to continue.")
             return _INTERRUPTED
     for problem in report.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(report.problems)
+    names = [line.name for line in task.lines if line.number in report.done]
+    files = f" ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else ""
     console.print(
-        f"{len(report.done)} generated in {task.folder}/" + (f", {failed} failed" if failed else ""), markup=False
+        f"{len(names)} generated in {task.folder}/{files}" + (f", {failed} failed" if failed else ""), markup=False
     )
     # torchrun stops all ranks as soon as one exits with an error. Only the first rank, which writes and ends last, does
     # so.
     return 1 if failed and first else 0
 
 
-def _generate_lines(task: GenerationTask, fps: int, debug: bool) -> RankReport:
+def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:
     if task.replicas > 1:
-        return _on_replicas(task, fps, debug)
+        return _on_replicas(task, debug)
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
-        job = RankJob(task.recipe, task.lines, task.folder, task.format_, fps, journal, debug=debug)
+        job = RankJob(task.recipe, task.lines, task.folder, task.format_, task.fps, journal, debug=debug)
         return run_job(job, task.ranks)
 
 
-def _on_replicas(task: GenerationTask, fps: int, debug: bool) -> RankReport:
+def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
     try:
         from para_core.fleet.batch import generate_lines
         from para_core.fleet.group import ReplicaShape
@@ -150,7 +160,8 @@ def _on_replicas(task: GenerationTask, fps: int, debug: bool) -> RankReport:
     bars: Bars | NoBars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
-        write_result(task.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+        numbers = {"line": line.number, "digest": line.digest}
+        write_result(task.folder, line.name, result.outputs, {**numbers, **result.metadata})
         done.append(line.number)
         bars.end()
 
@@ -161,7 +172,7 @@ def _on_replicas(task: GenerationTask, fps: int, debug: bool) -> RankReport:
             ReplicaShape(task.ranks),
             task.replicas,
             format_=task.format_,
-            fps=fps,
+            fps=task.fps,
             write=write,
             debug=debug,
         )

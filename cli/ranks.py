@@ -267,7 +267,8 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
     else:
         if result is not None:
             try:
-                write_result(job.folder, line.name, result.outputs, {"line": line.number, **result.metadata})
+                numbers = {"line": line.number, "digest": line.digest}
+                write_result(job.folder, line.name, result.outputs, {**numbers, **result.metadata})
             except OSError:
                 _note(job, event="unwritten", line=line.number)  # stops the job: other lines would fail too
                 raise

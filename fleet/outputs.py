@@ -23,7 +23,7 @@ FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "vid
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
 # Temporary names of write_atomically.
-_HALF_WRITTEN = re.compile(r"\.\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
+_HALF_WRITTEN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,42 @@ def _encode_video(frames: Sequence[Any], format_: str, fps: int) -> bytes:
 
 
 def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: Mapping[str, Any]) -> list[Path]:
-    """Write the files of a result, and then ``name.json``: if that file exists, all others are complete."""
+    """Write the files of a result, and then ``name.json``: if that file exists, all others are complete.
+
+    A PNG also holds the metadata, as the texts ``prompt`` and ``para_core`` (JSON).
+
+    Raises:
+        FileExistsError: If one of the files exists. Nothing is overwritten.
+    """
     paths = [folder / f"{name}{output.suffix}" for output in outputs]
-    for path, output in zip(paths, outputs, strict=True):
-        write_atomically(path, output.data)
+    record_path = folder / f"{name}.json"
+    for path in (*paths, record_path):
+        if path.exists():
+            raise FileExistsError(f"{path} exists, and is not overwritten. Use another --name or --out.")
     record = {**metadata, "files": [path.name for path in paths]}
-    write_atomically(folder / f"{name}.json", (json.dumps(record, indent=2) + "\n").encode())
+    text = json.dumps(record, indent=2) + "\n"
+    prompt = metadata.get("request", {}).get("prompt") or ""
+    prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    for path, output in zip(paths, outputs, strict=True):
+        is_png = path.suffix == ".png"
+        write_atomically(path, _with_texts(output.data, prompt=prompt, para_core=text) if is_png else output.data)
+    write_atomically(record_path, text.encode())
     return paths
+
+
+def _with_texts(png: bytes, **texts: str) -> bytes:
+    """Return the PNG file with these texts. Its pixels are not encoded again."""
+    from PIL.PngImagePlugin import PngInfo, putchunk
+
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_itxt(name, text)
+    header = 33  # bytes of the signature and the first chunk, IHDR
+    file = io.BytesIO()
+    file.write(png[:header])
+    for kind, data, *_ in info.chunks:
+        putchunk(file, kind, data)
+    return file.getvalue() + png[header:]
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -205,12 +234,3 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def is_finished(folder: Path, name: str, digest: str) -> bool:
-    """Whether the result ``name`` was written completely for the request and recipe of ``digest``."""
-    try:
-        record = json.loads((folder / f"{name}.json").read_bytes())
-        return record["digest"] == digest and all((folder / file).is_file() for file in record["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

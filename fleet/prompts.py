@@ -15,15 +15,23 @@ from para_core.fleet.request import Request, make_request, request_schema
 
 @dataclass(frozen=True)
 class Line:
-    """A request with the number of its line, from 1."""
+    """A request with the number of its line.
+
+    Args:
+        number (`int`): From 1.
+        digest (`str`): Digest of everything that decides the result's files.
+        file (`str`): Name of these files, without suffix. Empty for the number.
+    """
 
     number: int
     request: Request
+    digest: str = ""
+    file: str = ""
 
     @property
     def name(self) -> str:
-        """Name of the result's files."""
-        return f"{self.number:05d}"
+        """Name of the result's files, without suffix."""
+        return self.file or f"{self.number:05d}"
 
 
 @dataclass(frozen=True)

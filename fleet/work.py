@@ -82,7 +82,6 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Return the metadata that a result's JSON file records."""
     return {
-        "digest": digest(request, recipe),
         "request": {**request.fields, "seed": request.seed},
         "recipe": recipe.as_json(),
         "pipeline": type(pipe).__name__,
@@ -92,11 +91,6 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": {name: _version(name) for name in ("para_core", "torch", "diffusers")},
     }
-
-
-def digest(request: Request, recipe: Recipe) -> str:
-    """Return the digest of everything that decides a result. Finished results with this digest are not made again."""
-    return f"{request.digest}{recipe.digest}"
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ from PIL import Image
 
 import para_core.cli.ranks
 from para_core.cli.app import app, run
-from para_core.fleet.outputs import Output, alone_in, write_atomically
-from para_core.fleet.work import Result, digest
+from para_core.fleet.names import digest
+from para_core.fleet.outputs import alone_in, encode, write_atomically
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request
+from para_core.fleet.work import Result
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "zoo/flux/pipeline"
@@ -104,10 +108,14 @@ def test_finished_lines_are_kept_until_changed(tmp_path, prompts, capsys):
     assert generated() == 0
     assert [file.stat().st_mtime_ns for file in sorted(out.iterdir())] == times
     assert generated(second="a green square") == 1
+    assert generated(second="a green square") == 0
     # Half written, as after a crash between the image and its record.
-    (out / "00002.json").unlink()
+    (out / "00003.json").unlink()
     assert generated(second="a green square") == 1
     assert generated("--cache", "0.1", second="a green square") == 2
+    # A run overwrites nothing of another one.
+    assert [file.stat().st_mtime_ns for file in sorted(out.glob("0000[12].*"))] == times
+    assert sorted(file.name for file in out.glob("*.png")) == [f"0000{i}.png" for i in range(1, 7)]
 
 
 def test_image_paths_are_relative_to_prompts(tmp_path, prompts, monkeypatch, capsys):
@@ -233,11 +241,11 @@ def test_lines_end_at_newlines_and_bad_ones_are_reported(tmp_path, prompts, monk
 
 def stand_in(monkeypatch):
     """Generates a file at once; gives the prompts for which it did."""
-    asked = []
+    asked, image = [], Image.new("RGB", (2, 1), "red")
 
-    def generate(pipe, request, recipe, **_):
+    def generate(pipe, request, recipe, *, format_, **_):
         asked.append(request.fields["prompt"])
-        return Result((Output(".png", b"image"),), {"digest": digest(request, recipe)})
+        return Result(tuple(encode(SimpleNamespace(images=[image]), format_, fps=1)), {"request": request.fields})
 
     monkeypatch.setattr(para_core.cli.ranks, "build", lambda _: None)
     monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
@@ -258,6 +266,78 @@ def test_full_disk_keeps_finished_results(tmp_path, prompts, monkeypatch, capsys
     assert capsys.readouterr().err == "error: No space left on device.\n"
     assert asked == ["a", "b"]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["00001.json", "00001.png"]
+
+
+def generated_files(out, *options):
+    before = set(out.glob("*"))
+    assert run(["generate", "--out", str(out), *options]) == 0
+    return sorted(path.name for path in set(out.glob("*")) - before)
+
+
+def test_results_of_other_requests_are_never_overwritten(tmp_path, prompts, monkeypatch, capsys):
+    stand_in(monkeypatch)
+    assert generated_files(tmp_path, "--prompt", "a") == ["00001.json", "00001.png"]
+    assert generated_files(tmp_path, "--prompt", "b") == ["00002.json", "00002.png"]
+    assert "1 generated" in capsys.readouterr().err
+    path = prompts({"prompt": "a"}, {"prompt": "c"}, {"prompt": "d"})
+    assert generated_files(tmp_path, "--prompts", path, "--format", "png")[1::2] == ["00003.png", "00004.png"]
+    assert generated_files(tmp_path, "--prompts", path) == []
+    # Equal lines have a result each.
+    path = prompts(*[{"prompt": "a", "seed": 0}] * 2)
+    assert generated_files(tmp_path, "--prompts", path) == ["00005.json", "00005.png"]
+    # A file of somebody else.
+    (tmp_path / "00006.jpg").touch()
+    assert generated_files(tmp_path, "--prompt", "e") == ["00007.json", "00007.png"]
+
+
+def test_other_format_is_another_result(tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    assert generated_files(tmp_path, "--prompt", "a") == ["00001.json", "00001.png"]
+    assert generated_files(tmp_path, "--prompt", "a", "--format", "jpg") == ["00002.jpg", "00002.json"]
+    assert generated_files(tmp_path, "--prompt", "a", "--fps", "3") == []
+    request, recipe = Request({"prompt": "a"}), Recipe("model")
+    of_videos = {digest(request, recipe, "video", format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)}
+    assert len(of_videos) == 4
+
+
+def test_names_begin_with_the_given_one(tmp_path, monkeypatch, capsys):
+    stand_in(monkeypatch)
+    for prompt, number in (("a", 1), ("b", 2)):
+        files = generated_files(tmp_path, "--prompt", prompt, "--name", "my cat")
+        assert files == [f"my cat-0000{number}.json", f"my cat-0000{number}.png"]
+    assert generated_files(tmp_path, "--prompt", "a") == ["00001.json", "00001.png"]
+    (tmp_path / ".my cat-00001.png.abcd_123").touch()
+    assert generated_files(tmp_path, "--prompt", "a", "--name", "my cat") == []
+    for name in ("../a", "a/b", ".a", ""):
+        assert run(["generate", "--prompt", "a", "--out", str(tmp_path), "--name", name]) != 0
+        assert "name" in capsys.readouterr().err
+
+
+def test_result_that_appears_meanwhile_is_not_overwritten(tmp_path, prompts, monkeypatch, capsys):
+    asked = stand_in(monkeypatch)
+    path = prompts({"prompt": "a"}, {"prompt": "b"})
+    generate = para_core.cli.ranks.generate
+
+    def slow(*args, **kwargs):
+        (tmp_path / "00001.json").write_text("of somebody else")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(para_core.cli.ranks, "generate", slow)
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path)]) == 1
+    assert re.match(r"error: .*00001\.json exists", capsys.readouterr().err)
+    assert (tmp_path / "00001.json").read_text() == "of somebody else"
+    assert asked == ["a"]
+
+
+def test_png_holds_prompt_and_settings(tmp_path):
+    prompt = "a red circle, 赤い丸"
+    assert run(["generate", "--prompt", prompt, "--seed", "7", "--out", str(tmp_path), *SMALL]) == 0
+    with Image.open(tmp_path / "00001.png") as image:
+        assert image.text["prompt"] == prompt
+        assert json.loads(image.text["para_core"]) == json.loads((tmp_path / "00001.json").read_text())
+    record = json.loads((tmp_path / "00001.json").read_text())
+    assert record["request"]["seed"] == 7
+    assert np.array_equal(pixels(tmp_path / "00001.png"), plain_pixels(prompt=prompt, seed=7))
 
 
 def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, capsys):
