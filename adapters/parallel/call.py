@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from para_core.distributed.consistency import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.region import region_of
+from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.stages import stages_of
 
 _KEY = PARALLEL_PIPE
@@ -160,11 +160,11 @@ class ParallelCall:
         yield
         rounds = guidance.rounds
         if rounds and max(rounds) == 1:
-            warnings.warn(
+            warn_user(
                 f"this call of the {name} had no branches of guidance: of {self.mesh.batch.size} ranks along 'batch', "
                 "one computed and the others waited. Use guidance, or give these ranks to the sequence (a mesh "
                 "without max_batch_dim_size).",
-                stacklevel=6,
+                ParallelWarning,
             )
 
 

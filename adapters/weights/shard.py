@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeGuard, TypeVar
@@ -37,6 +36,7 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
+from para_core.user_warnings import ParaCoreWarning, warn_user
 from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
 from para_core.weights.tensor import require_tensor_plan_fits
@@ -327,10 +327,10 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
     """
     for name, module in components_of(pipe, components).items():
         if mesh_of_diffusers(module) is not None:
-            warnings.warn(
+            warn_user(
                 f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing "
                 "undoes that. To hold it on every rank, load it without parallel_config.",
-                stacklevel=2,
+                ParaCoreWarning,
             )
         gather_component(module)
     if not any(map(is_distributed, components_of(pipe).values())):
