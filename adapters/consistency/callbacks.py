@@ -100,7 +100,7 @@ class CheckedCallbacks:
         flags = [int(changed), int(self._loras.changed(self._pipe))]
         flags_of_ranks = check_consistent(signature(state), self._mesh, flags, explain=_explain)
         if any(tensors for tensors, _ in flags_of_ranks):
-            values = {f"values of {name}": f"{fingerprint([x]):x}" for name, x in outputs.items()}
+            values = {f"values of {name}": fingerprint([x]) for name, x in outputs.items()}
             check_consistent(signature(values), self._mesh, explain=_explain)
         if any(loras for _, loras in flags_of_ranks):
             check_consistent(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import starmap
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from para_core.distributed.fingerprints import fingerprints
 from para_core.instance_patching import uncompiled
 from para_core.torch_internals import version_of as version_of_tensor
 from para_core.weights.subclasses import consists_of_tensors, plain_tensors
-
-# The factors of elements in a fingerprint repeat with this period; the largest prime below 2^16.
-_PERIOD = 65521
-# Elements that a fingerprint sums at a time, with 16 bytes of integers each.
-_CHUNK = 1 << 24
 
 
 def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -74,7 +70,7 @@ class Loras:
             elif not self._is_current(name, layers):
                 settings, weights = _settings_of(layers), _weights_of(layers)
                 counted = _counted([x for _, x in weights], model)
-                text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint(counted):x}"
+                text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint(counted)}"
                 self._descriptions[name] = settings, [_Weight.of(*weight) for weight in weights], text
         return {f"LoRA of pipe.{name}": text for name, (_, _, text) in self._descriptions.items()}
 
@@ -154,52 +150,28 @@ def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
 
 # -- fingerprints
 
-# Attribute of a weight on the meta device that holds the bits of the freed weight.
+# Attribute of a weight on the meta device: the fingerprints of the tensors of the freed weight.
 _BITS = "_para_core_bits"
 
 
 def keep_bits(weight: Tensor, stand_in: Tensor) -> None:
     """Make a :func:`fingerprint` treat ``stand_in``, on the meta device, as ``weight``, which is to be freed."""
-    bits = _bits_of(weight)
-    if bits:
-        setattr(stand_in, _BITS, [x.item() for x in bits])
+    setattr(stand_in, _BITS, fingerprints(_compared(weight)))
 
 
-def fingerprint(tensors: list[Any]) -> int:
-    """Return 64 bits that depend on every bit of ``tensors``, and neither on the device nor on the order of its sums.
+def fingerprint(tensors: list[Any]) -> str:
+    """Return 16 hexadecimal digits that depend on every bit of ``tensors`` and on their order, but not on the device.
 
     Excludes sharded tensors, and tensors on the meta device unless :func:`keep_bits` was called for them.
     """
-    sums = [bits for x in tensors for bits in _bits_of(x)]
-    if not sums:
-        return 0
-    total = 0
-    # One transfer for all tensors of a device.
-    for values in torch.stack([x.to(sums[0].device) for x in sums]).tolist():
-        total = (total * 1_000_003 + values) % (1 << 64)
-    return total
+    parts = [part for x in tensors for part in (getattr(x, _BITS, ()) if x.is_meta else _compared(x))]
+    digits = iter(fingerprints([part for part in parts if isinstance(part, Tensor)]))
+    joined = "".join(next(digits) if isinstance(part, Tensor) else part for part in parts)
+    return blake2b(joined.encode(), digest_size=8).hexdigest()
 
 
-def _bits_of(x: Tensor) -> list[Tensor]:
-    """Return the bit sum of each plain tensor that ``x`` consists of."""
+def _compared(x: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which ``x`` consists, without sharded ones and those on the meta device."""
     if isinstance(x, DTensor):
         return []
-    if x.is_meta:
-        return [torch.tensor(bits) for bits in getattr(x, _BITS, ())]
-    return [
-        _bit_sum(inner) for inner in plain_tensors(x.detach()) if not isinstance(inner, DTensor) and not inner.is_meta
-    ]
-
-
-def _bit_sum(x: Tensor) -> Tensor:
-    """Return the sum modulo 2^64 of the bits of ``x`` as integers, weighted by position."""
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.contiguous().view(-1).view(width)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        position = torch.arange(start, start + part.numel(), device=x.device) % _PERIOD + 1
-        total = total + (part * position).sum()
-    return total
+    return [inner for inner in plain_tensors(x.detach()) if not isinstance(inner, DTensor) and not inner.is_meta]

@@ -10,6 +10,8 @@ from torch import Tensor
 from para_core.distributed.collectives import tensor_bytes
 
 _WORD_BYTES = 8
+# Words that are mixed at a time, unless one tensor has more: 128 MiB, and as much again for intermediate results.
+_MAX_WORDS = 1 << 24
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between
 # positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of
 # MurmurHash3.
@@ -43,8 +45,11 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
 @torch.no_grad()
 def _sums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the fingerprints of tensors on one device as int64, ``[len(tensors)]``."""
+    sizes = [-(-x.nbytes // _WORD_BYTES) for x in tensors]
+    if sum(sizes) > _MAX_WORDS and len(tensors) > 1:
+        half = len(tensors) // 2
+        return torch.cat([_sums(tensors[:half]), _sums(tensors[half:])])
     rows = [tensor_bytes(x.detach()) for x in tensors]
-    sizes = [-(-row.numel() // _WORD_BYTES) for row in rows]
     words = torch.zeros(sum(sizes), dtype=torch.int64, device=tensors[0].device)
     steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
     parts = words.split(sizes)

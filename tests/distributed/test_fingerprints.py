@@ -38,6 +38,13 @@ def test_fingerprint_covers_bytes_of_any_dtype(dtype):
     assert [fingerprints([x])[0] for x in tensors] == fingerprints(tensors)
 
 
+def test_many_words_are_mixed_in_parts(monkeypatch):
+    tensors = [sample(shape, torch.float32) for shape in SHAPES]
+    expected = fingerprints(tensors)
+    monkeypatch.setattr("para_core.distributed.fingerprints._MAX_WORDS", 5)
+    assert fingerprints(tensors) == expected
+
+
 def test_fingerprint_ignores_memory_layout():
     x = sample((4, 6, 5), torch.float32)
     other = torch.zeros(4, 6, 11)[:, :, 3:8].copy_(x)
