@@ -138,8 +138,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
         return given_mesh(recipe, ranks)
     if ranks == 1:
         return {"batch": 1, "ring": 1, "ulysses": 1}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    choice = None if device is None else fastest_mesh(pipe, device, ranks)
+    choice = fastest_mesh(pipe, ranks) if torch.cuda.is_available() else None
     if not isinstance(choice, MeshChoice):
         transformer = next(iter(transformers_of(pipe).values()))
         choice = choose_mesh(ranks, number_of_heads(transformer), default_guidance(pipe, transformer))

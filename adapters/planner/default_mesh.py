@@ -84,7 +84,7 @@ def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshCh
         return Unpredicted(f"the planner predicts for cuda devices, and this one is {device_type}")
     predicted: list[Any] = [None]
     if dist.get_rank() == 0:
-        predicted = [fastest_mesh(owner, torch.cuda.get_device_name(), dist.get_world_size(), weights)]
+        predicted = [fastest_mesh(owner, dist.get_world_size(), weights)]
     # Other ranks may have other devices, for which the prediction could differ.
     dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
     choice: MeshChoice | Unpredicted = predicted[0]

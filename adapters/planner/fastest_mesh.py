@@ -8,11 +8,11 @@ from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.planner.cost import MeshShape
-from para_core.planner.hardware import device_named
+from para_core.planner.hardware import gpu_at_hand
 
 
-def fastest_mesh(pipe: Any, device: str, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
-    """Return the fastest mesh of ``ranks`` ranks of one host by :func:`plan_mesh`, or why there is no prediction.
+def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
+    """Return the fastest mesh by :func:`plan_mesh` of ``ranks`` GPUs of this kind on one host, or why there is none.
 
     Args:
         weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"`` the mesh has ranks to shard weights in this way.
@@ -21,7 +21,7 @@ def fastest_mesh(pipe: Any, device: str, ranks: int, weights: str | None = None)
     if hasattr(pipe, "pag_applied_layers"):
         return Unpredicted("the planner does not count perturbed attention guidance")
     try:
-        device_named(device)
+        device = gpu_at_hand()
     except ValueError as error:
         return Unpredicted(f"{error}")
     try:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from para_core.planner.hardware import Device, device_named
+from para_core.planner.hardware import Device, gpu_at_hand
 from para_core.planner.report import BROKEN, CHANGE, Finding, Ranks
 
 _BACKENDS = {
@@ -131,7 +131,7 @@ def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
 def device_of(ranks: Ranks) -> Device | None:
     """Return the table's figures of this rank's GPU. None on a CPU, or if the table does not have it."""
     try:
-        return device_named(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        return gpu_at_hand(ranks.device) if ranks.device.type == "cuda" else None
     except ValueError:
         return None
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,9 @@ DEVICES = {
         Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", source=f"{_NVIDIA}/h200/; {_FA3}"),
         Device("H20", 148e12, 96e9, 4.0e12, 78, "nvlink4", 0.9, 0.8, source=f"{_TECHPOWERUP}/h20.c4133"),
         Device("A100", 312e12, 80e9, 2.04e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
+        Device("A100 40GB", 312e12, 40e9, 1.555e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
+        Device("A100 PCIe", 312e12, 80e9, 1.935e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
+        Device("A100 40GB PCIe", 312e12, 40e9, 1.555e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device(
             "B200", 2.25e15, 180e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.1, source=f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}"
         ),
@@ -164,21 +170,32 @@ LINKS = {
 }
 # A link name without a generation stands for the generation of the device.
 _GENERATIONS = {
-    "nvlink": {"A100": "nvlink3", "B200": "nvlink5", "GB200": "nvlink5"},
+    "nvlink": {
+        **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),
+        **dict.fromkeys(("B200", "GB200"), "nvlink5"),
+    },
     "pcie": {"H100 PCIe": "pcie5", "H100": "pcie5", "H200": "pcie5", "B200": "pcie5", "RTX 4090": "pcie4 via host"},
 }
 _DEFAULT_GENERATION = {"nvlink": "nvlink4", "pcie": "pcie4"}
 
 
-def device_named(name: str | Device) -> Device:
+# Words of CUDA's names that stand for the variant that the table has under the short name.
+_USUAL_WORDS = {"nvidia", "geforce", "tesla", "gpu", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "hbm3", "hbm3e"}
+_GIGABYTES = re.compile(r"(\d+)gb")
+
+
+def device_named(name: str | Device, *, memory: float | None = None) -> Device:
     """Return the device of the table with this name, or with the name that CUDA reports (``"NVIDIA H100 80GB HBM3"``).
 
-    >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA H100 PCIe").name
-    ('H100', 'H100 PCIe')
+    Args:
+        memory (`float`, *optional*): Bytes that the device reports. They replace those of the table.
+
+    >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA A100-SXM4-40GB").name
+    ('H100', 'A100 40GB')
 
     Raises:
         TypeError: If ``name`` is neither a string nor a :class:`Device`, which is returned as it is.
-        ValueError: If the table has no such device.
+        ValueError: If the table has no such device, or not this variant of it.
     """
     if isinstance(name, Device):
         return name
@@ -186,14 +203,39 @@ def device_named(name: str | Device) -> Device:
         raise TypeError(
             f"device is {name!r}; expected a name such as 'H100', or a para_core.planner.Device with its figures."
         )
-    words = name.replace("-", " ").lower().split()
-    fitting = [x for x in DEVICES.values() if set(x.name.lower().split()) <= set(words)]
-    if not fitting:
+    words = set(re.sub(r"(\d) gb\b", r"\1gb", name.replace("-", " ").lower()).split())
+    fitting = [x for x in DEVICES.values() if set(x.name.lower().split()) <= words]
+    device = max(fitting, key=lambda x: len(x.name), default=None)
+    problem = "" if device is None else _unknown_variant(device, words, memory)
+    if device is None or problem:
         raise ValueError(
-            f"device is {name!r}; expected one of {', '.join(DEVICES)}. Pass a para_core.planner.Device with its "
-            "figures, or measured= with the JSON of python -m para_core.doctor."
+            f"device is {name!r}{problem}; expected one of {', '.join(DEVICES)}. Pass a para_core.planner.Device with "
+            "its figures."
         )
-    return max(fitting, key=lambda x: len(x.name))
+    return device if memory is None else replace(device, memory=memory)
+
+
+def _unknown_variant(device: Device, words: set[str], memory: float | None) -> str:
+    """Return how the device named by ``words`` differs from ``device``. Empty if they are equal."""
+    left = words - set(device.name.lower().split()) - _USUAL_WORDS
+    sizes = {word: int(match[1]) for word in left if (match := _GIGABYTES.fullmatch(word))}
+    unknown = sorted(left - set(sizes))
+    if unknown:
+        return f", and the table knows no {device.name} with {' '.join(unknown)!r}"
+    # Names round the memory: a B200 of 180 GB is sold as one of 192 GB.
+    if memory is None and any(abs(size * 1e9 / device.memory - 1) > 0.1 for size in sizes.values()):
+        return f", and the table's {device.name} has {device.memory / 1e9:.0f} GB"
+    return ""
+
+
+def gpu_at_hand(device: torch.device | None = None) -> Device:
+    """Return the figures of a GPU of this process, by default the current one, with the memory that it reports.
+
+    Raises:
+        ValueError: If the table does not have it.
+    """
+    index = torch.cuda.current_device() if device is None else device
+    return device_named(torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory)
 
 
 def link_named(name: str | Link | None, device: Device) -> Link:

@@ -13,12 +13,23 @@ from hypothesis import strategies as st
 
 from para_core.adapters import plan_mesh
 from para_core.planner.cost import Machine, MeshShape, Runtime, attention_seconds, call_seconds, exchange_seconds
-from para_core.planner.hardware import DEVICES, LINKS, Host, Link, Topology, device_named, link_named, measured_figures
+from para_core.planner.hardware import (
+    DEVICES,
+    LINKS,
+    Host,
+    Link,
+    Topology,
+    device_named,
+    gpu_at_hand,
+    link_named,
+    measured_figures,
+)
 from para_core.planner.mesh_plan import make_plan
 from para_core.planner.prediction import Workload, divisors, predict, shapes
 from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, ModelCall, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.weights.pipefusion import PipeFusion
+from tests.planner.gpus import gpu_named
 
 WIDTH = 3072
 BLOCKS = ((2.0, 3 << 30), (2.0, 3 << 30), *[(1.0, 2 << 30)] * 8)
@@ -356,13 +367,54 @@ def test_names_are_those_of_cuda_too():
     assert device_named("NVIDIA H100 80GB HBM3") is DEVICES["H100"]
     assert device_named("NVIDIA H100 PCIe") is DEVICES["H100 PCIe"]
     assert device_named("NVIDIA GeForce RTX 4090") is DEVICES["RTX 4090"]
-    assert device_named("NVIDIA A100-SXM4-80GB") is DEVICES["A100"]
     with pytest.raises(ValueError, match=r"TPU v5.*H100"):
         device_named("TPU v5")
     assert link_named("nvlink", DEVICES["A100"]) is LINKS["nvlink3"]
     assert link_named("nvlink", DEVICES["H200"]) is LINKS["nvlink4"]
     with pytest.raises(ValueError, match="link is 'string'"):
         link_named("string", DEVICES["H100"])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "memory", "link"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100", 80, "nvlink3"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 40, "nvlink3"),
+        ("A100-40GB", "A100 40GB", 40, "nvlink3"),
+        ("a100 40 gb", "A100 40GB", 40, "nvlink3"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe", 80, "pcie4"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe", 40, "pcie4"),
+        ("H100 80GB", "H100", 80, "nvlink4"),
+        ("B200 192GB", "B200", 180, "nvlink5"),
+    ],
+)
+def test_variants_have_their_own_memory_and_link(name, device, memory, link):
+    known = device_named(name)
+    assert known is DEVICES[device]
+    assert (known.memory, link_named(None, known)) == (memory * 1e9, LINKS[link])
+    if "A100" in device:
+        assert (link_named("nvlink", known), link_named("pcie", known)) == (LINKS["nvlink3"], LINKS["pcie4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown"),
+    [
+        ("NVIDIA A100-SXM-64GB", "A100 has 80 GB"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "'1g.5gb mig'"),
+        ("NVIDIA H100 NVL", "'nvl'"),
+        ("NVIDIA GeForce RTX 4090 Laptop", "'laptop'"),
+    ],
+)
+def test_unknown_variant_is_not_planned_as_the_usual_one(name, unknown):
+    with pytest.raises(ValueError, match=re.escape(unknown)):
+        device_named(name)
+
+
+def test_gpu_at_hand_is_asked_for_its_memory():
+    with gpu_named("NVIDIA A100-SXM-64GB", memory=68e9):
+        assert gpu_at_hand() == replace(DEVICES["A100"], memory=68e9)
+    with gpu_named("NVIDIA H100 NVL"), pytest.raises(ValueError, match="nvl"):
+        gpu_at_hand()
 
 
 def test_every_figure_has_a_source():

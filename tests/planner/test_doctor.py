@@ -16,6 +16,7 @@ from para_core.planner.doctor import examine
 from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
 from para_core.planner.mesh_checks import exactness
 from para_core.planner.report import BROKEN, CHANGE, OK, DoctorReport, Finding, Ranks
+from tests.planner.gpus import gpu_named
 from tests.tiny import cpu_mesh
 
 
@@ -138,7 +139,7 @@ def test_bad_doctor_options_are_refused_at_once(arguments, words, capsys):
 
 def test_a_slow_link_says_what_is_usual():
     ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
-    with mock.patch("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3"):
+    with gpu_named("NVIDIA H100 80GB HBM3"):
         slow, usual = (
             mesh_checks._judge_bandwidth("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9)
         )

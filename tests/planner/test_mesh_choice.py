@@ -19,6 +19,7 @@ from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted, choo
 from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import plan_options
+from tests.planner.gpus import gpu_named
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.pipelines.registry import PIPELINES
@@ -208,7 +209,7 @@ def choose_by_prediction(device):
     """What a FLUX gets on two ranks, as if they had such devices: the mesh, and the log line."""
     lines = []
     with (
-        mock.patch("torch.cuda.get_device_name", lambda: device),
+        gpu_named(device),
         mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
     ):
         choice = default_mesh._planned("cuda", flux_pipe())
@@ -235,7 +236,7 @@ def choose_after_failure(error):
     """The default mesh of a FLUX if counting its operations raises ``error``, and the lines that are logged."""
     logged = []
     with (
-        mock.patch("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3"),
+        gpu_named("NVIDIA H100 80GB HBM3"),
         mock.patch("para_core.adapters.planner.fastest_mesh.plan_mesh", side_effect=error),
         mock.patch.object(
             default_mesh.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))

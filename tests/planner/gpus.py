@@ -1,0 +1,17 @@
+"""A stand-in for a GPU that this process does not have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+
+@contextmanager
+def gpu_named(name: str, memory: float = 85e9) -> Iterator[None]:
+    """``torch.cuda`` reports one GPU of this name and with this memory."""
+    with (
+        mock.patch("torch.cuda.current_device", lambda: 0),
+        mock.patch("torch.cuda.get_device_name", lambda index: name),
+        mock.patch("torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=memory)),
+    ):
+        yield
