@@ -16,9 +16,9 @@ IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
 JOINT = Attention(("text", "image"))
 
 
-def _modulated(block: nn.Module, given: Mapping[str, Any]) -> Tensor:
+def _modulated(block: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     norm: Any = block.norm1
-    modulated: Tensor = norm(given["hidden_states"], emb=given["temb"])[0]
+    modulated: Tensor = norm(arguments["hidden_states"], emb=arguments["temb"])[0]
     return modulated
 
 

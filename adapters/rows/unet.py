@@ -111,8 +111,8 @@ class UnetRun:
         else:
             sharded: dict[str | int, Any] = {}
             for name in self.images:
-                scale, rest = divmod(inputs[name].shape[dim], sample.shape[dim])
-                if rest == 0 and scale > 0:
+                scale, remainder = divmod(inputs[name].shape[dim], sample.shape[dim])
+                if remainder == 0 and scale > 0:
                     sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
             compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")

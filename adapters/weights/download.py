@@ -34,7 +34,7 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
     with raising_on_all(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
         node = {"host": socket.gethostname(), "cache": _cache_of(options)}
-    asking = [place if place["wanted"] else None for place in exchange({**node, "wanted": wanted}, mesh)]
+    asking = [record if record["wanted"] else None for record in exchange({**node, "wanted": wanted}, mesh)]
     first = wanted and asking.index({**node, "wanted": True}) == mesh.rank
     pending = _started(lambda: pipeline.download(str(name), **options)) if first else None
     _wait_for_all(pending, name, mesh)
@@ -57,17 +57,17 @@ def _cache_of(options: Mapping[str, Any]) -> str:
 
 
 def _started(download: Callable[[], Any]) -> Future[Any]:
-    found: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            found.set_result(download())
+            future.set_result(download())
         except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
-            found.set_exception(error)
+            future.set_exception(error)
 
     # A daemon thread, because otherwise an interrupted program would wait for the download.
     Thread(target=run, name="para_core: download", daemon=True).start()
-    return found
+    return future
 
 
 def _wait_for_all(pending: Future[Any] | None, name: str | Path, mesh: GuidedMesh) -> None:

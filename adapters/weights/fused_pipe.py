@@ -72,10 +72,10 @@ class FusedPipe:
         self._branches: dict[int, Branches] = {}
         self.fusions: dict[str, Fusion] = {}
         for name, module in transformers.items():
-            known = require_adapter(module, adapter)
-            self._with_copies = self._with_copies or known.steps_with_copies
+            model = require_adapter(module, adapter)
+            self._with_copies = self._with_copies or model.steps_with_copies
             plan = patches_of(module, mesh, adapter)
-            blocks = [one.block for one in stack_of(module, adapter)]
+            blocks = [staged.block for staged in stack_of(module, adapter)]
             self._names[id(module)] = []
             self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, adapter)))
             if hasattr(module, "cache_context"):
@@ -101,9 +101,9 @@ class FusedPipe:
     def _branch_of(self, module: nn.Module) -> Callable[[Mapping[str, Any]], str]:
         names = self._names[id(module)]
 
-        def name_of(given: Mapping[str, Any]) -> str:
+        def name_of(arguments: Mapping[str, Any]) -> str:
             # An empty name means that the CFG branches cannot be identified: all steps then compute all tokens.
-            return names[-1] if names else self._branches[id(module)].name_of(given) or ""
+            return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
         return name_of
 

@@ -300,8 +300,8 @@ def _device_mesh(ranks: GuidedMesh | SequenceMesh, method: Method) -> DeviceMesh
     if method == "fsdp":
         return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
     group: Any = ranks.tensor.group if isinstance(ranks, GuidedMesh) else None
-    found: DeviceMesh = DeviceMesh.from_group(group, sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
-    return found
+    mesh: DeviceMesh = DeviceMesh.from_group(group, sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
+    return mesh
 
 
 def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:

@@ -221,14 +221,14 @@ class Placement:
         device, dtype, *_ = parse_to(*args, **kwargs)
         held = list(module.parameters()) if is_sharded(module) else []
         kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
-        places = {x.device for x in held if device is not None and x.device.type != device.type}
-        if places and not kinds and (self._offloading or hasattr(module, "_hf_hook")):
+        devices = {x.device for x in held if device is not None and x.device.type != device.type}
+        if devices and not kinds and (self._offloading or hasattr(module, "_hf_hook")):
             return module
-        if kinds or places:
+        if kinds or devices:
             wanted = dtype if kinds else device
             raise RuntimeError(
                 f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
-                f"{' and '.join(sorted(map(str, kinds or places)))}, and stay so; asked for was {wanted}. Convert and "
+                f"{' and '.join(sorted(map(str, kinds or devices)))}, and stay so; asked for was {wanted}. Convert and "
                 "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
                 "then shard_weights(pipe, mesh) again."
             )

@@ -11,7 +11,7 @@ from para_core.attention.ring_plan import RingPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import join_neighbours
 from para_core.attention.ulysses import Heads, UlyssesPlan
-from para_core.distributed.lazy import lazy
+from para_core.distributed.cached_property import cached_property
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,31 +20,31 @@ class AttentionPlan:
 
     spec: AttentionSpec
 
-    @lazy
+    @cached_property
     def with_gradients(self) -> AttentionPlan:
         """The plan of this call if it keeps a gradient."""
         spec = self.spec.with_gradients
         return self if spec is self.spec else AttentionPlan(spec)
 
-    @lazy
+    @cached_property
     def heads(self) -> Heads:
         return Heads(self.spec.num_heads, self.spec.num_kv_heads, self.spec.mesh.ulysses.size)
 
-    @lazy
+    @cached_property
     def ulysses(self) -> UlyssesPlan | None:
         """The plan of Ulysses. None without other Ulysses ranks; a block then equals the tensors that a rank holds."""
         return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
 
-    @lazy
+    @cached_property
     def chunks(self) -> list[UlyssesPlan]:
         """The Ulysses plans, one for each of the ``ulysses_chunks`` parts of the heads."""
         return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
 
-    @lazy
+    @cached_property
     def ring(self) -> RingPlan:
         return RingPlan(self.spec)
 
-    @lazy
+    @cached_property
     def grid(self) -> GridPlan | None:
         """The plan of Attention2D. None unless ``rotate_method="2d"`` applies."""
         spec, options = self.spec, self.spec.options
@@ -52,7 +52,7 @@ class AttentionPlan:
             return None
         return GridPlan(self.ring, choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads))
 
-    @lazy
+    @cached_property
     def is_local(self) -> bool:
         """Whether SDPA itself can compute a block: all keys are on this rank, in the order of the queries if that
         matters.

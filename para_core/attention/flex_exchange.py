@@ -112,12 +112,12 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
     if plan.ulysses is not None:
         query, key, value = plan.ulysses.start_enter((query, key, value))()
     query = _query_order(plan).arrange(query)
-    blocks = [_key_order(plan).arrange(_gathered(x, plan)) for x in (key, value)]
+    blocks = [_key_order(plan).arrange(_all_gather_ring(x, plan)) for x in (key, value)]
     # Copies, because the result of an operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 
-def _gathered(x: Tensor, plan: AttentionPlan) -> Tensor:
+def _all_gather_ring(x: Tensor, plan: AttentionPlan) -> Tensor:
     if not plan.ring.rotates:
         return x
     sharded = take(x, 2, plan.ring.travels)
@@ -149,7 +149,7 @@ def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tu
 
 
 def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the sum over all ring ranks of the gradients of this rank's keys: the transpose of :func:`_gathered`."""
+    """Sum the gradients of this rank's keys over all ring ranks: the transpose of :func:`_all_gather_ring`."""
     if not plan.ring.rotates:
         return grad
     sizes, ring = plan.ring.block_sizes, plan.ring.dim

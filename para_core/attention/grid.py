@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from para_core.attention.ring_plan import RingPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, own_runs, sharded_runs
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run
-from para_core.distributed.lazy import lazy
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
@@ -40,49 +40,49 @@ class GridPlan:
     ring: RingPlan
     shape: tuple[int, int]
 
-    @lazy
+    @cached_property
     def spec(self) -> AttentionSpec:
         return self.ring.spec
 
-    @lazy
+    @cached_property
     def row(self) -> list[int]:
         """The other ring ranks of this rank's row."""
         index, columns = self.ring.dim.index, self.shape[1]
         first = index - index % columns
         return [rank for rank in range(first, first + columns) if rank != index]
 
-    @lazy
+    @cached_property
     def column(self) -> list[int]:
         """The other ring ranks of this rank's column."""
         index, columns = self.ring.dim.index, self.shape[1]
         return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
 
-    @lazy
+    @cached_property
     def row_runs(self) -> list[list[Run]]:
         """For each other rank of the row, the positions of its queries in its local order."""
         return [own_runs(self.spec.query_layout, self.spec.mesh, rank) for rank in self.row]
 
-    @lazy
+    @cached_property
     def column_runs(self) -> list[list[Run]]:
         """For each other rank of the column, the positions of its sharded keys."""
         return [sharded_runs(self.spec.key_layout, self.spec.mesh, rank) for rank in self.column]
 
-    @lazy
+    @cached_property
     def row_sizes(self) -> list[int]:
         return [_length(runs) for runs in self.row_runs]
 
-    @lazy
+    @cached_property
     def column_sizes(self) -> list[int]:
         return [_length(runs) for runs in self.column_runs]
 
-    @lazy
+    @cached_property
     def own_tiling(self) -> Tiling:
         """The tiling of this rank's queries: its own keys are step 0, those of the other ranks of its column step 1."""
         return self._tiling(
             own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
         )
 
-    @lazy
+    @cached_property
     def row_tiling(self) -> Tiling:
         """The tiling of the other queries of the row: this rank's sharded keys are step 0, those of the other ranks of
         its column step 1.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run
-from para_core.distributed.lazy import lazy
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class PeerSlices:
     tokens: tuple[Run, ...]
     heads: tuple[Run, ...]
 
-    @lazy
+    @cached_property
     def output_size(self) -> tuple[int, int]:
         """Numbers of tokens and heads of the tensor that these slices form."""
         tokens, heads = (max([sum(run) for run in runs]) for runs in (self.tokens, self.heads))
         return tokens, heads
 
-    @lazy
+    @cached_property
     def cover_output(self) -> bool:
         """Whether every head of every token is in exactly one slice. Otherwise slices overlap, and are summed, or leave
         gaps.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from para_core.attention.hooks import WireFormat, wire_format
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run
-from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
 
 
@@ -37,17 +37,17 @@ class RingPlan:
 
     spec: AttentionSpec
 
-    @lazy
+    @cached_property
     def dim(self) -> MeshDim:
         """The mesh dim along which blocks are sent."""
         return self.spec.mesh.ring
 
-    @lazy
+    @cached_property
     def wire(self) -> WireFormat | None:
         """The format in which keys and values are sent; None to send them unchanged."""
         return wire_format(self.spec.options.comm_dtype)
 
-    @lazy
+    @cached_property
     def block_sizes(self) -> tuple[int, ...]:
         """Number of sharded keys, which are sent, in the block of each ring rank."""
         layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
@@ -67,7 +67,7 @@ class RingPlan:
         """Return the ring rank whose block this rank has at ``step``."""
         return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
 
-    @lazy
+    @cached_property
     def hops(self) -> list[Hop]:
         """The hops of the ring: one per step in which any rank sends a block."""
         spec, size, index = self.spec, self.spec.mesh.ring.size, self.spec.mesh.ring.index
@@ -85,12 +85,12 @@ class RingPlan:
             if any(sees[step])
         ]
 
-    @lazy
+    @cached_property
     def has_replicated_keys(self) -> bool:
         """Whether this rank's block contains replicated keys, which are not sent."""
         return bool(self.spec.key_layout.replicated)
 
-    @lazy
+    @cached_property
     def travels(self) -> list[Run]:
         """The sharded keys of this rank's block, which are sent, as offsets in the block."""
         layout, mesh = self.spec.key_layout, self.spec.mesh
@@ -100,7 +100,7 @@ class RingPlan:
         runs = [(sum(sizes[:i]), size) for i, size in enumerate(sizes) if not layout.segments[i].replicated]
         return join_neighbours(runs) or [(0, 0)]
 
-    @lazy
+    @cached_property
     def query_runs(self) -> list[Run]:
         """Positions of this block's queries, in the order of the block."""
         return own_runs(self.spec.query_layout, self.spec.mesh)
@@ -111,7 +111,7 @@ class RingPlan:
             return own_runs(self.spec.key_layout, self.spec.mesh)
         return sharded_runs(self.spec.key_layout, self.spec.mesh, self.source(step))
 
-    @lazy
+    @cached_property
     def tiling(self) -> Tiling:
         steps = self.spec.mesh.ring.size if self.rotates else 1
         runs = [self.key_runs(step) for step in range(steps)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from para_core.attention.attention_options import AttnOptions
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Segment, SequenceLayout
-from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 
@@ -37,7 +37,7 @@ class AttentionSpec:
     options: AttnOptions = field(default_factory=AttnOptions)
     options_text: str = ""
 
-    @lazy
+    @cached_property
     def with_gradients(self) -> AttentionSpec:
         """This spec without options that round to 8 bits, for a call that keeps a gradient. The same object if it has
         none.
@@ -45,7 +45,7 @@ class AttentionSpec:
         options = self.options.with_gradients
         return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 
-    @lazy
+    @cached_property
     def text(self) -> str:
         """JSON of everything except :attr:`numbers` and the scale, which may be symbolic in a graph."""
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, SequenceLayout
-from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import SequenceMesh
 
 if TYPE_CHECKING:
@@ -235,11 +235,11 @@ class Tiling:
         self.by_position = is_causal or visible is not None
         self._tiles: dict[int, list[tuple[int, Tile]]] = {}
 
-    @lazy
+    @cached_property
     def queries(self) -> TokenOrder:
         return TokenOrder(self._query_runs, ascending=self.by_position)
 
-    @lazy
+    @cached_property
     def pieces(self) -> list[Run]:
         """Runs of queries, such that all queries of a piece see the same tiles of every block."""
         if not self.by_position:
@@ -249,7 +249,7 @@ class Tiling:
             edges = edges + [run for runs in self._key_runs for run in coalesce(runs)]
         return cut(self.queries.positions, edges) or [(0, 0)]
 
-    @lazy
+    @cached_property
     def keys(self) -> list[TokenOrder]:
         """The order of the keys of each step."""
         return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]

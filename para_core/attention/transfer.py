@@ -22,8 +22,8 @@ from torch import Tensor
 from para_core.attention.hooks import WireFormat
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_uniform_peers
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import start_all_to_all, wait
-from para_core.distributed.lazy import lazy
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.triton_support import load_kernel
@@ -118,7 +118,7 @@ class SlicedAllToAll:
         self.one_table = all(slices.tokens == side[0].tokens for side in (sent, arriving) for slices in side)
         self._steps: dict[Any, _Steps] = {}
 
-    @lazy
+    @cached_property
     def groups(self) -> tuple[tuple[UniformPeers, ...], tuple[UniformPeers, ...]]:
         """The uniform groups of peers, for sending and for receiving."""
         return self._groups(self.sent), self._groups(self.arriving)

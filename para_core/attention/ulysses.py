@@ -30,8 +30,8 @@ from para_core.attention.hooks import wire_format
 from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import SlicedAllToAll
+from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, Segment, SequenceLayout
-from para_core.distributed.lazy import lazy
 
 # Waits for an exchange that was started, and returns its results.
 Finish = Callable[[], Sequence[Tensor]]
@@ -52,7 +52,7 @@ class Heads:
     chunk: int = 0
     chunks: int = 1
 
-    @lazy
+    @cached_property
     def of_query(self) -> tuple[Run, ...]:
         """The query heads of each rank, split like ``torch.tensor_split`` over the ranks and then into chunks."""
         runs = []
@@ -62,7 +62,7 @@ class Heads:
             runs.append((start + offset, part))
         return tuple(runs)
 
-    @lazy
+    @cached_property
     def of_key(self) -> tuple[Run, ...]:
         """The key heads that the query heads of each rank need. Neighbouring ranks may need the same one."""
         if self.num_kv_heads == self.num_heads:
@@ -163,18 +163,18 @@ class UlyssesPlan:
         sent, arriving = (local, block) if to_heads else (block, local)
         return SlicedAllToAll(sent, arriving, self.mesh.ulysses, wire=wire_format(comm_dtype))
 
-    @lazy
+    @cached_property
     def _num_common(self) -> int | None:
         """Number of replicated queries; None if the query layout has no replicated segment."""
         return num_replicated(self.query_layout) if self.query_layout.replicated else None
 
     # -- in
 
-    @lazy
+    @cached_property
     def _entering(self) -> SlicedAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
-    @lazy
+    @cached_property
     def start_enter(self) -> Start:
         """Starts the exchange of query, key and value: each ``[B, H, S_local, D]`` becomes
         ``[B, H_local, S_block, D]``. Replicated tokens are not sent: each rank takes its own heads of them.
@@ -198,12 +198,12 @@ class UlyssesPlan:
 
     # -- out
 
-    @lazy
+    @cached_property
     def _leaving(self) -> SlicedAllToAll:
         layouts, heads = [self.query_layout], [self.heads.of_query]
         return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
 
-    @lazy
+    @cached_property
     def start_leave(self) -> Start:
         """Starts the exchange of the output: ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``, in which
         every rank gets all heads of the replicated tokens.
@@ -223,7 +223,7 @@ class UlyssesPlan:
 
     # -- gradients
 
-    @lazy
+    @cached_property
     def _gradient_entering(self) -> SlicedAllToAll:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
@@ -232,7 +232,7 @@ class UlyssesPlan:
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
-    @lazy
+    @cached_property
     def _gradients_leaving(self) -> SlicedAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 

@@ -124,8 +124,8 @@ class Links:
         started = [self._started[edge] for edge in self._edges]
         records = exchange({"broken": self._is_broken(), "started": started}, mesh)
         counts = {
-            edge: (records[edge[0]]["started"][place], records[edge[1]]["started"][place])
-            for place, edge in enumerate(self._edges)
+            edge: (records[edge[0]]["started"][number], records[edge[1]]["started"][number])
+            for number, edge in enumerate(self._edges)
         }
         if not any(record["broken"] for record in records) and all(
             sent == received for sent, received in counts.values()
@@ -136,10 +136,10 @@ class Links:
         new = _new_number() if self.dim.index == 0 else 0
         records = exchange({"numbers": numbers, "new": new}, mesh)
         self._tag = records[0]["new"]
-        for place, edge in enumerate(self._edges):
+        for number, edge in enumerate(self._edges):
             if self.dim.index in edge:
-                found, other = (records[index]["numbers"][place] for index in edge)
-                self._connect(edge, found if found == other and found > 0 else self._tag)
+                first, second = (records[rank]["numbers"][number] for rank in edge)
+                self._connect(edge, first if first == second and first > 0 else self._tag)
         self._started.clear()
         self._broken = False
 

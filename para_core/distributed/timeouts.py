@@ -74,9 +74,9 @@ def override_timeouts(
             overrides = _OVERRIDES.get(group, _Overrides(timeout))
             if override not in overrides.active:
                 continue  # done by an earlier call, which failed later
-            left = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
+            remaining = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
             if group_timeout(group) == overrides.timeout:
-                set_group_timeout(group, left.timeout)
+                set_group_timeout(group, remaining.timeout)
             # After the group was set, so that a second call finishes what a failed one left.
             overrides.active.remove(override)
             if not overrides.active:

@@ -31,7 +31,7 @@ class _CountedSwitch:
         self._holders: Counter[_Holder] = Counter()
         self._was_on = True
 
-    def hold(self) -> None:
+    def disable(self) -> None:
         own = _this_holder()
         with self._lock:
             if not self._holders:
@@ -40,13 +40,13 @@ class _CountedSwitch:
             self._drop_stale(own)
             self._holders[own] += 1
 
-    def release(self) -> None:
+    def restore(self) -> None:
         own = _this_holder()
         with self._lock:
             if not self._holders:
                 return
             self._drop_stale(own)
-            # A graph that gathers without having sharded releases a hold that it never took.
+            # A graph that gathers without having sharded restores what it never disabled.
             self._holders[own] -= 1
             self._holders = +self._holders
             if not self._holders:
@@ -73,24 +73,24 @@ _SWITCH = _CountedSwitch()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def switch_off() -> None:
-    """Disable torch's fused encoder kernels until :func:`put_back`. In compiled code this runs during tracing."""
-    _SWITCH.hold()
+def disable() -> None:
+    """Disable torch's fused encoder kernels until :func:`restore`. In compiled code this runs during tracing."""
+    _SWITCH.disable()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def put_back() -> None:
-    """Undo one :func:`switch_off`. Undoing the last one, from any thread, restores the state before the first."""
-    _SWITCH.release()
+def restore() -> None:
+    """Undo one :func:`disable`. Undoing the last one, from any thread, restores the state before the first."""
+    _SWITCH.restore()
 
 
 @contextmanager
-def held_off(needed: bool) -> Iterator[None]:
-    """Return a context in which torch's fused encoder kernels are disabled if ``needed``, else one without effect."""
+def disabled_if(needed: bool) -> Iterator[None]:
+    """Disable torch's fused encoder kernels in the ``with`` block if ``needed``."""
     if needed:
-        switch_off()
+        disable()
     try:
         yield
     finally:
         if needed:
-            put_back()
+            restore()

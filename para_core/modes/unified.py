@@ -147,10 +147,10 @@ class UnifiedAttnMode(ShardingMode):
             self._attention.reviews.trust(x)
 
     def _begin(self) -> None:
-        fused_encoder.switch_off()
+        fused_encoder.disable()
 
     def _end(self) -> None:
-        fused_encoder.put_back()
+        fused_encoder.restore()
 
     def __exit__(
         self,

@@ -99,17 +99,17 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             raise ValueError(f"{name} is {degree!r}; expected a positive integer, or None for 1.")
     mesh = getattr(config, "mesh", None)
     if mesh is not None:
-        found = sequence_mesh(
+        sequence = sequence_mesh(
             mesh["ring", "ulysses"] if {"ring", "ulysses"} <= {*(mesh.mesh_dim_names or ())} else mesh
         )
-        given = {"ring": config.ring_degree, "ulysses": config.ulysses_degree}
-        if any(degree not in (None, 1, getattr(found, name).size) for name, degree in given.items()):
+        degrees = {"ring": config.ring_degree, "ulysses": config.ulysses_degree}
+        if any(degree not in (None, 1, getattr(sequence, name).size) for name, degree in degrees.items()):
             raise ValueError(
-                f"the mesh has ring × ulysses = {found.ring.size} × {found.ulysses.size}, but the degrees say "
+                f"the mesh has ring × ulysses = {sequence.ring.size} × {sequence.ulysses.size}, but the degrees say "
                 f"{config.ring_degree} × {config.ulysses_degree}. Leave one of both out."
             )
-        require_own_gpus(mesh, found)
-        return found
+        require_own_gpus(mesh, sequence)
+        return sequence
     ring, ulysses = config.ring_degree or 1, config.ulysses_degree or 1
     device_type = next((x.device.type for x in module.parameters()), "cpu")
     if ring * ulysses == 1:

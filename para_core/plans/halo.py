@@ -58,7 +58,7 @@ def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
     # both parts.
     sent = [first, last] if before <= behind else [last, first]
     arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
-    one, other = (part.view(first.shape) for part in arrived.split([size, size]))
+    earlier, later = (part.view(first.shape) for part in arrived.split([size, size]))
     if before == behind:
-        return other, one
-    return (one, other) if before < behind else (other, one)
+        return later, earlier
+    return (earlier, later) if before < behind else (later, earlier)

@@ -96,15 +96,15 @@ class HeadExchange:
         Args:
             parameters: Names of the module's positional parameters.
         """
-        given = list(args)
+        positional = list(args)
         kwargs = dict(kwargs)
         for name, dim in self.attention.caches:
             if name in kwargs:
                 kwargs[name] = self._own_views(kwargs[name], dim)
-            elif name in parameters[: len(given)]:
-                place = parameters.index(name)
-                given[place] = self._own_views(given[place], dim)
-        return tuple(given), kwargs
+            elif name in parameters[: len(positional)]:
+                index = parameters.index(name)
+                positional[index] = self._own_views(positional[index], dim)
+        return tuple(positional), kwargs
 
     def _own_views(self, value: Any, dim: int) -> Any:
         if isinstance(value, Tensor):

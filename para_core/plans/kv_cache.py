@@ -41,7 +41,7 @@ class CachesOfCall:
         self._layers = {id(layer): _held(layer) for cache in _caches_in(arguments) for layer in cache.layers}
         self.hold_tokens = any(before.values is not None for before in self._layers.values())
 
-    def gather(self, given: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
+    def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
         """Gather the tokens that each rank added to the caches in ``given`` and ``output``. Changes the caches.
 
         Args:
@@ -54,7 +54,7 @@ class CachesOfCall:
                 than one segment.
         """
         sharded = [segment for segment in segments if not segment.replicated]
-        caches = _caches_in([*given, output]) if sharded else []
+        caches = _caches_in([*arguments, output]) if sharded else []
         for cache in caches:
             if len(sharded) != 1:
                 names = [segment.name for segment in sharded]
@@ -69,14 +69,14 @@ class CachesOfCall:
 
 
 def _caches_in(values: Iterable[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
+    caches: dict[int, Any] = {}
     for value in values:
         items = list(value.values()) if isinstance(value, Mapping) else value
         if isinstance(items, (list, tuple)):
-            found.update({id(cache): cache for cache in _caches_in(items)})
+            caches.update({id(cache): cache for cache in _caches_in(items)})
         elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
-            found[id(value)] = value
-    return list(found.values())
+            caches[id(value)] = value
+    return list(caches.values())
 
 
 def _held(layer: Any) -> _Before:

@@ -41,13 +41,13 @@ class SumsOverRanks(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in self.names:
             return out
-        place = self.called.count(name)
+        index = self.called.count(name)
         self.called.append(name)
-        return sum_over_ranks(out, self.mesh) if (name, place) in self.attention.sums else out
+        return sum_over_ranks(out, self.mesh) if (name, index) in self.attention.sums else out
 
     def require_summed(self) -> None:
         """Raise ``RuntimeError`` if the module did not call a function whose output the plan says to sum."""
-        missing = [(name, place) for name, place in self.attention.sums if self.called.count(name) <= place]
+        missing = [(name, index) for name, index in self.attention.sums if self.called.count(name) <= index]
         if missing:
             raise RuntimeError(f"the plan says {self.attention}, and {missing} were not called. {_WAY_OUT}")
 

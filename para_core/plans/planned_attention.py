@@ -33,7 +33,7 @@ _MOST_KNOWN = 64
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
-class KnownAttention:
+class PreparedAttention:
     """The :class:`MeshAttention` of each plan entry and its segments, kept between the calls of a model.
 
     This is an object instead of a dictionary, because a graph with a dictionary argument is traced again whenever the
@@ -51,7 +51,7 @@ class PlannedAttention:
         mesh: The ranks that hold the sequence.
         options: Options of attention on a mesh.
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
-        known: The cache of the model, kept between its calls.
+        prepared: Prepared attention calls of the model, kept between its calls.
         attn_func: Local attention, as :class:`MeshAttention` takes it.
         bind: Returns a function that activation checkpointing runs again in the backward, bound to this call of the
             model. None if nothing needs to be bound.
@@ -62,12 +62,12 @@ class PlannedAttention:
         mesh: SequenceMesh,
         options: AttnOptions,
         attending: tuple[Attention, ...],
-        known: KnownAttention,
+        prepared: PreparedAttention,
         attn_func: AttnFunc | None = None,
         bind: BindRecomputation | None = None,
     ) -> None:
         self.bind = bind
-        self.mesh, self.options, self.known, self.attn_func = mesh, options, known, attn_func
+        self.mesh, self.options, self.prepared, self.attn_func = mesh, options, prepared, attn_func
         self.attending = attending
         # Sharded and replicated segments of the current call of the model.
         self.segments: TraceSafeLayout = ()
@@ -86,14 +86,14 @@ class PlannedAttention:
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy for attention calls with the segments ``attending``, whose calls are counted from 0."""
-        inner = PlannedAttention(self.mesh, self.options, attending, self.known, self.attn_func, self.bind)
+        inner = PlannedAttention(self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
     def bind_checkpoint(self) -> None:
         """Bind the function of the ``torch.utils.checkpoint`` whose forward is running. Does nothing without one."""
         if not torch.compiler.is_compiling() and self.bind is not None:
-            bind_checkpoint(self.known, partial(self.bind, self))
+            bind_checkpoint(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the output for this rank's queries, over all keys of the sequence or on one device if none is sharded.
@@ -151,7 +151,7 @@ class PlannedAttention:
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
-        attentions = self.known.attentions
+        attentions = self.prepared.attentions
         if (attention, segments) not in attentions:
             if len(attentions) >= _MOST_KNOWN:
                 attentions.clear()
@@ -211,19 +211,19 @@ def layout_of_segments(
     Raises:
         ValueError: The number of tokens does not fit the segments.
     """
-    known = {segment.name: segment for segment in segments}
-    local = sum([known[name].size(mesh.rank, mesh.ranks) for name in names if name in known])
+    by_name = {segment.name: segment for segment in segments}
+    local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
     # The remaining tokens belong to the one segment that was never sharded.
-    rest = held - local
-    unknown = [name for name in names if name not in known]
+    remaining = held - local
+    unknown = [name for name in names if name not in by_name]
     # A length that depends on data is unknown while tracing, so it cannot be checked.
-    if guard_or_false(rest < 0 if len(unknown) == 1 else rest != 0):
+    if guard_or_false(remaining < 0 if len(unknown) == 1 else remaining != 0):
         raise ValueError(
             f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
             "what the model does: say in Plan.attention what the module that makes this call attends to."
         )
-    found = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
-    return SequenceLayout(tuple(found), mesh.ranks)
+    parts = [by_name[name] if name in by_name else Segment(name, remaining, replicated=True) for name in names]
+    return SequenceLayout(tuple(parts), mesh.ranks)
 
 
 # -- interception

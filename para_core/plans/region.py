@@ -54,7 +54,7 @@ from para_core.plans.plan import (
     attention_calls,
     coarse_segments,
 )
-from para_core.plans.planned_attention import Interception, KnownAttention, PlannedAttention
+from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
 from para_core.plans.published import published_plan
 from para_core.plans.samples import all_samples, own_arguments
 from para_core.torch_internals import (
@@ -90,7 +90,7 @@ class Region:
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
         # Prepared attention calls, kept from call to call.
-        self._known = KnownAttention()
+        self._prepared = PreparedAttention()
         self._has_encoders = any(
             isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for submodule in module.modules()
@@ -175,7 +175,7 @@ class Region:
         if self._mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)
-        planned = PlannedAttention(self.mesh, self.options, attending, self._known, self.attn_func, self._bound)
+        planned = PlannedAttention(self.mesh, self.options, attending, self._prepared, self.attn_func, self._bound)
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module))
         self._interceptions.append(interception)
         try:
@@ -187,7 +187,7 @@ class Region:
                 if samples is not None:
                     self._sharing_samples.append(self.batch)
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
-            with fused_encoder.held_off(self._has_encoders), interception.entered():
+            with fused_encoder.disabled_if(self._has_encoders), interception.entered():
                 inputs = [*args, *kwargs.values()]
                 caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(inputs)
                 self._continues = caches is not None and caches.hold_tokens
@@ -238,7 +238,7 @@ class Region:
         self._executor.segments.clear()
         self._executor.segments.update(segments)
         try:
-            with fused_encoder.held_off(self._has_encoders), interception.entered():
+            with fused_encoder.disabled_if(self._has_encoders), interception.entered():
                 yield
         finally:
             self._interceptions.pop()

@@ -231,15 +231,15 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return (module, name, gathered parameter) for each sharded parameter. Shared parameters are gathered once."""
-    found: dict[int, nn.Parameter] = {}
-    places = []
+    gathered: dict[int, nn.Parameter] = {}
+    parameters = []
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
-                if id(parameter) not in found:
-                    found[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
-                places.append((owner, name, found[id(parameter)]))
-    return places
+                if id(parameter) not in gathered:
+                    gathered[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
+                parameters.append((owner, name, gathered[id(parameter)]))
+    return parameters
 
 
 def _whole(parameter: DTensor) -> torch.Tensor:
@@ -247,12 +247,12 @@ def _whole(parameter: DTensor) -> torch.Tensor:
     if consists_of_tensors(local):
         names, context = local.__tensor_flatten__()
         inner = {name: _whole_rows(getattr(local, name), local.shape[0], parameter) for name in names}
-        made: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
-        return made.detach()
+        gathered: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
+        return gathered.detach()
     # Offloaded parts are gathered on the device of the mesh, because its group may not support host tensors.
     on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
-    found: torch.Tensor = on_mesh.full_tensor()
-    return found.to(parameter.device).detach()
+    whole: torch.Tensor = on_mesh.full_tensor()
+    return whole.to(parameter.device).detach()
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:

@@ -28,8 +28,8 @@ def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None
-    found: timedelta = group_timeout(group)
-    return found
+    timeout: timedelta = group_timeout(group)
+    return timeout
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:

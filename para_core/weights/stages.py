@@ -30,7 +30,7 @@ from para_core.instance_patching import (
 )
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import attention_is_skipped
-from para_core.staged import STAGES
+from para_core.stage_interface import STAGES
 from para_core.torch_internals import is_registered, pytree
 from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
@@ -81,15 +81,15 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
         best = [
             min(
                 ((max(best[start][0], before[end] - before[start]), start) for start in range(stage, end)),
-                key=lambda found: (found[0], -found[1]),
+                key=lambda split: (split[0], -split[1]),
                 default=(float("inf"), 0),
             )
             for end in range(len(before))
         ]
         starts.append(best)
     ends = [len(costs)]
-    for found in reversed(starts[1:]):
-        ends.append(found[ends[-1]][1])
+    for split in reversed(starts[1:]):
+        ends.append(split[ends[-1]][1])
     return [range(start, end) for start, end in zip([0, *ends[:0:-1]], ends[::-1], strict=True)]
 
 
@@ -108,7 +108,7 @@ class Stages:
         self, module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, require_equal: RequireEqual | None
     ) -> None:
         self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
-        self.ranges = balanced([one.cost for one in blocks], dim.size)
+        self.ranges = balanced([staged.cost for staged in blocks], dim.size)
         self.own = self.ranges[dim.index]
         # Whether the caller has already verified that all ranks pass the same arguments.
         self.inputs_verified = False
@@ -133,18 +133,18 @@ class Stages:
         """Wrap the model, its blocks of other stages, and the first own block unless this is the first stage."""
         wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
         foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
-        for index, one in enumerate(self.blocks):
+        for index, staged in enumerate(self.blocks):
             if index == self.own.start and self.dim.index > 0:
-                around = _Around(one, self._received)
-                wrap_method(one.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                around = _Around(staged, self._received)
+                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
             elif index == self.own.stop:
-                around = _Around(one, self._sent)
-                wrap_method(one.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                around = _Around(staged, self._sent)
+                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
             elif index not in self.own:
-                foreign.setdefault((one.streams, parameters_of(one.block)), []).append(one.block)
-        for (streams, _), found in foreign.items():
-            around = _Around(StagedBlock(found[0], streams, 0), None)
-            wrap_alike(found, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                foreign.setdefault((staged.streams, parameters_of(staged.block)), []).append(staged.block)
+        for (streams, _), modules in foreign.items():
+            around = _Around(StagedBlock(modules[0], streams, 0), None)
+            wrap_alike(modules, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
 
     # -- wrapper of the model
 
@@ -179,7 +179,7 @@ class Stages:
     def on_all(self, block: nn.Module, output: Any) -> Any:
         # A cache may skip all blocks of this stage, and a call that intercepts no attention would otherwise raise.
         attention_is_skipped(self.module)
-        index = next(index for index, one in enumerate(self.blocks) if one.block is block)
+        index = next(index for index, staged in enumerate(self.blocks) if staged.block is block)
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
@@ -188,17 +188,17 @@ class Stages:
 
     # -- wrappers of a block
 
-    def _received(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
+    def _received(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Run the first own block with the tokens of the previous stage.
 
         The inputs on this rank only define the shapes and dtypes of the received tensors.
         """
-        arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in given]
-        return compute([None if one is None else one.wait() for one in arriving])
+        arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in inputs]
+        return compute([None if transfer is None else transfer.wait() for transfer in arriving])
 
-    def _sent(self, given: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
+    def _sent(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Send the inputs of the first block after the own ones to the next stage, instead of running the block."""
-        for x in given:
+        for x in inputs:
             if x is not None:
                 self.links.send(x, self.dim.index + 1)
         return None
@@ -207,29 +207,29 @@ class Stages:
 class _Around:
     """A wrapper of one block that returns ``do(inputs, compute)``, or the inputs if ``do`` is or returns None."""
 
-    def __init__(self, one: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
-        self._do, self._streams, self._parameters = do, one.streams, parameters_of(one.block)
+    def __init__(self, staged: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
+        self._do, self._streams, self._parameters = do, staged.streams, parameters_of(staged.block)
 
     def __call__(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        places = [self._parameters.index(name) for name in self._streams]
-        given = [
-            args[place] if place < len(args) else kwargs.get(name)
-            for place, name in zip(places, self._streams, strict=True)
+        indices = [self._parameters.index(name) for name in self._streams]
+        inputs = [
+            args[index] if index < len(args) else kwargs.get(name)
+            for index, name in zip(indices, self._streams, strict=True)
         ]
 
         def compute(values: list[Any]) -> Any:
             positional, named = list(args), dict(kwargs)
-            for place, name, value in zip(places, self._streams, values, strict=True):
-                if place < len(positional):
-                    positional[place] = value
+            for index, name, value in zip(indices, self._streams, values, strict=True):
+                if index < len(positional):
+                    positional[index] = value
                 elif name in named:
                     named[name] = value
             return call(block, *positional, **named)
 
-        found = None if self._do is None else self._do(given, compute)
-        if found is not None:
-            return found
-        return given[0] if len(given) == 1 else tuple(given)
+        output = None if self._do is None else self._do(inputs, compute)
+        if output is not None:
+            return output
+        return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
 # -- applying and removing
@@ -308,7 +308,7 @@ def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
 
 def others(stages: Stages) -> list[nn.Module]:
     """Return the blocks of other stages."""
-    return [one.block for index, one in enumerate(stages.blocks) if index not in stages.own]
+    return [staged.block for index, staged in enumerate(stages.blocks) if index not in stages.own]
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
@@ -317,8 +317,8 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
     A weight must be a plain tensor, or consist of plain tensors (``__tensor_flatten__``).
     """
     names = {id(x): name for name, x in module.named_parameters()}
-    for one in blocks:
-        for weight, _ in weights_of(one.block):
+    for staged in blocks:
+        for weight, _ in weights_of(staged.block):
             if not all(map(is_plain_weight, plain_tensors(weight))):
                 raise ValueError(
                     f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a "
@@ -330,8 +330,8 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
 
 def stages_of(module: nn.Module) -> Stages | None:
     """Return the :class:`Stages` that :func:`hold_stages` installed on ``module``, or None."""
-    found = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
-    return found if isinstance(found, Stages) else None
+    stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
+    return stages if isinstance(stages, Stages) else None
 
 
 def gather_stages(module: nn.Module) -> None:
@@ -347,8 +347,8 @@ def gather_stages(module: nn.Module) -> None:
         return
     if stages.freed:
         _gather_weights(stages)
-    for one in stages.blocks:
-        unwrap(one.block, STAGES)
+    for staged in stages.blocks:
+        unwrap(staged.block, STAGES)
     unwrap(module, STAGES)
     stages.gradients.restore()
 
@@ -358,7 +358,7 @@ def _gather_weights(stages: Stages) -> None:
     # A failed generation may have left messages in flight.
     stages.links.begin()
     device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
-    for index, one in enumerate(stages.blocks):
+    for index, staged in enumerate(stages.blocks):
         owner = stages.owner(index)
 
         def sent(x: Tensor, owner: int = owner) -> Tensor:
@@ -367,7 +367,7 @@ def _gather_weights(stages: Stages) -> None:
             arrived = stages.links.from_rank(whole, owner)
             return whole if owner == stages.dim.index else whole.copy_(arrived)
 
-        for weight, owners in weights_of(one.block):
+        for weight, owners in weights_of(staged.block):
             whole = map_plain_tensors(sent, weight.detach())
             if owner != stages.dim.index:
                 # Keep requires_grad, because peft enables it for active adapters, also on the meta device.

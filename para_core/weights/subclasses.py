@@ -33,8 +33,8 @@ def map_plain_tensors(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     names, context = _flattened(x)
     inner = {name: map_plain_tensors(change, getattr(x, name)) for name in names}
     kind: Any = type(x)
-    made: Tensor = kind.__tensor_unflatten__(inner, context, x.shape, x.stride())
-    return made
+    mapped: Tensor = kind.__tensor_unflatten__(inner, context, x.shape, x.stride())
+    return mapped
 
 
 def _flattened(x: Any) -> tuple[list[str], Any]:

@@ -73,23 +73,22 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     # Stored before the first change, so that :func:`discard_tensors` can undo a failure.
     record = module.__dict__[_RECORD] = _Record(mesh, plan)
     record.gradients.stop(module)
-    for found, style in linears.values():
-        linear = base_linear(found)
-        _shard_linear(linear, style, record)
-        _shard_lora(found, style, record)
+    for layer, style in linears.values():
+        _shard_linear(base_linear(layer), style, record)
+        _shard_lora(layer, style, record)
     counting = [(attention, "heads") for attention in attending]
-    counting += [(found, name) for pattern, name in plan.counts.items() for _, found in _modules(module, pattern)]
-    for counted, name in counting:
-        number: Any = getattr(counted, name)
-        record.counts.append((counted, name, number))
-        setattr(counted, name, number // mesh.size())
-    norms = [found for pattern in plan.norms for _, found in _modules(module, pattern)]
+    counting += [(owner, name) for pattern, name in plan.counts.items() for _, owner in _modules(module, pattern)]
+    for owner, name in counting:
+        number: Any = getattr(owner, name)
+        record.counts.append((owner, name, number))
+        setattr(owner, name, number // mesh.size())
+    norms = [norm for pattern in plan.norms for _, norm in _modules(module, pattern)]
     for norm in norms:
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
         record.shards.append((norm, "weight", 0, ()))
     _wrap_forward(norms, _norm_over_ranks, record)
     _wrap_linears(record)
-    positions = [(found, dim) for pattern, dim in plan.positions.items() for _, found in _modules(module, pattern)]
+    positions = [(rope, dim) for pattern, dim in plan.positions.items() for _, rope in _modules(module, pattern)]
     for rope, dim in positions:
         wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
     record.wrapped += [rope for rope, _ in positions]
@@ -234,12 +233,12 @@ def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
 
 def _linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
     return {
-        name: (found, style) for pattern, style in plan.linears.items() for name, found in _modules(module, pattern)
+        name: (layer, style) for pattern, style in plan.linears.items() for name, layer in _modules(module, pattern)
     }
 
 
 def _attending(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
-    return [found for pattern in plan.heads for _, found in _modules(module, pattern)]
+    return [attention for pattern in plan.heads for _, attention in _modules(module, pattern)]
 
 
 def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
@@ -377,8 +376,8 @@ def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: b
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter:
-    found: nn.Parameter = getattr(module, name)
-    return found
+    parameter: nn.Parameter = getattr(module, name)
+    return parameter
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
@@ -393,8 +392,8 @@ def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
     own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     placement = Replicate() if dim is None else Shard(dim)
     local = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
-    found: Tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
-    return found
+    sharded: Tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
+    return sharded
 
 
 def _own_part(

@@ -10,7 +10,7 @@ import torch
 Value = TypeVar("Value")
 
 
-class lazy(Generic[Value]):
+class cached_property(Generic[Value]):
     """A ``functools.cached_property`` that Dynamo can trace: on Python 3.11 it cannot trace the lock of the original.
 
     While a graph is traced the value is not kept, because lengths are symbolic then.
@@ -26,10 +26,10 @@ class lazy(Generic[Value]):
         self._name = name
 
     @overload
-    def __get__(self, instance: None, owner: type) -> lazy[Value]: ...
+    def __get__(self, instance: None, owner: type) -> cached_property[Value]: ...
     @overload
     def __get__(self, instance: object, owner: type) -> Value: ...
-    def __get__(self, instance: object | None, owner: type) -> Value | lazy[Value]:
+    def __get__(self, instance: object | None, owner: type) -> Value | cached_property[Value]:
         if instance is None:
             return self
         value = self._compute(instance)
