@@ -40,6 +40,7 @@ def generate(
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
     comm_dtype: options.CommDtype = None,
+    memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1,
     timeout: options.Timeout = 600,
     dry_run: Annotated[bool, flag("--dry-run", "Show the plan; generate nothing.", RANKS)] = False,
@@ -50,6 +51,8 @@ def generate(
     from para_core.cli.ranks import count_ranks, quiet
 
     quiet(debug)
+    if memory is not None and not memory > 0:
+        raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
     named: dict[str, Any] = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
     named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     common = {**{name: value for name, value in named.items() if value is not None}, **options.read_fields(set_)}
@@ -81,6 +84,7 @@ def generate(
         seed=seed,
         ranks=count_ranks(ranks, replicas),
         replicas=replicas,
+        room=None if memory is None else memory * 1e9,
     )
     if dry_run:
         show_plan(task)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,13 +19,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars, NoBars
 from para_core.cli.ranks import RankJob, RankReport, run_job
-from para_core.fleet.foresee import foresee_mesh, given_mesh, without_weights
+from para_core.fleet.foresee import Memory, bytes_of_device, foresee_mesh, given_mesh, predict_memory, without_weights
 from para_core.fleet.models import Model, require_field
 from para_core.fleet.names import choose_names, digest, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, dtype_of, require_loras
-from para_core.fleet.request import make_request
+from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
 from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def make_task(
     seed: int,
     ranks: int,
     replicas: int,
+    room: float | None,
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
@@ -99,10 +101,48 @@ def make_task(
         problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
     lines = [replace(line, digest=digest(line.request, recipe, model.kind, chosen, fps)) for line in lines]
     left, finished = choose_names(folder, lines, prefix)
-    room = require_room(folder, [line.request for line in left], model, chosen)
+    too_large_for_ranks = _memory_problems(left, model, recipe, ranks, room or _room_of_rank(ranks * replicas))
+    if too_large_for_ranks and prompts is None:
+        raise ValueError(too_large_for_ranks[0].reason)
+    left = [line for line in left if line.number not in {problem.number for problem in too_large_for_ranks}]
+    problems = sorted([*problems, *too_large_for_ranks], key=lambda problem: problem.number)
+    disk = require_room(folder, [line.request for line in left], model, chosen)
     return GenerationTask(
-        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, room, fps, ranks, replicas
+        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, fps, ranks, replicas
     )
+
+
+def _room_of_rank(ranks: int) -> float:
+    """Return the bytes that each of ``ranks`` ranks of this machine may hold."""
+    if torch.cuda.is_available():
+        return bytes_of_device()
+    return bytes_of_device() * (os.cpu_count() or 1) / ranks
+
+
+def _memory_problems(
+    lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
+) -> tuple[Problem, ...]:
+    """Return the lines whose results are predicted not to fit into ``room`` bytes of a rank.
+
+    The prediction takes seconds, so lines of at most the usual size are taken to fit.
+    """
+    pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
+    if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
+        return ()
+    memory = _predict_memory(model, recipe, ranks, room)
+    reasons = {} if memory is None else {number: memory.problem(pixels[number]) for number in pixels}
+    return tuple(Problem(number, reason) for number, reason in reasons.items() if reason is not None)
+
+
+def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Memory | None:
+    try:
+        pipe = without_weights(model, dtype_of(recipe))
+        mesh = foresee_mesh(pipe, recipe, ranks)
+    except Exception as error:
+        # Configs of other libraries may raise anything, and the lines may fit all the same.
+        logger.debug("the memory of %s cannot be predicted: %s", model, error)
+        return None
+    return predict_memory(pipe, recipe, mesh, room)
 
 
 def _absolute(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.prediction import memory_of
+from para_core.planner.weights import ModuleBytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,15 @@ class Memory:
         """Return the bytes of a rank for a result of ``pixels`` pixels."""
         return self.fixed + pixels * self.per_pixel
 
+    def problem(self, pixels: int) -> str | None:
+        """Return why a result of ``pixels`` pixels does not fit. None if it does."""
+        if pixels <= self.pixels:
+            return None
+        return (
+            f"{pixels} pixels in total are predicted to take {self.bytes_of(pixels) / 1e9:.3g} GB of each rank, which "
+            f"may hold {self.room / 1e9:.3g} GB: at most {self.pixels} pixels fit."
+        )
+
 
 def bytes_of_device() -> float:
     """Return the bytes that a rank may hold on the current GPU; without one, the memory divided by the CPU cores."""
@@ -77,7 +87,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
         fsdp=recipe.weights == "fsdp",
     )
     try:
-        (less, few), (more, many) = (_bytes_at(pipe, shape, side) for side in _SIDES)
+        (less, few), (more, many) = (_bytes_at(pipe, recipe, shape, side) for side in _SIDES)
     except Exception as error:
         # The pipeline's class or config may be the user's own, so counting may raise anything.
         logger.debug("no memory is predicted for %s: %s", type(pipe).__name__, error)
@@ -87,9 +97,15 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     return memory if per_pixel > 0 and memory.pixels > 0 else None
 
 
-def _bytes_at(pipe: Any, shape: MeshShape, side: int) -> tuple[float, int]:
+def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
     """Return ``(bytes of a rank, pixels)`` of a result of this side, with the pipeline's default number of frames."""
     work = workload(pipe, height=side, width=side)
+    encoders = work.weights.encoders
+    if recipe.text_encoders in ("offload", "first"):
+        encoders = ModuleBytes()
+    elif recipe.text_encoders == "fsdp" and not shape.fsdp:
+        encoders = ModuleBytes(round(encoders.at_rest(shape.ranks)))
+    work = replace(work, weights=replace(work.weights, encoders=encoders))
     own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]
     return memory_of(shape, work, own, passes=1), side * side * work.frames
 

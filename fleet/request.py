@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import operator
 import re
 import types
@@ -31,6 +32,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
 # Width, height and frames that are assumed if the pipeline chooses the size.
 _USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
+USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL.items()}
 
 
 @dataclass(frozen=True)

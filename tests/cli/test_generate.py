@@ -152,6 +152,21 @@ def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, 
     assert re.search(r"line 2: .*3.1e\+07 GB, .*out .* GB free", shown)
 
 
+def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monkeypatch, capsys):
+    asked = stand_in(monkeypatch)
+    path = prompts({"prompt": "a"}, {"prompt": "b", "size": "4096x4096"}, {"prompt": "c", "size": "1040x1040"})
+    arguments = ["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--memory"]
+    # Nothing else is limited by a prediction that not even the weights fit.
+    assert run([*arguments, "1e-3", "--dry-run"]) == 0
+    assert run([*arguments, "0.1"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"line 2: 16777216 pixels .* 0.543 GB of each rank, .* 0.1 GB", said)
+    assert "2 generated" in said
+    assert asked == ["a", "c"]
+    assert run(["generate", "--prompt", "b", "--size", "4096x4096", "--out", str(tmp_path), "--memory", "0.1"]) == 1
+    assert re.match("error: 16777216 pixels", capsys.readouterr().err)
+
+
 def not_called(*_):
     raise AssertionError("the pipeline was loaded")
 
@@ -218,7 +233,9 @@ def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, o
     assert re.search(said, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("options", [["--ranks", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]])
+@pytest.mark.parametrize(
+    "options", [["--ranks", "0"], ["--memory", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]]
+)
 def test_impossible_options_exit_with_2(tmp_path, options):
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
 

@@ -1,6 +1,7 @@
 """A request on the ranks of a group, without Ray: every way to put a pipeline on them, and stopping together."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,6 +95,10 @@ def test_memory_is_weights_plus_share_of_pixels():
     assert weights < alone.fixed < weights + 512 * 8 * 128 * 4 * 10
     assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)
     assert alone.bytes_of(alone.pixels) <= 1e9 < alone.bytes_of(alone.pixels + 1)
+    assert [alone.problem(alone.pixels + more) is None for more in (0, 1)] == [True, False]
+    on_host = predict_memory(empty, replace(recipe, text_encoders="first"), {"batch": 1, "ring": 1, "ulysses": 1}, 1e9)
+    encoders = sum(x.numel() * 4 for e in (pipe.text_encoder, pipe.text_encoder_2) for x in e.parameters())
+    assert alone.fixed - on_host.fixed == pytest.approx(encoders, rel=0.01)
     # No room for the weights, which are there all the same: the prediction is wrong, and limits nothing.
     assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
 
