@@ -1,4 +1,4 @@
-"""Where a region may begin: the tensors that grow from a smaller to a larger observed call."""
+"""Starts of a region: the modules whose inputs grow from a smaller to a larger observed call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One mesh for one workload: predicted seconds, bytes and memory, why it cannot run, and the call that uses it."""
+"""Prediction for one mesh and one workload: seconds, bytes, memory, why the mesh cannot run, and the call to use it."""
 
 from __future__ import annotations
 

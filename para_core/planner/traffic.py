@@ -24,8 +24,8 @@ class Tokens:
 
     Args:
         sharded (`bool`): Whether the plan shards them.
-        min_per_rank (`int`): They are replicated if a rank would get fewer. A plan asks for two tokens, or one row or
-            frame.
+        min_per_rank (`int`): Fewest tokens of a rank; with more ranks than that allows they are replicated. It is 2
+            for tokens, and 1 for rows or frames.
     """
 
     total: int
@@ -82,7 +82,7 @@ class CountedSum:
 
 @dataclass(frozen=True)
 class CountedHalo:
-    """Rows at both edges of a rank's shard of ``tokens``: ``size`` bytes for each neighbouring rank."""
+    """An exchange of the rows at both edges of a rank's shard of ``tokens``: ``size`` bytes per neighbouring rank."""
 
     tokens: Tokens
     size: int
@@ -168,7 +168,7 @@ class AttentionBytes:
         from_heads (`int`): Ulysses' all-to-all of the output.
         around (`int`): Keys and values in the ``ring - 1`` steps of a ring; in Attention2D, everything along rows and
             columns.
-        mask (`int`): CountedGather columns of the mask.
+        mask (`int`): All-gather of the mask's columns.
         grid (`tuple[int, int, int]`): In Attention2D, ``around`` split into queries, keys and values, and partial
             results.
     """
@@ -289,12 +289,12 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
 
 
 def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
-    """Return the bytes that a rank sends: to its Ulysses group, and then that group's sum around the ring."""
+    """Return the bytes that a rank sends: its sum to its Ulysses group, then the sum of that group around the ring."""
     return summed.size * (ulysses - 1 + ring - 1)
 
 
 def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends: a circle in each Ulysses group, and a circle of the groups' ends."""
+    """Return the bytes that ``rank`` sends to neighbours in its Ulysses group and, at its ends, in the next groups."""
     at_an_end = rank % ulysses in (0, ulysses - 1)
     return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 

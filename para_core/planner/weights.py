@@ -14,7 +14,7 @@ class ModuleBytes:
     """Bytes of one module's parameters.
 
     Args:
-        sharded (`int`): Those that FSDP2 shards, in ``parts`` units that are gathered one after the other.
+        sharded (`int`): Bytes that FSDP2 shards, in ``parts`` units that are gathered one after the other.
         at_once (`int`): Bytes of ``sharded`` that are gathered at the same time: two neighbouring blocks, and
             parameters outside blocks.
     """
