@@ -22,7 +22,7 @@ from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of
-from para_core.cache.options import CacheOptions, rule_of
+from para_core.cache.options import CacheOptions
 from para_core.cache.report import CacheReport, rows_of
 from para_core.cfg.deferred import materialize
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
@@ -35,8 +35,8 @@ KEY = "cache of the pipeline"
 
 def caching_of(pipe: Any) -> PipelineCache | None:
     """Return the :class:`PipelineCache` of ``pipe``; None if it has no cache."""
-    found = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
-    return found if isinstance(found, PipelineCache) else None
+    caching = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
+    return caching if isinstance(caching, PipelineCache) else None
 
 
 class PipelineCache:
@@ -158,10 +158,10 @@ class PipelineCache:
             cache.readings.clear()
             # Attach before the first branch is identified: another pipeline with other first_blocks may have replaced
             # the hooks.
-            site = cache.attach()
+            host = cache.attach()
             component = getattr(pipe, name)
             if name not in self._callers:
-                self._callers[name] = site.caller(KEY)
+                self._callers[name] = host.caller(KEY)
                 self._callers[name].run = self._around_model(name)
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
@@ -190,16 +190,16 @@ class PipelineCache:
                 # This call belongs to another pipeline that shares the model.
                 return call(module, *args, **kwargs)
             cache = self.caches[name]
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
             batched = self._batched[name]
             # A pipeline without do_classifier_free_guidance may use guidance, so assume two branches.
             guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
             tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
-            cache.branches = 2 if guided else 1
-            cache.batch = number_of_samples(given.get(tokens), dim) or 0
+            cache.num_branches = 2 if guided else 1
+            cache.batch = number_of_samples(arguments.get(tokens), dim) or 0
             return cache.run(
                 partial(call, module, *args, **kwargs),
-                given,
+                arguments,
                 lambda branch: step_of(cache.options, *self._tracker.position(branch)),
             )
 
@@ -214,8 +214,8 @@ class PipelineCache:
         cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
-        given = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
-        cache.announce(materialize(given))
+        arguments = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
+        cache.announce(materialize(arguments))
 
     def remove(self, pipe: Any) -> None:
         """Remove the caches and their hooks from the components of ``pipe``."""
@@ -235,11 +235,11 @@ class PipelineCache:
         caller = self._callers.get(name)
         if caller is None:
             return
-        site = caches[name].attach() if name in caches else None
+        host = caches[name].attach() if name in caches else None
         for module in modules:
             if isinstance(module, nn.Module):
-                if site is not None:
-                    site.remember(module)
+                if host is not None:
+                    host.remember(module)
                 unwrap(module, caller.key)
         caller.free()
         # Last: if this fails, a later generation uses the hook again instead of adding a second one.
@@ -250,7 +250,8 @@ class PipelineCache:
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
         options = [cache.options for cache in self.caches.values()]
         # Transformers may have different rules and forecasts; each name is listed once.
-        rules, forecasts = (" and ".join(dict.fromkeys(names)) for names in zip(*map(_names, options), strict=True))
+        rules = " and ".join(dict.fromkeys(each.rule_name for each in options))
+        forecasts = " and ".join(dict.fromkeys(each.chosen_forecast.name for each in options))
         dropped = sum(cache.readings.dropped for cache in self.caches.values())
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
@@ -295,7 +296,3 @@ class PipelineCache:
                 f"{threshold:g}. Lower it, or set max_consecutive_hits.",
                 ThresholdWarning,
             )
-
-
-def _names(options: CacheOptions) -> tuple[str, str]:
-    return rule_of(options.rule).name, options.forecasts.name

@@ -145,7 +145,7 @@ def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOp
     )
     if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
-            f"rule {rule_of(chosen.rule).name} was given without residual_diff_threshold; {known.threshold:g}, the "
+            f"rule {chosen.rule_name} was given without residual_diff_threshold; {known.threshold:g}, the "
             "default of these models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better "
             "one."
         )

@@ -15,7 +15,7 @@ from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
-from para_core.cache.options import CacheOptions, options_of, rule_of, shows_options
+from para_core.cache.options import CacheOptions, options_of, shows_options
 from para_core.cache.report import CacheReport, rows_of
 from para_core.distributed.mesh import sequence_mesh
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
@@ -110,8 +110,8 @@ def model_cache_report(model: nn.Module) -> CacheReport:
         ValueError: The model has no cache.
     """
     cache = _required(model)
-    names = rule_of(cache.options.rule).name, cache.options.forecasts.name
-    return CacheReport(rows_of(cache.readings), *names, dropped=cache.readings.dropped)
+    options, readings = cache.options, cache.readings
+    return CacheReport(rows_of(readings), options.rule_name, options.chosen_forecast.name, readings.dropped)
 
 
 def held_bytes(model: nn.Module) -> int:

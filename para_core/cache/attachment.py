@@ -12,18 +12,17 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 
-from para_core.cache.blocks import Role
+from para_core.cache.blocks import BlockRole
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# By model, the removed hooks with which a graph was compiled, because a graph is valid only for the classes that it was
-# compiled with. Not an attribute of the model, on which a removed cache must leave nothing. The host refers to its
-# model weakly, so the entry ends with the model.
+# By model, hooks that were removed after a graph was compiled with them. The next cache of the model reuses them,
+# because a graph is valid only for the classes that it was compiled with. Not an attribute of the model, because a
+# removed cache must leave nothing on it. The host refers to its model weakly, so the entry ends with the model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
-
 # The blocks that need a hook, in the order in which they run.
-Roles = list[tuple[nn.Module, Role]]
+Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockRunner(Protocol):
@@ -31,7 +30,7 @@ class BlockRunner(Protocol):
 
     def run_block(
         self,
-        role: Role,
+        role: BlockRole,
         block: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
@@ -62,7 +61,7 @@ class BlockHookHost:
         self.attachments: list[BlockHooks] = []
         self.callers: list[ModelCallHook] = []
         self.traced = False
-        # By id: these classes compare equal to their originals.
+        # By id, because these classes compare equal to their originals.
         self._classes: dict[int, type] = {}
         self.named = self._make_named()
 
@@ -140,7 +139,7 @@ class BlockHooks:
             block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
         )
 
-    def _around_block(self, role: Role) -> Around:
+    def _around_block(self, role: BlockRole) -> Around:
         host = self.host
 
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.attachment import BlockHookHost, attach, detach
-from para_core.cache.blocks import CachedBlocks, Role, argument, as_output, as_tuple, require_streams, roles_of
-from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of, names_in_batch
+from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of
+from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of
 from para_core.cache.cond import cond
 from para_core.cache.decision import (
     DecisionInput,
+    DecisionOutcome,
     DecisionParams,
     NumberDecider,
-    Observed,
     Step,
     StepRecord,
     Stopwatch,
@@ -40,7 +40,7 @@ from para_core.cache.diffusers_caches import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.cache.plain_weights import GroupBlocks
 from para_core.cache.report import Readings
-from para_core.cache.residuals import BranchState, Streams
+from para_core.cache.residuals import CacheState, Streams
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent
 from para_core.instance_patching import original_class
@@ -83,13 +83,12 @@ class BlockCache:
         # Whether the model runs without the cache now.
         self.idle = False
         self._warnings = WarningLog()
-        # Number of CFG branches in the whole batch, and its size (0 if unknown). A plan may give this rank a part of
-        # the batch.
-        self.branches, self.batch = 1, 0
+        # Number of CFG branches in the whole batch, and its size (0 if unknown), for the report.
+        self.num_branches, self.batch = 1, 0
         # The argument because of which the last call ran without the cache.
         self.uncached_by: str | None = None
         self._branches = Branches(conditions_of(module, blocks))
-        self.states: dict[str, BranchState] = {}
+        self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
         self.readings = Readings()
         self.step = Step()
@@ -110,7 +109,7 @@ class BlockCache:
         self._entries: list[Streams | None] = [None] * len(blocks.groups)
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
-        self.observed = Observed(None, Verdict.WARMUP, 0, 1)
+        self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
 
     def attach(self) -> BlockHookHost:
         """Install the hooks, unless they are installed, and return their host."""
@@ -152,8 +151,11 @@ class BlockCache:
                 return call()
         branch = host.branch or self._branches.name_of(arguments)
         if branch is None:
-            return self._run_without_branches(call)
-        # Before the state is looked up, because a call that begins a section of a video resets the cache.
+            self.reset_states()
+            self._warnings.warn("branches", self._branches.why_unknown(type(self.module).__name__), CacheWarning)
+            with self.paused():
+                return call()
+        # Ask for the step before looking up the state, because the first call of a section of a video resets the cache.
         step = step_of(branch)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(arguments.items()) if isinstance(x, Tensor))
@@ -176,7 +178,7 @@ class BlockCache:
         try:
             output = call()
             if isinstance(state.decider, TensorDecider):
-                self.observed = self.observed.outside_graph()
+                self.outcome = self.outcome.outside_graph()
                 if state.decider is not decider:
                     state.leave_graph()
         except BaseException as error:
@@ -186,19 +188,19 @@ class BlockCache:
             raise
         finally:
             host.running = None
-        samples = int(self.observed.samples)
-        names = names_in_batch(branch, samples, self.branches, self.batch)
-        room = self.options.num_residuals
         self.readings.append(
-            StepRecord(step.index, names, samples, self.threshold, self.observed, room, stopwatch.stop())
+            StepRecord(
+                step.index,
+                branch,
+                self.num_branches,
+                self.batch,
+                self.threshold,
+                self.outcome,
+                self.options.num_residuals,
+                stopwatch.stop(),
+            )
         )
         return output
-
-    def _run_without_branches(self, call: Callable[[], Any]) -> Any:
-        self.reset_states()
-        self._warnings.warn("branches", self._branches.why_unknown(type(self.module).__name__), CacheWarning)
-        with self.paused():
-            return call()
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
         """Record the arguments of the next call of the model, which may run on another rank, so that all ranks give the
@@ -214,7 +216,7 @@ class BlockCache:
             modes = function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
-    def state_of(self, branch: str) -> BranchState:
+    def state_of(self, branch: str) -> CacheState:
         """Return the state of ``branch``, creating it if necessary. Of too many branches the oldest is dropped."""
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
@@ -224,8 +226,8 @@ class BlockCache:
 
     @contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
-        """Use the state of the branch ``name`` while the block runs. For graphs of the whole model, which cannot look
-        it up.
+        """Use the state of the branch ``name`` while the block runs. Graphs of the whole model need this, because they
+        cannot look up the state.
         """
         before, self.state = self.state, self.state_of(name)
         try:
@@ -233,8 +235,8 @@ class BlockCache:
         finally:
             self.state = before
 
-    def _empty_state(self) -> BranchState:
-        return BranchState(len(self.blocks.groups), self.options.num_residuals)
+    def _empty_state(self) -> CacheState:
+        return CacheState(len(self.blocks.groups), self.options.num_residuals)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -265,7 +267,7 @@ class BlockCache:
 
     def run_block(
         self,
-        role: Role,
+        role: BlockRole,
         block: nn.Module,
         call: Callable[..., Any],
         args: tuple[Any, ...],
@@ -274,7 +276,7 @@ class BlockCache:
         """Run or skip one transformer block."""
         if self.idle:
             return call(block, *args, **kwargs)
-        inputs = tuple([argument(name, role.parameters, args, kwargs) for name in role.streams])
+        inputs = role.inputs(args, kwargs)
         measured = inputs[role.streams.index(role.measured)]
         if role.opens and not role.skipped:
             self._before = measured
@@ -286,8 +288,7 @@ class BlockCache:
             output = call(block, *args, **kwargs)
             if role.decides:
                 output = on_all_stages(self.module, block, output)
-                outputs = as_tuple(output)
-                require_streams(role, block, inputs, outputs)
+                outputs = role.checked_outputs(block, inputs, output)
                 self._decide(outputs[role.streams.index(role.measured)] - self._before)
                 self._before = None
             return output
@@ -296,11 +297,11 @@ class BlockCache:
         if self._skip is None or self._skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
-                outputs = as_tuple(output)
-                require_streams(role, block, inputs, outputs)
-                self._store(role, outputs)
+                entries, outputs = self._entries[role.group] or (), role.checked_outputs(block, inputs, output)
+                in_graph = isinstance(self.state.decider, TensorDecider)
+                self.state.groups[role.group].store(entries, outputs, in_graph=in_graph)
         elif self._skip is True:
-            output = as_output(role, self._forecast(role) if role.exits else inputs)
+            output = role.as_output(self._forecast(role) if role.exits else inputs)
         elif role.chained and not self.unchained[role.group]:
             output = self._run_group_in_graph(role, inputs, args, kwargs)
         else:
@@ -323,11 +324,11 @@ class BlockCache:
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self._skip, self.observed = None, Observed(None, Verdict.WARMUP, 0, inputs.samples)
+            self._skip, self.outcome = None, DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
             state.drop_residuals()
             state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
             return
-        skip, self.observed = decider.decide(inputs)
+        skip, self.outcome = decider.decide(inputs)
         if traced:
             self._skip_on_device = skip
             # One copy, because every torch.cond that reads it would otherwise wait for the device.
@@ -336,41 +337,26 @@ class BlockCache:
 
     # -- storing and skipping
 
-    def _store(self, role: Role, outputs: Streams) -> None:
-        """Store the residual of a group that was computed."""
-        group, entries = self.state.groups[role.group], self._entries[role.group] or ()
-        if group.histories:
-            group.store(entries, outputs)
-        else:
-            group.begin(entries, outputs, group.room if isinstance(self.state.decider, TensorDecider) else 1)
-
-    def _forecast(self, role: Role) -> Streams:
+    def _forecast(self, role: BlockRole) -> Streams:
         """Return the forecast output of a group of skipped blocks."""
         decider: Any = self.state.decider
         params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
         weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
-    def _run_in_graph(self, role: Role, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
+    def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
         """Run or skip one block by a ``torch.cond`` of its own."""
-        if not role.exits:
-            # The outputs of a skipped block are replaced at the end of the group, so they may be uninitialised.
-            return as_output(
-                role, self._cond(role, lambda: tuple([_uninitialised(x) for x in inputs]), compute, inputs)
-            )
-        return as_output(role, self._end_group_in_graph(role, inputs, compute))
+        if role.exits:
+            return role.as_output(self._end_group_in_graph(role, inputs, compute))
 
-    def _cond(
-        self, role: Role, skipped: Callable[[], Streams], computed: Callable[[], Streams], inputs: Streams
-    ) -> Streams:
-        """Return ``skipped()`` if the step is skipped, otherwise ``computed()``."""
-        histories = self.state.groups[role.group].histories
-        ends_group = role.exits or (role.chained and not self.unchained[role.group])
-        present = [i for i in range(len(inputs)) if not ends_group or histories[i] is not None]
-        return cond(self._skip, skipped, computed, present, inputs)
+        def skipped() -> Streams:
+            # Uninitialised, because the outputs of skipped blocks are replaced at the end of the group.
+            return tuple([x.new_empty(x.shape) for x in inputs])
+
+        return role.as_output(cond(self._skip, skipped, compute, list(range(len(inputs))), inputs))
 
     def _run_group_in_graph(
-        self, role: Role, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run or skip all blocks of a group when its first block is called. The other blocks return their inputs."""
         if not role.enters:
@@ -379,12 +365,12 @@ class BlockCache:
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.module).__name__} does something between the blocks of "
-                    f"{self.blocks.groups[role.group].lists}. "
-                    "Name the arguments that make it do so in BlockGroup(between=...), or leave chained= out."
+                    f"{self.blocks.groups[role.group].lists}. Name the arguments that make it do so in "
+                    "BlockGroup(between=...), or leave chained= out."
                 )
             if role.exits:
                 self._group_outputs[role.group] = None
-            return as_output(role, inputs)
+            return role.as_output(inputs)
         streams = role.streams
         indices = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
 
@@ -399,19 +385,16 @@ class BlockCache:
         outputs = self._end_group_in_graph(role, inputs, compute)
         if not role.exits:
             self._group_outputs[role.group] = outputs
-        return as_output(role, outputs)
+        return role.as_output(outputs)
 
-    def _end_group_in_graph(self, role: Role, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
+    def _end_group_in_graph(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
         """Return the output of a group, computed or forecast. Stores its residual if it was computed."""
-        outputs = self._cond(role, lambda: self._forecast(role), compute, inputs)
-        group, entries = self.state.groups[role.group], self._entries[role.group] or ()
-        group.store_unless(self._skip_on_device, entries, outputs)
+        residuals = self.state.groups[role.group]
+        present = [i for i, history in enumerate(residuals.histories) if history is not None]
+        outputs = cond(self._skip, lambda: self._forecast(role), compute, present, inputs)
+        residuals.store_unless(self._skip_on_device, self._entries[role.group] or (), outputs)
         return outputs
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.dtype, x.device
-
-
-def _uninitialised(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

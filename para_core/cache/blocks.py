@@ -19,14 +19,12 @@ class BlockGroup:
     Args:
         lists (`tuple[str, ...]`): Names of the module lists with the blocks, in the order in which they run.
         streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
-        values it returns, in the
-            order in which it returns them. A block with one stream returns the tensor itself.
+        values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
         chained (`bool`, defaults to `False`): Whether the model does nothing between the blocks but pass the streams
             on, with equal other arguments. A compiled graph then skips all blocks of the group at once.
         between (`tuple[str, ...]`, defaults to `()`): Arguments of the model with which a chained model does more
-        between its blocks, such as
-            residuals of a ControlNet.
+            between its blocks, such as residuals of a ControlNet.
         samples (`int`, defaults to `0`): The dim of ``measured`` that holds the samples of the batch; 1 for
             ``[S, B, C]``.
 
@@ -63,7 +61,7 @@ class CachedBlocks:
             equal from step to step. They identify the branch if the pipeline does not name it. Defaults to
             ``encoder_hidden_states``, if the model has it.
         uncached (`tuple[str, ...]`, defaults to `()`): Arguments with which a call runs without the cache, such as
-        layers to skip.
+            layers to skip.
         modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the modulated input ``[B, S, C]`` of
             the first block, which it computes at low cost from tokens and time. Needed by rules that decide before the
             first block.
@@ -97,7 +95,7 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Role:
+class BlockRole:
     """The role of a block for the cache. Blocks with equal roles share a class, and therefore a graph.
 
     Args:
@@ -122,6 +120,27 @@ class Role:
     exits: bool
     chained: bool
 
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the streams among the arguments of the block; None for one that was not passed."""
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return tuple([arguments.get(name) for name in self.streams])
+
+    def as_output(self, values: tuple[Any, ...]) -> Any:
+        """Return ``values`` in the form in which the block returns its streams."""
+        return values[0] if len(self.streams) == 1 else values
+
+    def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+        """Return the streams in the block's ``output``.
+
+        Raises:
+            ValueError: They do not have the shapes of ``inputs``, in their order.
+        """
+        outputs = as_tuple(output)
+        before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
+        if len(before) != len(after) or any(x != y for x, y in zip(before, after, strict=True) if None not in (x, y)):
+            raise ValueError(_wrong_streams(original_class(block).__name__, self.streams, before, after))
+        return outputs
+
 
 def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
     blocks: list[nn.Module] = []
@@ -139,7 +158,7 @@ def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
 
 def roles_of(
     module: nn.Module, blocks: CachedBlocks, first_blocks: int = 1, last_blocks: int = 0
-) -> list[tuple[nn.Module, Role]]:
+) -> list[tuple[nn.Module, BlockRole]]:
     """Return the blocks that need a hook, in the order in which they run, with their roles.
 
     Args:
@@ -164,7 +183,7 @@ def roles_of(
         if missing:
             raise ValueError(f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}.")
         of_group = [i for i in skipped if stack[i][0] == group_index]
-        role = Role(
+        role = BlockRole(
             group=group_index,
             streams=group.streams,
             parameters=parameters,
@@ -181,41 +200,24 @@ def roles_of(
     return roles
 
 
-def argument(name: str, parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    index = parameters.index(name)
-    return args[index] if index < len(args) else None
-
-
 def as_tuple(output: Any) -> tuple[Any, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def as_output(role: Role, values: tuple[Any, ...]) -> Any:
-    """Return ``values`` in the form in which a block of ``role`` returns its streams."""
-    return values[0] if len(role.streams) == 1 else values
+# The shapes of a block's streams; None for a stream that is None.
+_Shapes = list[tuple[int, ...] | None]
 
 
-def require_streams(role: Role, block: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-    """Raise ``ValueError`` unless a block returned tensors with the shapes of its streams, in their order."""
-    before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
-    if len(before) == len(after) and all(x == y for x, y in zip(before, after, strict=True) if None not in (x, y)):
-        return
-    cls, shapes = (
-        original_class(block).__name__,
-        f"was given {role.streams} of shapes {before}, and returned shapes {after}",
-    )
+def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _Shapes) -> str:
+    shapes = f"was given {streams} of shapes {before}, and returned shapes {after}"
     reordered = sorted(map(str, before)) == sorted(map(str, after))
     if not reordered and len(before) == len(after) and any(map(_only_shorter, before, after)):
-        raise ValueError(
+        return (
             f"{cls} {shapes}: tokens were sharded or gathered inside this block, by a hook on it or by its own code. "
-            "The cache runs outside "
-            "the block and its hooks, and needs the same tokens before and after it. Shard before the block stack: "
-            "the model's inputs, or "
-            "with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
+            "The cache runs outside the block and its hooks, and needs the same tokens before and after it. Shard "
+            "before the block stack: the model's inputs, or with a plan: Plan(inner={'blocks.0': {...: Split(...)}})."
         )
-    raise ValueError(
+    return (
         f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose new values it returns, in the order in "
         "which it returns them."
     )

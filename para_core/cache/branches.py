@@ -44,21 +44,6 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     return blocks.conditions
 
 
-def names_in_batch(branch: str, samples: int, branches: int, batch: int) -> list[str]:
-    """Return the names of the branches that one call holds.
-
-    Args:
-        branch: name of the call.
-        samples: number of samples that were compared.
-        branches: number of branches in a batch.
-        batch: number of samples of the whole batch; 0 if unknown.
-    """
-    held = branches if batch == 0 else branches * samples // batch
-    if held <= 1 or samples % held != 0:
-        return [branch]
-    return [f"{branch}/{i}" for i in range(held)]
-
-
 # Number of calls of a branch that are searched for alternating arguments.
 _MOST_COMPARED = 6
 
@@ -114,7 +99,7 @@ class _FirstCalls:
 
 
 class _Leaf:
-    """A tensor or another value that an argument held, as it was then."""
+    """A tensor or another value in an argument of a call, with the version that the tensor had in that call."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

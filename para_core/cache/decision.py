@@ -93,7 +93,7 @@ class DecisionParams(NamedTuple):
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
 
 
-class Counts(NamedTuple):
+class BranchCounters(NamedTuple):
     """Counters of one branch.
 
     Args:
@@ -111,9 +111,9 @@ class Counts(NamedTuple):
     def computed(self) -> Number:
         return self.calls - self.hits
 
-    def after(self, skip: Any, time: Number, where: Where) -> Counts:
+    def after(self, skip: Any, time: Number, where: Where) -> BranchCounters:
         """Return the counters after a call at ``time`` that was skipped or computed."""
-        return Counts(
+        return BranchCounters(
             self.calls + 1,
             where(skip, self.hits + 1, self.hits),
             where(skip, self.hits_in_a_row + 1, 0.0),
@@ -129,7 +129,7 @@ def _where(condition: bool, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
-def _verdict_without_difference(params: DecisionParams, counts: Counts, where: Where) -> Number:
+def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, where: Where) -> Number:
     """Return the verdict that does not depend on the difference; 0 if the difference decides."""
     verdict: Number = where(counts.hits_in_a_row >= params.max_consecutive_hits, _LIMIT, 0.0)
     verdict = where(counts.hits >= params.max_hits, _LIMIT, verdict)
@@ -137,7 +137,7 @@ def _verdict_without_difference(params: DecisionParams, counts: Counts, where: W
     return where(params.forced > 0, params.forced, verdict)  # type: ignore[no-any-return]
 
 
-class Observed(NamedTuple):
+class DecisionOutcome(NamedTuple):
     """The outcome of a decision. Its values are tensors if a graph decided.
 
     Args:
@@ -152,10 +152,10 @@ class Observed(NamedTuple):
     computed: Any
     samples: int
 
-    def outside_graph(self) -> Observed:
+    def outside_graph(self) -> DecisionOutcome:
         """Return copies of the tensors, which the next replay of a CUDA graph overwrites."""
         values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
-        return Observed(*values)
+        return DecisionOutcome(*values)
 
 
 class Stopwatch:
@@ -191,15 +191,18 @@ class StepRecord:
     """One call, for the report. Reading its tensors or seconds may wait for the device.
 
     Args:
-        branches: The branches in the batch of the call; ``samples`` are divided equally among them.
+        step: Index of the step in the schedule.
+        branch: Name of the branch, or of several branches in one batch.
+        num_branches, batch: Number of branches in a whole batch, and its number of samples; 0 if unknown.
         room: Maximum number of stored residuals.
     """
 
     step: int
-    branches: list[str]
-    samples: int
+    branch: str
+    num_branches: int
+    batch: int
     threshold: float
-    observed: Observed
+    outcome: DecisionOutcome
     room: int
     stopwatch: Stopwatch
 
@@ -245,7 +248,7 @@ class DecisionInput:
             differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
         return differences
 
-    def may_skip(self, largest: Number, params: DecisionParams, counts: Counts) -> Any:
+    def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
         """Return whether the threshold, or the policy, allows to skip a step with this largest difference."""
         if self.options.policy is None:
             return largest < params.threshold
@@ -263,7 +266,7 @@ class Decider(Protocol):
 
     first: Tensor
 
-    def decide(self, inputs: DecisionInput) -> tuple[Any, Observed]:
+    def decide(self, inputs: DecisionInput) -> tuple[Any, DecisionOutcome]:
         """Return whether to skip the step, and the outcome for the report. Updates the counters."""
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
@@ -284,9 +287,9 @@ class NumberDecider:
         params: Any = inputs.params
         later = [0.0] * (inputs.options.num_residuals - 1)
         self.first = inputs.sample.contiguous()
-        self._counts = Counts(1, 0, 0, (params.time, *later))
+        self._counts = BranchCounters(1, 0, 0, (params.time, *later))
 
-    def decide(self, inputs: DecisionInput) -> tuple[bool, Observed]:
+    def decide(self, inputs: DecisionInput) -> tuple[bool, DecisionOutcome]:
         params: Any = inputs.params
         counts = self._counts
         verdict = Verdict(int(_verdict_without_difference(params, counts, _where)))
@@ -300,7 +303,7 @@ class NumberDecider:
         self._counts = counts.after(skip, params.time, _where)
         if not skip:
             self.first = inputs.sample.contiguous()
-        return skip, Observed(differences, verdict, counts.computed, inputs.samples)
+        return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
         """Do nothing, because its tensors were made in eager code."""
@@ -310,7 +313,7 @@ class NumberDecider:
             return [1.0]
         numbers = self._counts.times, params.time, self._counts.computed
         times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
-        weights: list[float] = options.forecasts.weights(times, now, computed).tolist()
+        weights: list[float] = options.chosen_forecast.weights(times, now, computed).tolist()
         return weights
 
 
@@ -326,11 +329,11 @@ class TensorDecider:
         self._numbers = torch.cat([counters, params[1:2], later])
 
     @property
-    def _counts(self) -> Counts:
+    def _counts(self) -> BranchCounters:
         calls, hits, hits_in_a_row, *times = self._numbers.unbind()
-        return Counts(calls, hits, hits_in_a_row, tuple(times))
+        return BranchCounters(calls, hits, hits_in_a_row, tuple(times))
 
-    def decide(self, inputs: DecisionInput) -> tuple[Tensor, Observed]:
+    def decide(self, inputs: DecisionInput) -> tuple[Tensor, DecisionOutcome]:
         numbers: Any = inputs.params
         params, counts, first = DecisionParams(*numbers.unbind()), self._counts, self.first
         differences = inputs.differences(first).double()
@@ -343,7 +346,7 @@ class TensorDecider:
         after: Any = counts.after(skip, params.time, torch.where)
         self._numbers.copy_(torch.stack([*after[:3], *after.times]))
         first.copy_(torch.where(skip, first, inputs.sample))
-        return skip, Observed(differences, verdict, counts.computed, inputs.samples)
+        return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
         self.first, self._numbers = self.first.clone(), self._numbers.clone()
@@ -352,7 +355,7 @@ class TensorDecider:
         if options.num_residuals == 1:
             return [1.0]
         computed: Any = self._counts.computed
-        return list(options.forecasts.weights(self._numbers[3:], params[1], computed).unbind())
+        return list(options.chosen_forecast.weights(self._numbers[3:], params[1], computed).unbind())
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
@@ -381,6 +384,5 @@ def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
     """Return the error for a policy that Dynamo could not trace because it depends on values of tensors."""
     return RuntimeError(
         f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
-        "tensors: "
-        "write & and | in place of `and` and `or`, and torch.where in place of `if`."
+        "tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."
     )

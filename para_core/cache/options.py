@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -192,8 +193,8 @@ class CacheOptions:
         object.__setattr__(self, "forecast", forecast_of(self.forecast))
         if self.forecast_order is not None:
             raise ValueError(
-                f"forecast_order={self.forecast_order} and forecast={self.forecasts.name} were given; leave one of "
-                "them out."
+                f"forecast_order={self.forecast_order} and forecast={self.chosen_forecast.name} were given; leave one "
+                "of them out."
             )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
@@ -247,11 +248,15 @@ class CacheOptions:
         """Return the options by name as text, for the comparison between ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
-        names = {"rule": rule_of(self.rule).name, "policy": policy, "forecast": self.forecasts.name}
+        names = {"policy": policy, "rule": self.rule_name, "forecast": self.chosen_forecast.name}
         return {name: str(value) for name, value in {**values, **names}.items()}
 
     @property
-    def forecasts(self) -> Forecast:
+    def rule_name(self) -> str:
+        return rule_of(self.rule).name
+
+    @cached_property
+    def chosen_forecast(self) -> Forecast:
         """The forecast that ``forecast`` or ``forecast_order`` selects."""
         return taylor(self.forecast_order or 0) if self.forecast is None else forecast_of(self.forecast)
 
@@ -263,7 +268,7 @@ class CacheOptions:
     @property
     def num_residuals(self) -> int:
         """Number of residuals that are stored per stream."""
-        return self.forecasts.num_residuals
+        return self.chosen_forecast.num_residuals
 
     def on_schedule(self) -> CacheOptions:
         """Return these options with the defaults for a pipeline that has a schedule."""

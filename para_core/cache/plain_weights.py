@@ -29,15 +29,15 @@ class WrappedLinear(NamedTuple):
     """A linear layer whose weight is a wrapper subclass.
 
     Args:
-        module: the layer.
-        paths: where its weight holds plain tensors.
-        recipe: what the weight is besides its tensors, to notice another one.
+        module: The layer.
+        paths: The attribute paths from its weight to the plain tensors inside.
+        structure: Class, sizes and context of the weight, to detect that it was replaced.
         linear: ``linear(input, bias, *tensors)``, which Dynamo puts into a graph as it is.
     """
 
     module: nn.Module
     paths: list[Path]
-    recipe: object
+    structure: object
     linear: Callable[..., Tensor]
 
 
@@ -51,10 +51,10 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
         weight: Any = getattr(module, "weight", None)
         if not hasattr(weight, "__tensor_flatten__") or isinstance(weight, DTensor):
             continue
-        paths, recipe = _flatten(weight)
+        paths, structure = _flatten(weight)
         layer = earlier.get(id(module))
-        if layer is None or layer.recipe != recipe:
-            layer = WrappedLinear(module, paths, recipe, _linear_of(recipe))
+        if layer is None or layer.structure != structure:
+            layer = WrappedLinear(module, paths, structure, _linear_of(structure))
         layers.append(layer)
     return layers
 
@@ -120,7 +120,7 @@ def _at(weight: Any, path: Path) -> Any:
     return weight
 
 
-class _Recipe(NamedTuple):
+class _WeightStructure(NamedTuple):
     """A wrapper subclass without its data: what ``__tensor_flatten__`` returns, recursively."""
 
     cls: type
@@ -128,35 +128,35 @@ class _Recipe(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     # The tensors inside by name; None for a plain tensor.
-    inner: tuple[tuple[str, _Recipe | None], ...]
+    inner: tuple[tuple[str, _WeightStructure | None], ...]
 
 
-def _flatten(weight: Any) -> tuple[list[Path], _Recipe]:
+def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
     names, context = weight.__tensor_flatten__()
     paths: list[Path] = []
-    inner: list[tuple[str, _Recipe | None]] = []
+    inner: list[tuple[str, _WeightStructure | None]] = []
     for name in names:
         x = getattr(weight, name)
         if hasattr(x, "__tensor_flatten__"):
-            paths_inside, recipe = _flatten(x)
+            paths_inside, structure = _flatten(x)
             paths += [(name, *path) for path in paths_inside]
-            inner.append((name, recipe))
+            inner.append((name, structure))
         else:
             paths.append((name,))
             inner.append((name, None))
-    return paths, _Recipe(type(weight), context, weight.size(), weight.stride(), tuple(inner))
+    return paths, _WeightStructure(type(weight), context, weight.size(), weight.stride(), tuple(inner))
 
 
-def _build(recipe: _Recipe, tensors: list[Tensor]) -> Any:
-    """Return the weight of ``recipe`` with the first of ``tensors``, which are removed from the list."""
-    inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in recipe.inner}
-    cls: Any = recipe.cls
-    return cls.__tensor_unflatten__(inner, recipe.context, recipe.size, recipe.stride)
+def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
+    """Return the weight of ``structure`` with the first of ``tensors``, which are removed from the list."""
+    inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in structure.inner}
+    cls: Any = structure.cls
+    return cls.__tensor_unflatten__(inner, structure.context, structure.size, structure.stride)
 
 
-def _linear_of(recipe: _Recipe) -> Callable[..., Tensor]:
+def _linear_of(structure: _WeightStructure) -> Callable[..., Tensor]:
     def linear(x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        return F.linear(x, _build(recipe, list(tensors)), bias)
+        return F.linear(x, _build(structure, list(tensors)), bias)
 
     allowed: Callable[..., Tensor] = torch.compiler.allow_in_graph(linear)
     return allowed

@@ -86,14 +86,15 @@ def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
 
 
 def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
-    observed: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.observed]
-    differences, verdict, computed, _ = observed
+    outcome: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.outcome]
+    differences, verdict, computed, samples = outcome
+    branches = _branches_of(reading, samples)
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
         # A graph computes differences even if they do not decide.
-        differences = [None] * reading.samples
-    each = len(differences) // len(reading.branches)
-    of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(reading.branches)}
+        differences = [None] * samples
+    each = len(differences) // len(branches)
+    of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(branches)}
     held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
     return [
         CachedStep(
@@ -110,6 +111,15 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
         )
         for name, of_branch in of_branches.items()
     ]
+
+
+def _branches_of(reading: StepRecord, samples: int) -> list[str]:
+    """Return the names of the branches in a call with ``samples`` samples, which are divided equally among them."""
+    # A plan may give this rank a part of the batch.
+    held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
+    if held <= 1 or samples % held != 0:
+        return [reading.branch]
+    return [f"{reading.branch}/{i}" for i in range(held)]
 
 
 def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tuple[str, ...]:

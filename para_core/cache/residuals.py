@@ -29,19 +29,21 @@ class Residuals:
         self.room = room
         self.histories: list[list[Tensor] | None] = []
 
-    def begin(self, entries: Streams, outputs: Streams, room: int = 1) -> None:
-        """Store the first residuals. ``room`` - 1 zero tensors are added, which a graph needs from the start; their
-        weight is 0.
+    def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
+        """Store the residuals of a computed step. The oldest ones are dropped.
+
+        Args:
+            in_graph: Whether later steps run in a graph, which needs ``room`` tensors from the start: zero tensors,
+                with the weight 0, take the place of residuals that do not exist yet.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
-        self.histories.extend(
-            [None if x is None else [x, *[torch.zeros_like(x) for _ in range(room - 1)]] for x in new]
-        )
-
-    def store(self, entries: Streams, outputs: Streams) -> None:
-        """Store the residuals of a computed step. The oldest ones are dropped."""
-        for history, x, entry in zip(self.histories, outputs, entries, strict=True):
-            residual = _residual(x, entry)
+        if not self.histories:
+            zeros = self.room - 1 if in_graph else 0
+            self.histories.extend(
+                [None if x is None else [x, *[torch.zeros_like(x) for _ in range(zeros)]] for x in new]
+            )
+            return
+        for history, residual in zip(self.histories, new, strict=True):
             if history is not None and residual is not None:
                 history.insert(0, residual)
                 del history[self.room :]
@@ -64,7 +66,7 @@ class Residuals:
         return [x for history in self.histories for x in history or ()]
 
 
-class BranchState:
+class CacheState:
     """The state of one branch. Empty until a step was computed.
 
     Args:

@@ -286,7 +286,7 @@ def differences_of_a_transformer_alone(cache_first):
     with torch.no_grad():
         for step in range(3):
             compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
-            found.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.observed[0])
+            found.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.outcome[0])
     assert torch.backends.mha.get_fastpath_enabled()
     return [float(difference[0]) for difference in found[1:]]
 
