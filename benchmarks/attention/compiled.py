@@ -75,13 +75,7 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any,
-    arguments: Mapping[str, Any],
-    *,
-    arch: int,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    **options: Any,
+    kernel: Any, arguments: Mapping[str, Any], *, arch: int, num_warps: int = 4, num_stages: int = 3, **options: Any
 ) -> Compiled:
     """Compile ``kernel``, a ``@triton.jit`` function, as a launch with these arguments would; no GPU is needed, nothing
     is cached.

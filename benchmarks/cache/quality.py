@@ -82,10 +82,7 @@ def _key(count: int, name: str) -> str:
 
 Row = dict[str, Any]
 # What all others are compared with, at as many computed steps.
-BASELINES = {
-    "first_block": "para_core first_block",
-    "forecast": "para_core first_block, forecast_order=1",
-}
+BASELINES = {"first_block": "para_core first_block", "forecast": "para_core first_block, forecast_order=1"}
 
 
 def summaries(rows: Sequence[Row]) -> list[Row]:
@@ -188,11 +185,7 @@ def parts() -> dict[str, list[str]]:
 
 def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
     """Return the parts of docs/measured/cache_quality.md from ``results``."""
-    return {
-        "about": about(results),
-        "28 steps": quality(results["quality"]),
-        "speed": speed(results),
-    }
+    return {"about": about(results), "28 steps": quality(results["quality"]), "speed": speed(results)}
 
 
 def record(rows: Rows, count: int) -> None:

@@ -245,12 +245,7 @@ def _measure(job: Job, transformer: Any, kwargs: dict[str, Tensor], expected: Te
 
 
 def _timed(
-    job: Job,
-    transformer: Any,
-    call: Callable[..., Any],
-    kwargs: dict[str, Tensor],
-    expected: Tensor,
-    per_call: int,
+    job: Job, transformer: Any, call: Callable[..., Any], kwargs: dict[str, Tensor], expected: Tensor, per_call: int
 ) -> dict[str, Any]:
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()

@@ -88,9 +88,7 @@ def _parallel(device: torch.device, *, stages: bool = False, ring: bool = False,
 
     ranks = dist.get_world_size()
     mesh = init_context_parallel_mesh(
-        device.type,
-        max_pipe_dim_size=ranks if stages else None,
-        max_ring_dim_size=ranks if ring else 1,
+        device.type, max_pipe_dim_size=ranks if stages else None, max_ring_dim_size=ranks if ring else 1
     )
     return parallelize_pipe(small_flux(device), mesh=mesh, **options)
 

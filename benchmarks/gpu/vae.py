@@ -83,14 +83,7 @@ def run(job: Job) -> None:
         if not job.has_time(f"{ranks} ranks", NEEDS[f"{ranks} ranks"]):
             continue
         seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[place + 1 :])
-        rows, errors = run_ranks(
-            decode_on_ranks,
-            ranks,
-            job.tiny,
-            device=job.device,
-            backend="gloo",
-            seconds=seconds,
-        )
+        rows, errors = run_ranks(decode_on_ranks, ranks, job.tiny, device=job.device, backend="gloo", seconds=seconds)
         for row in rows[0]:
             job.add(ranks=ranks, **row)
         failed |= {f"rank {rank} of {ranks}": error for rank, error in errors.items()}

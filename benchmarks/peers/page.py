@@ -116,8 +116,4 @@ def about(results: dict[str, Any]) -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/peers.md, and the table of README.md (``peers``)."""
     results = read_results("peers")
-    return {
-        "about": about(results),
-        "table": table(results["cells"]),
-        "peers": summary(results),
-    }
+    return {"about": about(results), "table": table(results["cells"]), "peers": summary(results)}

@@ -155,13 +155,7 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
 
 
 # (batch, ring, ulysses) by the heading of the table's column.
-MESHES = {
-    "2 Ulysses": (1, 1, 2),
-    "2 ring": (1, 2, 1),
-    "2 batch": (2, 1, 1),
-    "3 Ulysses": (1, 1, 3),
-    "2 × 2": (1, 2, 2),
-}
+MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1), "3 Ulysses": (1, 1, 3), "2 × 2": (1, 2, 2)}
 MESHES_OF_16_BITS = ("2 Ulysses", "2 ring")
 
 

@@ -127,10 +127,7 @@ def large(tiny: TinyVae, options: Mapping[str, Any]) -> dict[str, tuple[int, ...
         }
     ratio = rows_per_latent(tiny.make(**options))
     size = HEIGHT // ratio, HEIGHT // 2 // ratio
-    return {
-        "decode": (*tiny.latents[:-2], *size),
-        "encode": (*tiny.pixels[:-2], size[0] * ratio, size[1] * ratio),
-    }
+    return {"decode": (*tiny.latents[:-2], *size), "encode": (*tiny.pixels[:-2], size[0] * ratio, size[1] * ratio)}
 
 
 def measure(names: list[str]) -> dict[str, dict[str, list[Any]]]:

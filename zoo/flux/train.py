@@ -18,14 +18,7 @@ from transformers import T5EncoderModel
 from zoo.flux.alignment import AlignedDenoiser, alignment_loss
 from zoo.flux.grammar import Scene
 from zoo.flux.models import SHIFT, Denoiser, Tokenizers, build_pipeline, build_tokenizers, build_vae
-from zoo.flux.stages import (
-    Captions,
-    DecoderLoss,
-    build_pool,
-    draw_thinned_batch,
-    encode,
-    measure_latents,
-)
+from zoo.flux.stages import Captions, DecoderLoss, build_pool, draw_thinned_batch, encode, measure_latents
 from zoo.flux.text import Reader, TextLoss
 from zoo.training.loop import Schedule, fit
 from zoo.training.losses import FlowLoss, VaeLoss

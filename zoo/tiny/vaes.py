@@ -113,12 +113,7 @@ _KL: dict[str, Any] = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
     "block_out_channels": (8, 16),
 }
-_WAN: dict[str, Any] = {
-    "base_dim": 8,
-    "dim_mult": [1, 2, 2, 2],
-    "latents_mean": [0.0] * 4,
-    "latents_std": [1.0] * 4,
-}
+_WAN: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
 _LTX: dict[str, Any] = {"latent_channels": 8, "layers_per_block": (1,) * 5, "spatial_compression_ratio": 32}
 _LTX2: dict[str, Any] = {
     **_LTX,

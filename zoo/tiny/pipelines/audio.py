@@ -12,16 +12,7 @@ from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioPr
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
 from torch import nn
 
-from zoo.tiny.pipelines.parts import (
-    TEXT,
-    TEXT_WIDTH,
-    TinyPipeline,
-    decoder,
-    masks,
-    random_model,
-    tiny_pipe,
-    umt5,
-)
+from zoo.tiny.pipelines.parts import TEXT, TEXT_WIDTH, TinyPipeline, decoder, masks, random_model, tiny_pipe, umt5
 from zoo.tiny.random_weights import fill
 
 
@@ -119,8 +110,7 @@ _SHORT = {
 
 AUDIO_PIPELINES: dict[str, TinyPipeline] = {
     "stable audio": TinyPipeline(
-        stable_audio,
-        {**TEXT, **dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())},
+        stable_audio, {**TEXT, **dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())}
     ),
     "longcat-audio": TinyPipeline(longcat_audio, {"audio_duration_s": 13.5, "negative_prompt": "a blue square"}),
     "ace-step": TinyPipeline(ace_step, {"audio_duration": 13.5, "lyrics": "a small green square"}),

@@ -236,16 +236,12 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     ),
     "easyanimate": TinyPipeline(
         lambda: tiny_pipe(
-            "EasyAnimatePipeline",
-            "easyanimate",
-            vae=kl_vae("AutoencoderKLMagvit"),
-            config={"text_embed_dim_t5": None},
+            "EasyAnimatePipeline", "easyanimate", vae=kl_vae("AutoencoderKLMagvit"), config={"text_embed_dim_t5": None}
         ),
         {**VIDEO, **_MASKED},
     ),
     "ernie-image": TinyPipeline(
-        lambda: tiny_pipe("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}),
-        {**_Z_IMAGE, **SIZE},
+        lambda: tiny_pipe("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}), {**_Z_IMAGE, **SIZE}
     ),
     "prx": TinyPipeline(prx, {**SIZE, **_MASKED, "use_resolution_binning": False}),
     "dit": TinyPipeline(
@@ -306,17 +302,11 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     ),
     "hunyuandit, controlnet": TinyPipeline(hunyuan_dit_controlled, {**_HUNYUAN_DIT, "control_image": IMAGE}),
     "hunyuanimage, refined": TinyPipeline(
-        hunyuan_image_refiner,
-        {**_LARGE, **TEXT, **masks("embeds_mask", torch.int64), "image": random_image(96, 160)},
+        hunyuan_image_refiner, {**_LARGE, **TEXT, **masks("embeds_mask", torch.int64), "image": random_image(96, 160)}
     ),
     "z-image, controlnet, inpainting": TinyPipeline(
         lambda: z_image_controlled("ZImageControlNetInpaintPipeline", channels=9),
-        {
-            **_Z_IMAGE,
-            "image": SMALL_IMAGE,
-            "mask_image": SMALL_MASK,
-            "control_image": random_image(24, 40, seed=2),
-        },
+        {**_Z_IMAGE, "image": SMALL_IMAGE, "mask_image": SMALL_MASK, "control_image": random_image(24, 40, seed=2)},
     ),
     "kandinsky 5, one image, image": TinyPipeline(
         lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True), {**SIZE, **_KANDINSKY, "image": IMAGE}

@@ -214,8 +214,7 @@ UNET_PIPELINES: dict[str, TinyPipeline] = {
         lambda: stable_diffusion("StableDiffusionInstructPix2PixPipeline", unet={"in_channels": 8}), _PIX2PIX
     ),
     "sd, perturbed": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionPAGPipeline", pag_applied_layers=["down"]),
-        {**_TEXT, "pag_scale": 2.0},
+        lambda: stable_diffusion("StableDiffusionPAGPipeline", pag_applied_layers=["down"]), {**_TEXT, "pag_scale": 2.0}
     ),
     "sd, control": TinyPipeline(controlled, {**_TEXT, "image": _IMAGE}),
     "sd, controls": TinyPipeline(

@@ -198,11 +198,7 @@ _EMBEDDINGS = embeddings(13, TEXT_WIDTH)
 _CONTEXT = embeddings(512, TEXT_WIDTH)
 _IMAGE = {"image": IMAGE}
 _COGVIDEOX15 = {"patch_size_t": 2, "patch_bias": False}
-_LLAVA_TEMPLATE = {
-    **LLAVA_TEMPLATE,
-    "image_emb_end": LLAVA_TEMPLATE["image_emb_start"] + 4,
-    "image_emb_len": 4,
-}
+_LLAVA_TEMPLATE = {**LLAVA_TEMPLATE, "image_emb_end": LLAVA_TEMPLATE["image_emb_start"] + 4, "image_emb_len": 4}
 _FROM_IMAGE = {**_TEXT, **_IMAGE, "prompt_template": _LLAVA_TEMPLATE}
 _IMAGE_CONTEXT = {"in_channels": 36, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": 36}
 _WAN_IMAGE = partial(wan, "WanImageToVideoPipeline", **_IMAGE_CONTEXT)
@@ -286,8 +282,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     ),
     "skyreels v2": TinyPipeline(lambda: skyreels("SkyReelsV2Pipeline"), {**VIDEO, **_EMBEDDINGS}),
     "skyreels v2, image": TinyPipeline(
-        lambda: skyreels("SkyReelsV2ImageToVideoPipeline", **_IMAGE_CONTEXT),
-        {**VIDEO, **_IMAGE, **_CONTEXT},
+        lambda: skyreels("SkyReelsV2ImageToVideoPipeline", **_IMAGE_CONTEXT), {**VIDEO, **_IMAGE, **_CONTEXT}
     ),
     # Each frame has its own noise level; the pipeline denoises them one after another, in windows.
     "skyreels v2, forcing": TinyPipeline(
@@ -359,13 +354,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "helios": TinyPipeline(lambda: helios(stages=1, stage_range=[0, 1]), {**VIDEO, **_HELIOS}),
     "helios, pyramid": TinyPipeline(
         lambda: helios("HeliosPyramidPipeline", stages=2, stage_range=[0, 0.5, 1], gamma=0.3),
-        {
-            **_HELIOS,
-            "height": 64,
-            "width": 96,
-            "num_frames": 9,
-            "pyramid_num_inference_steps_list": [2, 2],
-        },
+        {**_HELIOS, "height": 64, "width": 96, "num_frames": 9, "pyramid_num_inference_steps_list": [2, 2]},
         without=("num_inference_steps",),
     ),
 }

@@ -36,11 +36,7 @@ def fibo_mask(frames: int, height: int, width: int) -> dict[str, Tensor]:
 
 
 flux3_inputs = partial(
-    inputs,
-    tokens(16),
-    0.6,
-    img_ids=lambda *sizes: grid(*sizes, 1),
-    txt_ids=torch.arange(9.0)[:, None].expand(-1, 4),
+    inputs, tokens(16), 0.6, img_ids=lambda *sizes: grid(*sizes, 1), txt_ids=torch.arange(9.0)[:, None].expand(-1, 4)
 )
 
 
@@ -191,17 +187,12 @@ IMAGE_MODELS = {
     ),
     "dit": TinyModel("DiTTransformer2DModel", dit_inputs, out_channels=8, sample_size=8, num_embeds_ada_norm=10),
     "prx": TinyModel(
-        "PRXTransformer2DModel",
-        inputs(image, 0.6, attention_mask=valid((9, 4))),
-        mlp_ratio=2.0,
-        axes_dim=[8, 8],
+        "PRXTransformer2DModel", inputs(image, 0.6, attention_mask=valid((9, 4))), mlp_ratio=2.0, axes_dim=[8, 8]
     ),
     "hunyuanimage": TinyModel(
         "HunyuanImageTransformer2DModel",
         hunyuan_image_inputs(
-            image,
-            encoder_hidden_states_2=noise(2, 4, 16),
-            encoder_attention_mask_2=valid((1, 4), 4, torch.int64),
+            image, encoder_hidden_states_2=noise(2, 4, 16), encoder_attention_mask_2=valid((1, 4), 4, torch.int64)
         ),
         **HUNYUAN_IMAGE,
         patch_size=(2, 2),
@@ -228,12 +219,7 @@ IMAGE_MODELS = {
     "joyimage plus": TinyModel("JoyImageEditPlusTransformer3DModel", joyimage_plus_inputs, rope_dim_list=[4, 6, 6]),
     "nucleus": TinyModel(
         "NucleusMoEImageTransformer2DModel",
-        inputs(
-            tokens(16),
-            0.6,
-            encoder_hidden_states_mask=valid((9, 4)),
-            img_shapes=lambda *sizes: [sizes, sizes],
-        ),
+        inputs(tokens(16), 0.6, encoder_hidden_states_mask=valid((9, 4)), img_shapes=lambda *sizes: [sizes, sizes]),
         **PACKED,
         num_layers=6,
         num_attention_heads=4,

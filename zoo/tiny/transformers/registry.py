@@ -293,9 +293,7 @@ MODELS = {
     "qwen-image": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN),
     "qwen-image, masked": TinyModel("QwenImageTransformer2DModel", qwen_masked_inputs, **QWEN),
     "qwen-image, controlnet": TinyModel(
-        "QwenImageTransformer2DModel",
-        qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1)),
-        **QWEN,
+        "QwenImageTransformer2DModel", qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1)), **QWEN
     ),
     "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN, zero_cond_t=True),
     "flux": TinyModel("FluxTransformer2DModel", flux_inputs, in_channels=16, out_channels=16, guidance_embeds=True),

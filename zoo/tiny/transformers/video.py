@@ -9,18 +9,7 @@ import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
-from zoo.tiny.base import (
-    TinyModel,
-    grid,
-    inputs,
-    noise,
-    num_patches,
-    residuals,
-    rotary,
-    valid,
-    video,
-    video_by_frame,
-)
+from zoo.tiny.base import TinyModel, grid, inputs, noise, num_patches, residuals, rotary, valid, video, video_by_frame
 
 # -- Kandinsky: channels last
 
