@@ -70,31 +70,33 @@ def launch(module: str, num_ranks: int, *arguments: str) -> None:
 
 
 def measure_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 1800.0) -> Any:
-    """Call a top-level function in ``num_ranks`` new processes with a gloo group, and return the result of the first
-    rank.
+    """Call a top-level function in ``num_ranks`` new processes, and return the result of the first rank.
+
+    Several processes have a gloo group, one has none.
 
     Args:
-        args: anything that JSON holds; the result likewise.
-        timeout: seconds that a collective waits.
+        args: Values that JSON holds. The result is anything that pickle holds.
+        timeout: Seconds that a collective waits.
     """
     module = function.__module__
     if module == "__main__":
         module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
     with tempfile.TemporaryDirectory() as folder:
-        call, output = Path(folder) / "call.json", Path(folder) / "output.json"
-        call.write_text(json.dumps([module, function.__name__, args, timeout]))
-        launch("benchmarks.harness", num_ranks, str(call), str(output))
-        return json.loads(output.read_text())
+        output = Path(folder) / "output"
+        launch("benchmarks.harness", num_ranks, json.dumps([module, function.__name__, args, timeout]), str(output))
+        return torch.load(output, weights_only=False)
 
 
-def _run_on_this_rank(call: Path, output: Path) -> None:
-    module, name, args, timeout = json.loads(call.read_text())
+def _run_on_this_rank(call: str, output: Path) -> None:
+    module, name, args, timeout = json.loads(call)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    if parallel := "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     result = getattr(importlib.import_module(module), name)(*args)
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    if not parallel or dist.get_rank() == 0:
+        torch.save(result, output)
+    if parallel:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -295,4 +297,4 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    _run_on_this_rank(Path(sys.argv[1]), Path(sys.argv[2]))
+    _run_on_this_rank(sys.argv[1], Path(sys.argv[2]))

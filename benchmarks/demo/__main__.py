@@ -1,15 +1,13 @@
 """The same image from one process and from several, and with fewer blocks:  python -m benchmarks.demo
 
 Generates one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2),
-each rank with one thread; prints how they differ and what travelled, and saves the four images side by side. Then once
-more on 1 rank without and with First Block Cache: prints what each step did, and saves both images, their difference,
-and the plot.
+each rank with one thread; prints how the images differ and what each rank sends, and saves the four images side by
+side. Then once more on 1 rank with First Block Cache: prints what each step did, and how far the image is from the one
+without.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from diffusers import FluxPipeline
 from diffusers.utils import logging
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness import TrafficCounter, launch, parser_of, write_results
+from benchmarks.harness import TrafficCounter, measure_on_ranks, parser_of, write_results
 from para_core import init_context_parallel_mesh, unified_attention
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
@@ -34,14 +32,13 @@ PROMPT = "a large red circle on the left and a small blue triangle in the bottom
 STEPS, SIZE, TEXT_TOKENS = 20, 128, 64
 SEED = 5  # of eight that were looked at, the roundest circle; the checker takes all eight
 AMPLIFIED = 200_000
-# Of the tiny FLUX; what a threshold skips depends on the model.
+# For the tiny FLUX; which steps a threshold skips depends on the model.
 THRESHOLD = 0.2
-AMPLIFIED_CACHED = 10
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One run: how many ranks, and how they share the work."""
+    """The mesh of one run."""
 
     ring: int
     ulysses: int
@@ -60,81 +57,47 @@ class Mesh:
 RUNS = (Mesh(1, 1), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2))
 
 
-def generate(mesh: Mesh, output: Path) -> None:
-    """Generate on one rank of a run. Rank 0 writes latents, image and figures to ``output``."""
-    torch.set_num_threads(1)
+def generate(ring: int, ulysses: int, threshold: float | None = None) -> dict[str, Any]:
+    """Generate on one rank of a run, with a cache if ``threshold`` is given. Return latents, image and figures."""
     logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
-    figures: dict[str, Any] = {"collectives": 0, "bytes": 0}
-    rank = 0
+    mesh, figures, rank = Mesh(ring, ulysses), {"collectives": 0, "bytes": 0}, 0
     if mesh.ranks > 1:
-        dist.init_process_group("gloo")
         rank = dist.get_rank()
-        device_mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=mesh.ring, max_ulysses_dim_size=mesh.ulysses)
+        device_mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
         parallelize_pipe(pipe, mesh=device_mesh)
         figures = traffic_of_one_attention_call(pipe, device_mesh)
-    pipe.set_progress_bar_config(disable=rank != 0, desc=mesh.name)
-    times: list[float] = []
+    if threshold is not None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
+    pipe.set_progress_bar_config(disable=rank != 0, desc=mesh.name if threshold is None else "1 rank, cached")
+    found: dict[str, Any] = dict(figures)
 
     def after_step(pipe: FluxPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter())
-        figures["latents"] = tensors["latents"]
+        found["latents"] = tensors["latents"]
         return tensors
 
-    figures["image"] = pipe(
-        PROMPT,
-        height=SIZE,
-        width=SIZE,
-        max_sequence_length=TEXT_TOKENS,
-        num_inference_steps=STEPS,
-        generator=torch.Generator().manual_seed(SEED),
-        callback_on_step_end=after_step,
-        output_type="np",
-    ).images[0]
-    # The first step is left out: it also pays for memory that is allocated once.
-    figures["seconds"] = (times[-1] - times[0]) / (STEPS - 1)
-    if rank == 0:
-        torch.save(figures, output)
-    if mesh.ranks > 1:
-        dist.destroy_process_group()
-
-
-def generate_cached(output: Path) -> None:
-    """Generate without and with the cache, and write images, report and seconds to ``output``."""
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
-
-    def image(steps: int) -> np.ndarray:
-        generated: np.ndarray = pipe(
+    # The first image is not timed: the cache imports some modules at the first computed step after a skipped one.
+    for _ in range(1 if threshold is None else 2):
+        times: list[float] = []
+        found["image"] = pipe(
             PROMPT,
             height=SIZE,
             width=SIZE,
             max_sequence_length=TEXT_TOKENS,
-            num_inference_steps=steps,
+            num_inference_steps=STEPS,
             generator=torch.Generator().manual_seed(SEED),
+            callback_on_step_end=after_step,
             output_type="np",
-        ).images
-        return generated
-
-    # Memory that is allocated once is not measured.
-    pipe.set_progress_bar_config(disable=True)
-    image(2)
-    figures: dict[str, Any] = {}
-    for name in ("without", "with"):
-        if name == "with":
-            apply_cache_on_pipe(pipe, residual_diff_threshold=THRESHOLD)
-        pipe.set_progress_bar_config(disable=False, desc=f"1 rank, {name} the cache")
-        start = time.perf_counter()
-        figures[name] = image(STEPS)
-        figures[f"seconds {name}"] = time.perf_counter() - start
-    torch.save({**figures, "report": cache_report(pipe)}, output)
+        ).images[0]
+    # The first step is left out: it also allocates memory that later steps reuse.
+    found["seconds"] = (times[-1] - times[0]) / (STEPS - 1)
+    return found if threshold is None else {**found, "report": cache_report(pipe)}
 
 
-def traffic_of_one_attention_call(pipe: FluxPipeline, mesh: DeviceMesh) -> dict[str, Any]:
-    """Collectives of this rank in one attention call of the pipeline's size, and the bytes that it sends."""
+def traffic_of_one_attention_call(pipe: FluxPipeline, mesh: DeviceMesh) -> dict[str, int]:
+    """Return the collectives of this rank in one attention call of the pipeline's size, and the bytes that it sends."""
     config = pipe.transformer.config
     pixels_per_token = 2 * pipe.vae_scale_factor
     tokens = TEXT_TOKENS + (SIZE // pixels_per_token) ** 2
@@ -144,20 +107,8 @@ def traffic_of_one_attention_call(pipe: FluxPipeline, mesh: DeviceMesh) -> dict[
     return {"collectives": counter.collectives, "bytes": counter.bytes}
 
 
-def run(mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Start the processes of one run; returns what rank 0 wrote."""
-    output = folder / f"{mesh.ring}x{mesh.ulysses}.pt"
-    launch(
-        "benchmarks.demo",
-        mesh.ranks,
-        *("--ring", str(mesh.ring), "--ulysses", str(mesh.ulysses), "--rank-output", str(output)),
-    )
-    figures: dict[str, Any] = torch.load(output, weights_only=False)
-    return figures
-
-
 def compare(runs: dict[Mesh, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per run, against the first."""
+    """Return one row per run, with its differences from the first run."""
     reference = next(iter(runs.values()))
     rows = []
     for mesh, figures in runs.items():
@@ -178,12 +129,12 @@ def compare(runs: dict[Mesh, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def to_8_bit(image: np.ndarray) -> np.ndarray:
-    """``[H, W, 3]`` in 0 … 1 as uint8."""
+    """Return ``[H, W, 3]`` in 0 … 1 as uint8."""
     return (image * 255).round().astype(np.uint8)
 
 
 def save_figure(runs: dict[Mesh, dict[str, Any]], path: Path) -> None:
-    """The images above, their differences from the first below."""
+    """Save the images, and below each its difference from the first."""
     reference = next(iter(runs.values()))["image"]
     figure, axes = plt.subplots(2, len(runs), figsize=(3 * len(runs), 6.6))
     for (mesh, figures), (above, below) in zip(runs.items(), axes.T, strict=True):
@@ -200,47 +151,8 @@ def save_figure(runs: dict[Mesh, dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def save_cached(figures: dict[str, Any], path: Path) -> None:
-    """Without, with, their difference; the report's plot goes beside it."""
-    report, (without, cached) = figures["report"], (figures[name][0] for name in ("without", "with"))
-    shown = {
-        "1 rank, without the cache": without,
-        f"threshold {THRESHOLD:g}: {report.computed} of {len(report.rows)} computed": cached,
-        f"difference × {AMPLIFIED_CACHED}": np.clip(np.abs(cached - without) * AMPLIFIED_CACHED, 0, 1),
-    }
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.4))
-    for place, (title, image) in zip(axes, shown.items(), strict=True):
-        place.imshow(image)
-        place.set_title(title, fontsize=10)
-        place.axis("off")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    report.plot(steps_of(path))
-
-
-def steps_of(path: Path) -> Path:
-    """Return the path of the plot of the report."""
-    return path.with_name(f"{path.stem}_steps{path.suffix}")
-
-
-def compare_cached(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the cache."""
-    images = [[as_images(figures[name])] for name in ("with", "without")]
-    report = figures["report"]
-    return {
-        "threshold": THRESHOLD,
-        "computed steps": report.computed,
-        "steps": len(report.rows),
-        "seconds without": figures["seconds without"],
-        "seconds with": figures["seconds with"],
-        "psnr": load_metric("psnr")(*images),
-        "ssim": load_metric("ssim")(*images),
-    }
-
-
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows, as text."""
+    """Print the rows."""
     print(f"\n{'mesh':<28}{'s/step':>8}{'latents, max |Δ|':>18}{'8-bit values':>22}{'collectives':>13}{'bytes':>10}")
     for row in rows:
         values = f"{row['8-bit values that differ']} of {row['of']}, ≤ {row['by at most']}"
@@ -252,43 +164,36 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run all, or be one process of a run."""
+    """Generate all images, compare and save them."""
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, default=Path("build/demo.png"))
     parser.add_argument("--record", action="store_true", help="also write benchmarks/results/demo.json")
-    parser.add_argument("--ring", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--ulysses", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--cache", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cache:
-        generate_cached(options.rank_output)
-        return
-    if options.rank_output is not None:
-        generate(Mesh(options.ring, options.ulysses), options.rank_output)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {mesh: run(mesh, Path(folder)) for mesh in RUNS}
-        cached_output = Path(folder) / "cached.pt"
-        launch("benchmarks.demo", 1, "--cache", "--rank-output", str(cached_output))
-        figures: dict[str, Any] = torch.load(cached_output, weights_only=False)
+    runs = {mesh: measure_on_ranks(generate, mesh.ranks, mesh.ring, mesh.ulysses) for mesh in RUNS}
     rows = compare(runs)
     print_table(rows)
     save_figure(runs, options.output)
-    cached_path = options.output.with_name(f"{options.output.stem}_cache{options.output.suffix}")
-    save_cached(figures, cached_path)
-    cached = compare_cached(figures)
-    print(figures["report"])
+    cached, without = measure_on_ranks(generate, 1, 1, 1, THRESHOLD), runs[RUNS[0]]
+    images = [[as_images(figures["image"][None])] for figures in (cached, without)]
+    cache = {
+        "threshold": THRESHOLD,
+        "computed steps": cached["report"].computed,
+        "steps": STEPS,
+        "seconds per step without": without["seconds"],
+        "seconds per step with": cached["seconds"],
+        "psnr": load_metric("psnr")(*images),
+        "ssim": load_metric("ssim")(*images),
+    }
+    print(cached["report"])
     print(
-        f"without the cache {cached['seconds without']:.2f} s, with it {cached['seconds with']:.2f} s; PSNR "
-        f"{cached['psnr']:.1f} dB, SSIM {cached['ssim']:.4f}\n"
+        f"a step without the cache {without['seconds']:.3f} s, with it {cached['seconds']:.3f} s; PSNR "
+        f"{cache['psnr']:.1f} dB, SSIM {cache['ssim']:.4f}\n"
     )
-    print(f"the images: {options.output}, {cached_path}, {steps_of(cached_path)}")
+    print(f"the images: {options.output}")
     if options.record:
         settings = {"prompt": PROMPT, "steps": STEPS, "size": SIZE, "text tokens": TEXT_TOKENS, "threads per rank": 1}
-        print(
-            f"the figures: {write_results('demo', {'settings': settings, 'rows': rows, 'cache': cached}, 'diffusers')}"
-        )
+        results = {"settings": settings, "rows": rows, "cache": cache}
+        print(f"the figures: {write_results('demo', results, 'diffusers')}")
 
 
 if __name__ == "__main__":

@@ -8,19 +8,15 @@ Writes docs/images/gallery_images.png, docs/images/gallery_clips.gif, benchmarks
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from diffusers import FluxPipeline, WanPipeline
 from diffusers.utils import logging
 from PIL import Image, ImageDraw
 
-from benchmarks.harness import ROOT, launch, markdown_table, parser_of, read_results, write_results
+from benchmarks.harness import ROOT, markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 from zoo import flux, video
@@ -76,13 +72,10 @@ def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
     return np.asarray(out, dtype=np.float64)
 
 
-def of_this_rank(way: int, output: Path) -> None:
-    """Generate all captions in one way; rank 0 writes them."""
-    torch.set_num_threads(1)
+def generate_all(way: int) -> dict[str, Any]:
+    """Return the images and clips of all captions, and their computed steps, in one way."""
     logging.disable_progress_bar()
     _, ranks, mesh, threshold = WAYS[way]
-    if ranks > 1:
-        dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for model, captions in CAPTIONS.items():
         pipe = build(model)
@@ -96,12 +89,8 @@ def of_this_rank(way: int, output: Path) -> None:
             if threshold is not None:
                 report = cache_report(pipe)
                 computed.append(STEPS * report.computed / len(report.rows))  # two branches a step
-        found[model] = generated
-        found[f"{model}, computed"] = computed
-    if ranks == 1 or dist.get_rank() == 0:
-        torch.save(found, output)
-    if ranks > 1:
-        dist.destroy_process_group()
+        found |= {model: generated, f"{model}, computed": computed}
+    return found
 
 
 def difference(one: np.ndarray, other: np.ndarray, times: float) -> np.ndarray:
@@ -185,20 +174,9 @@ def parts() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run all ways, or be one process of a way."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.way is not None:
-        of_this_rank(options.way, options.rank_output)
-        return
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (name, ranks, _, _) in enumerate(WAYS):
-            output = Path(folder) / f"{i}.pt"
-            launch("benchmarks.demo.gallery", ranks, "--way", str(i), "--rank-output", str(output))
-            found[name] = torch.load(output, weights_only=False)
+    """Generate in all ways, compare and write."""
+    parser_of(__doc__).parse_args()
+    found = {name: measure_on_ranks(generate_all, ranks, i) for i, (name, ranks, _, _) in enumerate(WAYS)}
     sheet(panels(found, "flux"), 0, 1).save(IMAGES, optimize=True)
     rows = panels(found, "wan")
     # Every second frame in few colours: a clip of megabytes would be loaded by every reader.
