@@ -262,11 +262,6 @@ def _meshes(labels: Iterable[str]) -> dict[str, DeviceMesh]:
     return {label: init_device_mesh("cpu", MESHES[label], mesh_dim_names=names) for label in labels}
 
 
-def largest_per_step(cell: dict[str, Any]) -> float:
-    """Bytes that the rank which sends most sends per step."""
-    return max(cell["bytes of each rank"]) / cell["steps"]
-
-
 def problems(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """Return a line for each cell in which a rank sent other bytes than the formula gives."""
     return [

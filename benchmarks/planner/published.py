@@ -73,83 +73,30 @@ _FLUX_MESHES = (
     MeshShape(ulysses=4),
     MeshShape(ring=4),
 )
-_SQUARE = (("height", 960), ("width", 960))
+
+
+def xdit_flux(name: str, runtime: Runtime, one: float, *seconds: float) -> Published:
+    rows = tuple(zip(_FLUX_MESHES, seconds, strict=True))
+    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, one, rows)
+
+
+def xdit_hunyuan(size: str, device: str, one: float, *rows: tuple[int, float]) -> Published:
+    sizes = (("height", 960), ("width", 960)) if size == "960 × 960" else ()
+    name = f"xDiT, HunyuanVideo {size}, {device}"
+    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, XDIT, one, ulysses(*rows), sizes)
+
+
+_WAN_5B = (("height", 480), ("width", 832), ("frames", 81), ("steps", 50))
+SGLANG_RUNTIME = Runtime(merge_passes=10, ring_launches=15)
 TABLES = (
-    Published(
-        "xDiT, FLUX.1, compiled",
-        XDIT_FLUX,
-        "FLUX.1-dev",
-        "H100",
-        replace(XDIT, compiled=True),
-        4.30,
-        tuple(zip(_FLUX_MESHES, (2.68, 2.60, 1.80, 1.63, 1.98), strict=True)),
-    ),
-    Published(
-        "xDiT, FLUX.1, eager",
-        XDIT_FLUX,
-        "FLUX.1-dev",
-        "H100",
-        XDIT,
-        6.71,
-        tuple(zip(_FLUX_MESHES, (4.38, 5.31, 5.19, 4.24, 5.11), strict=True)),
-    ),
-    Published(
-        "xDiT, HunyuanVideo 1280 × 720, H100",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "H100",
-        XDIT,
-        1904.08,
-        ulysses((2, 925.04), (4, 514.08), (8, 337.58)),
-    ),
-    Published(
-        "xDiT, HunyuanVideo 1280 × 720, H20",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "H20",
-        XDIT,
-        6639.17,
-        ulysses((2, 3400.55), (4, 1762.86), (8, 940.97)),
-    ),
-    Published(
-        "xDiT, HunyuanVideo 1280 × 720, L20",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "L20",
-        XDIT,
-        6043.88,
-        ulysses((2, 3271.44), (4, 2080.05)),
-    ),
-    Published(
-        "xDiT, HunyuanVideo 960 × 960, H100",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "H100",
-        XDIT,
-        1735.01,
-        ulysses((2, 934.09), (3, 645.45), (6, 367.02)),
-        _SQUARE,
-    ),
-    Published(
-        "xDiT, HunyuanVideo 960 × 960, H20",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "H20",
-        XDIT,
-        6621.46,
-        ulysses((2, 3400.55), (3, 2310.48), (6, 1214.67)),
-        _SQUARE,
-    ),
-    Published(
-        "xDiT, HunyuanVideo 960 × 960, L20",
-        XDIT_HUNYUAN,
-        "HunyuanVideo",
-        "L20",
-        XDIT,
-        6039.08,
-        ulysses((2, 3260.62), (3, 2284.74)),
-        _SQUARE,
-    ),
+    xdit_flux("compiled", replace(XDIT, compiled=True), 4.30, 2.68, 2.60, 1.80, 1.63, 1.98),
+    xdit_flux("eager", XDIT, 6.71, 4.38, 5.31, 5.19, 4.24, 5.11),
+    xdit_hunyuan("1280 × 720", "H100", 1904.08, (2, 925.04), (4, 514.08), (8, 337.58)),
+    xdit_hunyuan("1280 × 720", "H20", 6639.17, (2, 3400.55), (4, 1762.86), (8, 940.97)),
+    xdit_hunyuan("1280 × 720", "L20", 6043.88, (2, 3271.44), (4, 2080.05)),
+    xdit_hunyuan("960 × 960", "H100", 1735.01, (2, 934.09), (3, 645.45), (6, 367.02)),
+    xdit_hunyuan("960 × 960", "H20", 6621.46, (2, 3400.55), (3, 2310.48), (6, 1214.67)),
+    xdit_hunyuan("960 × 960", "L20", 6039.08, (2, 3260.62), (3, 2284.74)),
     Published(
         "diffusers, FLUX.1, 50 steps",
         DIFFUSERS_PAGE,
@@ -210,10 +157,10 @@ TABLES = (
         SGLANG,
         "Wan 2.2 TI2V 5B",
         "RTX 4090",
-        Runtime(merge_passes=10, ring_launches=15),
+        SGLANG_RUNTIME,
         90.63,
         ((MeshShape(ring=2), 63.74),),
-        (("height", 480), ("width", 832), ("frames", 81), ("steps", 50)),
+        _WAN_5B,
         denoising_alone=True,
         vae=13.43,
         tail=90.63 - 71.68 - 13.43,
@@ -223,10 +170,10 @@ TABLES = (
         SGLANG,
         "Wan 2.2 TI2V 5B",
         "RTX 4090",
-        Runtime(merge_passes=10, ring_launches=15),
+        SGLANG_RUNTIME,
         71.68,
         ((MeshShape(ring=2), 52.64),),
-        (("height", 480), ("width", 832), ("frames", 81), ("steps", 50)),
+        _WAN_5B,
         denoising_alone=True,
     ),
 )

@@ -29,15 +29,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxPipeline
 from PIL import Image
 
 from benchmarks.harness import ROOT, parser_of, read_results, write_results
+from benchmarks.serving.load import PlainBackend, replica_server
 from para_core.fleet.models import find_model
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, read_prompts
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request, call_arguments, make_request
+from para_core.fleet.request import make_request
 from para_core.fleet.work import Result
 
 PARTS = ("first", "prompts", "server")
@@ -53,20 +53,6 @@ def rank_processes() -> list[int]:
 
     named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
     return sorted(pid for pid, words in named if words and words[0].startswith("ray::Rank"))
-
-
-class PlainPipeline:
-    """One pipeline that para_core has not touched, on one process."""
-
-    def __init__(self, model: str) -> None:
-        self._pipe = FluxPipeline.from_pretrained(model, dtype=torch.float32)
-        self._pipe.set_progress_bar_config(disable=True)
-
-    def png(self, request: Request) -> bytes:
-        made = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
-        file = io.BytesIO()
-        made.images[0].save(file, "PNG")
-        return file.getvalue()
 
 
 def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -99,7 +85,7 @@ def try_first(ranks: int) -> dict[str, Any]:
         timed("image_on_ranks", *generate, "--ranks", str(ranks), "--out", "ranks", cwd=clone)
         made = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
     model = find_model(None)
-    plain = PlainPipeline(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
+    plain = PlainBackend(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
     return {"ranks": ranks, "seconds": seconds, **compare([(each, plain) for each in made])}
 
 
@@ -129,7 +115,7 @@ def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
             lines, Recipe(model.name), ReplicaShape(ranks), replicas, format_="png", fps=16, write=write
         )
         seconds = time.perf_counter() - start
-        plain = PlainPipeline(model.name)
+        plain = PlainBackend(model.name)
         some = lines[:: max(1, number // COMPARED)][:COMPARED]
         compared = compare([((out / f"{line.name}.png").read_bytes(), plain.png(line.request)) for line in some])
         files = len(list(out.glob("*.png")))
@@ -218,7 +204,7 @@ def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
     served = sum(status == 200 for status, _, _ in answers)
     # Steps of those that stayed, and of the request after all, are no steps of those that left.
     done = metric("para_core_steps_total") - steps - (served + (status == 200)) * SMALL["steps"]
-    plain, model = PlainPipeline(find_model(None).name), find_model(None)
+    plain, model = PlainBackend(find_model(None).name), find_model(None)
     compared = compare(
         [(answers[i][1], plain.png(make_request(stay[i], model))) for i in range(COMPARED) if answers[i][0] == 200]
     )
@@ -264,7 +250,6 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
 
 
 def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[str, Any]:
-    from benchmarks.serving.load import replica_server
     from para_core.fleet.limits import Limits
 
     model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
