@@ -228,8 +228,9 @@ def show_plan(task: GenerationTask) -> None:
         "mesh": _mesh(task),
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
-        "weights": recipe.weights,
-        "text encoders": recipe.text_encoders or ("fsdp" if recipe.weights != "replicate" else "replicate"),
+        "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
+        "text encoders": recipe.text_encoders or _default_text_encoders(recipe),
+        "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
         "VAE": "on all ranks" if recipe.vae else "on each rank",
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
@@ -243,6 +244,12 @@ def show_plan(task: GenerationTask) -> None:
     console.print(table)
     for problem in task.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
+
+
+def _default_text_encoders(recipe: Recipe) -> str:
+    if recipe.offload is not None:
+        return "offload"
+    return "replicate" if recipe.weights == "replicate" else "fsdp"
 
 
 def _mesh(task: GenerationTask) -> str:

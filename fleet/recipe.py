@@ -15,6 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.registry import mesh_of, transformers_of
+from para_core.adapters.weights.quantize import (
+    QUANTIZE,
+    Quantize,
+    loading_config,
+    quantize_transformers,
+    require_quantize_fits,
+)
 from para_core.adapters.weights.text_encoders import (
     TEXT_ENCODERS,
     TextEncoders,
@@ -29,6 +36,7 @@ from para_core.instance_patching import original_class
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Offload = Literal["blocks", "model"]
 CommDtype = Literal["int8", "float8_e4m3fn"]
 _LONGEST_TIMEOUT = 365 * 24 * 3600
 MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
@@ -52,6 +60,10 @@ class Recipe:
         weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
         text_encoders (`str`, *optional*): Placement of the text encoders, as in :func:`parallelize_pipe`. Defaults to
             ``"fsdp"`` if the weights are sharded, else to every rank's device.
+        offload (`"blocks"` or `"model"`, *optional*): What waits in host memory: the transformer's blocks, as in
+            :func:`parallelize_pipe`; or each component that does not run (``enable_model_cpu_offload``, CUDA only).
+        quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
+            ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
         backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
         comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): Rounds what attention sends to 8 bits. Not exact.
         vae (`bool`): Whether the VAE also runs on all ranks.
@@ -67,6 +79,8 @@ class Recipe:
     compile: Compile = "no"
     weights: Weights = "replicate"
     text_encoders: TextEncoders | None = None
+    offload: Offload | None = None
+    quantize: Quantize | None = None
     backend: Backend | None = None
     comm_dtype: CommDtype | None = None
     vae: bool = False
@@ -80,6 +94,8 @@ class Recipe:
             ("compile", self.compile, get_args(Compile)),
             ("rotate_method", self.rotate_method, (None, *ROTATE_METHODS)),
             ("text_encoders", self.text_encoders, (None, *TEXT_ENCODERS)),
+            ("offload", self.offload, (None, *get_args(Offload))),
+            ("quantize", self.quantize, (None, *QUANTIZE)),
             ("backend", self.backend, (None, *get_args(Backend))),
             ("comm_dtype", self.comm_dtype, (None, *get_args(CommDtype))),
         ):
@@ -94,10 +110,22 @@ class Recipe:
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
             )
 
+        if self.quantize is not None:
+            require_quantize_fits(self.quantize, None if self.weights == "replicate" else self.weights)
+        if self.offload == "model" and self.text_encoders not in (None, "replicate"):
+            raise ValueError(
+                f"text encoders are {self.text_encoders!r} with offload 'model', which moves them; leave one out."
+            )
+        if self.offload is not None and self.weights != "replicate":
+            raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
+
     @property
     def digest(self) -> str:
         """16 hex digits of the options that decide the result. Mesh and compilation change it only by rounding."""
-        decisive = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
+        decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
+        if self.quantize is not None:
+            # With fsdp, weights are quantized in another way.
+            decisive = (*decisive, self.quantize, self.weights == "fsdp")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:
@@ -161,39 +189,69 @@ def build(recipe: Recipe) -> Any:
     from diffusers import DiffusionPipeline
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = dtype_of(recipe)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     mesh = _mesh(recipe, device) if ranks > 1 else None
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
-    text_encoders = recipe.text_encoders
+    text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
     if weights is not None and not recipe.lora:
         mesh = mesh or init_context_parallel_mesh(device)
-        pipe = from_pretrained_sharded(DiffusionPipeline, recipe.model, mesh=mesh, weights=weights, dtype=dtype)
+        pipe = from_pretrained_sharded(
+            DiffusionPipeline,
+            recipe.model,
+            mesh=mesh,
+            weights=weights,
+            quantize=recipe.quantize,
+            dtype=dtype_of(recipe),
+        )
         if weights == "tensor" and encoders_with_blocks(pipe):
             text_encoders = text_encoders or "fsdp"
         weights = None  # They are sharded already.
     else:
-        pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype)
-        _load_lora(pipe, recipe.lora)
-        on_host = text_encoders_of(pipe) if text_encoders in ("offload", "first") else {}
-        for name, part in pipe.components.items():
-            if isinstance(part, nn.Module) and name not in on_host:
-                part.to(device)
+        pipe = _load_whole(recipe, weights, text_encoders, device)
+    if text_encoders is not None and not text_encoders_of(pipe):
+        text_encoders = recipe.text_encoders
     parallelize_pipe(
         pipe,
         mesh=mesh,
         vae=recipe.vae and ranks > 1,
         weights=weights,
         text_encoders=text_encoders,
+        offload="blocks" if recipe.offload == "blocks" else None,
         backend=recipe.backend,
         comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,
         timeout=recipe.timeout,
     )
+    if weights == "tensor" and recipe.quantize is not None:
+        quantize_transformers(pipe, recipe.quantize)
+    if recipe.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
     if recipe.cache is not None:
         apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
     _compile(pipe, recipe.compile)
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _load_whole(recipe: Recipe, weights: str | None, text_encoders: TextEncoders | None, device: str) -> Any:
+    """Load all weights on this rank, with LoRAs, and move to ``device`` what does not wait in host memory."""
+    from diffusers import DiffusionPipeline
+
+    quantize = recipe.quantize
+    config = {} if quantize is None or weights is not None else {"quantization_config": loading_config(quantize)}
+    pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
+    if quantize is not None and not transformers_of(pipe):
+        raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
+    _load_lora(pipe, recipe.lora)
+    if quantize is not None and weights == "fsdp":
+        quantize_transformers(pipe, quantize, before_fsdp=True)
+    on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
+    if recipe.offload == "blocks":
+        on_host |= {*transformers_of(pipe)}
+    if recipe.offload != "model":
+        for name, part in pipe.components.items():
+            if isinstance(part, nn.Module) and name not in on_host:
+                part.to(device)
     return pipe
 
 

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
+from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.download import download_once_per_node, folder_of
+from para_core.adapters.weights.quantize import (
+    Quantize,
+    cast_linears,
+    quantize_transformers,
+    require_quantize_fits,
+    torchao_config,
+)
 from para_core.adapters.weights.shard import require_mesh_fits, shard_components
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.distributed.consistency import raising_on_all
@@ -35,6 +43,7 @@ def from_pretrained_sharded(
     *,
     mesh: Mesh | None = None,
     weights: Method | Literal["stages"] = "fsdp",
+    quantize: Quantize | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
@@ -53,6 +62,9 @@ def from_pretrained_sharded(
             :func:`init_context_parallel_mesh` arranges them.
         weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`; ``"stages"``
             needs a mesh with ``pipe``, and a rank does not read the blocks of other stages.
+        quantize (`"int8"` or `"fp8"`, *optional*): Quantizes the linear layers of the transformers by torchao, each
+            row by its own scale: after sharding, so no rank holds the whole weights in another dtype. For ``"fsdp"``,
+            which takes ``"int8"`` only, before it, from the mapped files. **Not exact.**
         dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that a class keeps in float32.
             Defaults to that of the files.
         **options: Arguments of ``from_pretrained``, without ``device_map``, ``torch_dtype`` and
@@ -82,8 +94,14 @@ def from_pretrained_sharded(
         )
     if weights in METHODS:
         require_mesh_fits(guided, weights)
+    if quantize is not None:
+        require_quantize_fits(quantize, weights)
+        torchao_config(quantize)
     pipe = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
+    if quantize is not None and weights == "fsdp":
+        with raising_on_all(guided, "weights could not be quantized"):
+            _quantize_before_fsdp(pipe, quantize, dtype)
     if weights != "stages":
         with raising_on_all(guided, "weights could not be sharded"):
             shard_components(pipe, guided, weights, from_files=True)
@@ -94,7 +112,16 @@ def from_pretrained_sharded(
                 _cast(part, dtype)
         if guided.sequence.device_type != "cpu":
             _move(pipe, weights, guided.sequence.device_type)
+        if quantize is not None and weights != "fsdp":
+            quantize_transformers(pipe, quantize)
     return pipe
+
+
+def _quantize_before_fsdp(pipe: Any, quantize: Quantize, dtype: torch.dtype | None) -> None:
+    if dtype is not None:
+        for module in transformers_of(pipe).values():
+            cast_linears(module, dtype, _kept_in_float32(module, dtype))
+    quantize_transformers(pipe, quantize, before_fsdp=True)
 
 
 def _copy_from_files(pipe: Any, weights: str) -> None:
@@ -121,7 +148,7 @@ def _move(pipe: Any, weights: str, device: str) -> None:
 _INSTEAD = {
     "device_map": "each rank has its own device, that of the mesh.",
     "torch_dtype": "use dtype=.",
-    "quantization_config": "FSDP2 and tensor parallelism shard plain weights.",
+    "quantization_config": "FSDP2 and tensor parallelism shard plain weights; quantize= quantizes the transformers.",
 }
 
 
@@ -251,11 +278,18 @@ def _have_equal_ends(x: Tensor, y: Tensor) -> bool:
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point weights of ``module``, except those that its class keeps in float32."""
+    kept = _kept_in_float32(module, dtype)
+    for path, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            castable = parameter.is_floating_point() and parameter.dtype != dtype
+            if castable and not kept & {*path.split("."), name}:
+                owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+
+
+def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Return the names of modules and weights that the class of ``module`` keeps in float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     # transformers applies _keep_in_fp32_modules to float16 only; diffusers, without the strict list, to every dtype.
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
-    for path, owner in module.named_modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            if parameter.is_floating_point() and not kept & {*path.split("."), name}:
-                owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+    return kept

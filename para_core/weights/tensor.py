@@ -126,7 +126,7 @@ def gather_tensors(module: nn.Module) -> None:
         def gathered(inner: Any, length: int = weight.shape[dim], dim: int = dim, parts: Any = parts) -> Tensor:
             # The tensors inside a quantized weight are gathered as well. Only those that have one entry per channel
             # of the sharded dim, as scales may, are reordered.
-            whole: Tensor = inner.full_tensor()
+            whole = _whole(inner)
             fits = inner.ndim > dim and inner.shape[dim] == length
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
@@ -137,6 +137,23 @@ def gather_tensors(module: nn.Module) -> None:
         _replace(owner, name, whole)
     del module.__dict__[_RECORD]
     record.gradients.restore()
+
+
+def _whole(part: Any) -> Tensor:
+    """Gather a DTensor. Elements of 8 bits travel as bytes, because gloo and older GPUs send no float8."""
+    if part.dtype.itemsize > 1 or part.dtype == torch.uint8:
+        gathered: Tensor = part.full_tensor()
+        return gathered
+    as_bytes: Any = DTensor.from_local(
+        part.to_local().view(torch.uint8),
+        part.device_mesh,
+        part.placements,
+        run_check=False,
+        shape=part.shape,
+        stride=part.stride(),
+    )
+    whole: Tensor = as_bytes.full_tensor().view(part.dtype)
+    return whole
 
 
 def discard_tensors(module: nn.Module) -> None:

@@ -551,3 +551,39 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
 def test_unknown_values_name_the_known_ones(tmp_path, capsys, option):
     assert run(["generate", "--prompt", CAPTION, option, "disk", "--out", str(tmp_path)]) != 0
     assert "disk" in capsys.readouterr().err
+
+
+def test_quantized_ranks_equal_one_quantized_process(tmp_path):
+    command = ["generate", "--prompt", CAPTION, "--seed", "7", "--quantize", "int8", *SMALL]
+    assert run([*command, "--out", str(tmp_path / "alone")]) == 0
+    plain = plain_pixels(prompt=CAPTION, seed=7)
+    alone = pixels(tmp_path / "alone/00001.png")
+    assert np.abs(alone - plain).max() > 1
+    for number, options in enumerate(
+        (["--mesh", "ring=2"], ["--weights", "tensor", "--mesh", "tensor=2"], ["--offload", "blocks"])
+    ):
+        assert run([*command, "--ranks", "2", *options, "--out", str(tmp_path / str(number))]) == 0
+        assert np.abs(pixels(tmp_path / f"{number}/00001.png") - alone).max() <= 1, options
+
+
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_weights_in_host_memory_give_the_image_of_the_plain_pipeline(tmp_path, what):
+    command = ["generate", "--prompt", CAPTION, "--seed", "7", "--offload", what, *SMALL]
+    assert run([*command, "--out", str(tmp_path)]) == 0
+    assert np.abs(pixels(tmp_path / "00001.png") - plain_pixels(prompt=CAPTION, seed=7)).max() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--quantize", "fp8", "--weights", "fsdp"],
+        ["--quantize", "int4"],
+        ["--offload", "blocks", "--weights", "fsdp"],
+        ["--offload", "model", "--text-encoders", "first"],
+        ["--offload", "disk"],
+    ],
+)
+def test_placements_that_exclude_each_other_are_refused_before_loading(tmp_path, capsys, options):
+    assert run(["generate", "--prompt", CAPTION, *SMALL, *options, "--out", str(tmp_path / "out")]) != 0
+    assert options[1] in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,100 @@
+"""Quantized transformers, by torchao: the schemes of the command, and how each goes with sharded weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from para_core.adapters.components import blocks_of
+from para_core.adapters.registry import TRANSFORMERS, transformers_of
+
+Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
+
+
+def torchao_config(scheme: Quantize) -> Any:
+    """Return the torchao config of ``scheme``, which quantizes each row of a weight by its own scale.
+
+    Args:
+        scheme: ``"int8"`` and ``"fp8"`` quantize the weights; with ``"-dynamic"`` the inputs of linear layers as well,
+            by a scale per token.
+
+    Raises:
+        ImportError: If torchao is not installed.
+    """
+    try:
+        from torchao import quantization
+    except ImportError as error:
+        raise ImportError(f"quantize={scheme!r} needs torchao: pip install torchao.") from error
+    if scheme == "int8":
+        return quantization.Int8WeightOnlyConfig()
+    if scheme == "fp8":
+        return quantization.Float8WeightOnlyConfig()
+    if scheme == "int8-dynamic":
+        return quantization.Int8DynamicActivationInt8WeightConfig()
+    return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+
+
+def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
+    """Raise ``ValueError`` if weights that ``weights`` shards cannot be quantized by ``scheme``.
+
+    Args:
+        weights (`"fsdp"`, `"tensor"`, `"stages"` or None): How the weights are sharded.
+    """
+    if scheme not in QUANTIZE:
+        raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")
+    reason = None
+    if weights == "fsdp" and scheme != "int8":
+        reason = "of the quantized weights of torchao, FSDP2 can gather those in int8 only"
+    elif weights == "tensor" and scheme.endswith("-dynamic"):
+        reason = "the scale of a token needs the largest of all its features, and a rank holds a part of them"
+    if reason is not None:
+        raise ValueError(
+            f"quantize={scheme!r} with weights={weights!r}: {reason}. Use quantize='int8', or replicate the weights."
+        )
+
+
+def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = False) -> None:
+    """Quantize the linear layers of each transformer of ``pipe``, except those of LoRAs.
+
+    Weights that are sharded by tensor parallelism keep their scales over whole rows, so the result does not depend on
+    the number of ranks.
+
+    Args:
+        before_fsdp: Whether FSDP2 will shard the weights. It gathers only what torchao made for training in int8, which
+            rounds in another way than ``"int8"`` does otherwise, and only the blocks are quantized.
+    """
+    from torchao.quantization import quantize_
+
+    config = torchao_config(scheme)
+    modules: list[nn.Module] = list(transformers_of(pipe).values())
+    if before_fsdp:
+        from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+
+        config = int8_weight_only_quantized_training()
+        # FSDP2 leaves small weights outside of blocks whole, and cannot tell them from weights quantized too late.
+        modules = [block for module in modules for block in blocks_of(module)]
+    for module in modules:
+        quantize_(module, config, filter_fn=_is_own_linear)
+
+
+def loading_config(scheme: Quantize) -> Any:
+    """Return the ``quantization_config`` of ``from_pretrained`` that quantizes each transformer while it is loaded."""
+    from diffusers import PipelineQuantizationConfig, TorchAoConfig
+
+    return PipelineQuantizationConfig(
+        quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in TRANSFORMERS}
+    )
+
+
+def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
+    """Cast the weights of linear layers to ``dtype`` before they are quantized, except in modules named in ``kept``."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear) and not kept & set(path.split(".")):
+            part.to(dtype)
+
+
+def _is_own_linear(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear) and "lora_" not in path
