@@ -171,8 +171,8 @@ def calls_in_python(way: Callable[[], Any]) -> int:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Inside, counts the collectives that para_core starts in this process, and the bytes that they send to other
-    ranks.
+    """A counter of the collectives that para_core starts in this process, and of the bytes that they send to
+    other ranks.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def _sent(func: Any, args: Sequence[Any]) -> int | None:
-    """Bytes that a collective sends to other ranks; None if ``func`` is none."""
+    """Return the bytes that a collective sends to other ranks; None if ``func`` is no collective."""
     if func is torch.ops.c10d.alltoall_base_.default:
         _, x, group, _, sizes, *_ = args
         group = dist.ProcessGroup.unbox(group)
@@ -212,7 +212,7 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
 
 @contextmanager
 def counted_traffic() -> Iterator[TrafficCounter]:
-    """A :class:`TrafficCounter` that sees the exchange of guidance branches, too."""
+    """Yield a :class:`TrafficCounter` that also counts the exchange of guidance branches."""
     # Not at the top: gpu-check lists its sections without importing para_core.
     from para_core.distributed.collectives import all_gather
 
@@ -231,7 +231,7 @@ def counted_traffic() -> Iterator[TrafficCounter]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Inside, the most bytes that were held at once by tensors that were made inside."""
+    """A meter of the most bytes that tensors made inside the mode held at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from para_core.attention import backend_selection
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, a launch of any ``@triton.jit`` function is interpreted, and its tensors are those of the CPU.
+    """Interpret launches of any ``@triton.jit`` function, on tensors of the CPU.
 
     TRITON_INTERPRET=1 does it for good, for all of Triton, and only if it is set before Triton is imported: what was
     decorated then cannot be compiled.
@@ -54,5 +54,7 @@ _own_dot = InterpreterBuilder.create_dot
 
 
 def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """Triton's own multiplies bfloat16 as the integers in which NumPy holds it."""
+    """Multiply bfloat16 matrices as float32: Triton's interpreter multiplies the integers in which NumPy holds
+    bfloat16.
+    """
     return _own_dot(self, *[self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)], *rest)

@@ -65,7 +65,7 @@ def error_of(check: Callable[..., None]) -> tuple[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Text that stands in a cell of a table, without markup of its own."""
+    """Return text for a cell of a table, with markup escaped."""
     return re.sub(r"([|<>*_`\[\]])", r"\\\1", " ".join(text.split()))
 
 
@@ -97,7 +97,7 @@ def way_out(message: str) -> str:
 
 
 def tried() -> list[dict[str, Any]]:
-    """Combinations of options that were tried, and what they raised."""
+    """Return the combinations of options that were tried, and what they raised."""
     rows: list[dict[str, Any]] = read_results("together")["excluded"]
     return rows
 

@@ -59,12 +59,14 @@ class Compiled:
 
     @property
     def threads(self) -> int:
-        """So many of a multiprocessor have room in its registers, which warps get in units of 8 for each thread."""
+        """Return the number of threads of a multiprocessor that its registers hold. Warps get registers in units of 8
+        per thread.
+        """
         warps = 65536 // (32 * 8 * -(-self.registers // 8))
         return min(THREAD_LIMIT[self.arch], 32 * warps)
 
     def sass(self) -> str:
-        """The machine's own instructions."""
+        """Return the machine code in text form."""
         from triton import knobs
 
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -165,8 +167,11 @@ _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the arguments of a launch; ``common``: among what models of today launch, 16 bits. ``rounded``: to
-    8 bits on the way.
+    """A kernel with the arguments of a launch.
+
+    Args:
+        common: Whether models launch it today, in 16 bits.
+        rounded: Whether it rounds to 8 bits.
     """
 
     kernel: Any
@@ -181,7 +186,7 @@ class Launch:
 
 
 def launches() -> Iterator[Launch]:
-    """Every one, up to lengths and strides."""
+    """Yield every launch, up to lengths and strides."""
     for head_dim in HEAD_DIMS:
         yield from _merges(head_dim)
         yield from _exchanges(head_dim)
@@ -264,7 +269,7 @@ def _of_residuals() -> Iterator[Launch]:
 
 
 def _of_norms() -> Iterator[Launch]:
-    """Launches of a group norm over rows with 16 channels per group; channels first or last in memory."""
+    """Yield launches of a group norm over rows with 16 channels per group; channels first or last in memory."""
     for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
         for last in (False, True):
             name = f"{dtype}, channels {'last' if last else 'first'}"

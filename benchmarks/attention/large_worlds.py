@@ -34,7 +34,7 @@ METHODS: Mapping[str, tuple[Callable[[int], tuple[int, int]], dict[str, Any]]] =
 
 
 def trace(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
-    """Seconds until a compiled model has run forward and backward once, and the graphs that this took."""
+    """Return the seconds until a compiled model has run forward and backward once, and the number of graphs."""
     torch.compiler.reset()
     layer = nn.TransformerEncoderLayer(32, 8, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
@@ -59,7 +59,7 @@ def trace(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
-    """Functions that Python calls, and milliseconds, to plan an attention call and in each one after that."""
+    """Return the number of Python calls, and milliseconds, to plan an attention call and of each later call."""
     qkv = [torch.randn(1, 8, TOKENS_PER_RANK, 4) for _ in range(3)]
 
     def attend() -> None:

@@ -46,7 +46,7 @@ SENT = {"bfloat16": None, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3
 
 
 def inputs(data: str, head_dim: int) -> list[Tensor]:
-    """query, key and value in bfloat16."""
+    """Return query, key and value in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, HEADS, TOKENS, head_dim, generator=generator) for _ in range(3))
     if data == "outlier channel":
@@ -59,7 +59,7 @@ def inputs(data: str, head_dim: int) -> list[Tensor]:
 
 
 def errors(output: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """The measures of arXiv:2410.02367, and the largest error of lse."""
+    """Return the measures of arXiv:2410.02367, and the largest error of lse."""
     out, truth = output[0].double(), exact[0]
     return {
         "cosine": round(torch.cosine_similarity(out.flatten(), truth.flatten(), dim=0).item(), 6),
@@ -70,7 +70,7 @@ def errors(output: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[
 
 
 def rows(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
-    """Each kind of data: exact attention in bfloat16, 8 bits, and 8 bits without smoothing of keys."""
+    """Return a row per kind of data: exact attention in bfloat16, 8 bits, and 8 bits without smoothing of keys."""
     found = []
     for head_dim in head_dims:
         for data in DATA:
@@ -90,7 +90,7 @@ def rows(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
 
 
 def attend(qkv: list[Tensor], mesh: tuple[int, int], comm_dtype: torch.dtype | None) -> tuple[Tensor, int]:
-    """The whole result, and the bytes that this rank sent to another."""
+    """Return the whole result, and the bytes that this rank sent to another."""
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("ring", "ulysses"))
     with torch.no_grad(), UnifiedAttnMode(device_mesh, comm_dtype=comm_dtype, assume_equal=True) as cp:
         parts = [cp.shard(x, dim=2) for x in qkv]
@@ -100,7 +100,7 @@ def attend(qkv: list[Tensor], mesh: tuple[int, int], comm_dtype: torch.dtype | N
 
 
 def measure_sent() -> list[dict[str, Any]]:
-    """A row per kind of input and mesh."""
+    """Return a row per kind of input and mesh."""
     rows = []
     generator = torch.Generator().manual_seed(0)
     outliers = torch.ones(SHAPE[3])

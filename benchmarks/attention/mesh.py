@@ -57,7 +57,7 @@ Calls = Literal["in place", "functional"]
 
 
 def all_to_all(x: Tensor, group: ProcessGroup, calls: Calls) -> Tensor:
-    """An equal part of the first dim of ``x`` to each rank."""
+    """Send an equal part of the first dim of ``x`` to each rank."""
     if calls == "in place":
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x, group=group)
@@ -68,7 +68,7 @@ def all_to_all(x: Tensor, group: ProcessGroup, calls: Calls) -> Tensor:
 
 
 def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
-    """All tokens of a part of the heads: one all-to-all in, one out."""
+    """Attend over all tokens of a part of the heads: one all-to-all in, one out."""
     ranks = group.size()
     batch, heads, tokens, width = query.shape
     # [rank, S_local, B, 3, H_local, D]: what arrives is in the order of the tokens, and is used as it lies.
@@ -103,8 +103,8 @@ def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
 
 
 def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
-    """Keys and values pass from neighbour to neighbour while a block is computed; results are merged in float32. On a
-    CPU.
+    """Pass keys and values from neighbour to neighbour while a block is computed, and merge results in float32. CPU
+    only.
     """
     held = torch.stack([key, value])
     out, lse = torch.empty(0), torch.empty(0)
@@ -171,7 +171,9 @@ def measure(
 
 
 def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
-    """A chain of attention calls over all ranks, each way; ``agreement``: with the exchange before each, too."""
+    """Return a chain of attention calls over all ranks in each way; with ``agreement`` also with the exchange before
+    each call.
+    """
     group = dist.group.WORLD
     assert group is not None
     query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))
@@ -215,12 +217,12 @@ def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
 
 
 def by_hand_of(name: str) -> str:
-    """The way that another is measured by."""
+    """Return the way with which ``name`` is compared."""
     return f"{name.split(',', maxsplit=1)[0]}, by hand" if "," in name else name
 
 
 def measure_fake(rounds: int, ranks: int = 8) -> dict[str, Any]:
-    """One call on a fake group, in seconds of this process: others that use the machine do not count."""
+    """Measure one call on a fake group, in CPU seconds of this process, which other processes hardly change."""
     with fake_group(ranks), torch.no_grad():
         ways = attention_ways(ranks, agreement=False)
         return measure(ways, rounds, time.process_time, calls=CHAIN, base=by_hand_of)
@@ -239,14 +241,14 @@ def measure_ranks(rounds: int) -> dict[str, Any]:
 
 
 class EmptyMode(TorchFunctionMode):
-    """Intercepts every call and changes none: what a mode costs at least."""
+    """A mode that intercepts every call and changes none, which gives the least cost of a mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def flux(width: int, blocks: tuple[int, int]) -> FluxTransformer2DModel:
-    """FLUX with 8 heads of ``width``."""
+    """Return FLUX with 8 heads of ``width``."""
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
         in_channels=16,
@@ -263,7 +265,7 @@ def flux(width: int, blocks: tuple[int, int]) -> FluxTransformer2DModel:
 
 
 def flux_inputs(text: int, image: int) -> dict[str, Any]:
-    """A step of so many tokens."""
+    """Return the inputs of one step."""
     return {
         "hidden_states": torch.randn(1, image, 16),
         "encoder_hidden_states": torch.randn(1, text, 24),
@@ -277,13 +279,13 @@ def flux_inputs(text: int, image: int) -> dict[str, Any]:
 
 
 def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) -> dict[str, Way]:
-    """A step of the model, each way; ``text`` and ``image`` tokens of a rank."""
+    """Return a step of the model in each way; ``text`` and ``image`` are the tokens of a rank."""
     local, whole = flux_inputs(text, image), flux_inputs(ranks * text, ranks * image)
     group = dist.group.WORLD
     assert group is not None
 
     def twin() -> FluxTransformer2DModel:
-        """Another instance on the same weights."""
+        """Return another instance on the same weights."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
     def around_each_attention() -> Way:
@@ -340,7 +342,7 @@ def under_empty_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def measure_flux(
     rounds: int, *, width: int, text: int, image: int, ranks: int = 8, blocks: tuple[int, int] = (19, 38)
 ) -> dict[str, Any]:
-    """A step on a fake group, in seconds of this process."""
+    """Measure a step on a fake group, in CPU seconds of this process."""
     with fake_group(ranks), torch.no_grad():
         ways = flux_ways(flux(width, blocks), text, image, ranks)
         return measure(ways, rounds, time.process_time, calls=1, base=lambda _: "unmodified")

@@ -40,13 +40,13 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of both matrix products; half of them with a causal mask."""
+        """Return the floating-point operations of both matrix products; half of them with a causal mask."""
         full = 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim
         return full / 2 if self.is_causal else full
 
     @property
     def bytes(self) -> int:
-        """Query, key, value and out, once each."""
+        """Return the bytes of query, key, value and out, once each."""
         return 4 * self.batch * self.heads * self.tokens * self.head_dim * getattr(torch, self.dtype).itemsize
 
 
@@ -123,7 +123,7 @@ def triton_ways(
 
 
 def make(size: Size, device: torch.device) -> list[Tensor]:
-    """query, key and value, ``[B, S, H, D]`` in memory."""
+    """Return query, key and value, ``[B, S, H, D]`` in memory."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (size.batch, size.tokens, size.heads, size.head_dim)
     dtype = getattr(torch, size.dtype)
@@ -201,7 +201,7 @@ def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
 
 
 def _exact(tensors: list[Tensor], size: Size) -> Tensor | None:
-    """The last queries' attention in float64, of the first head."""
+    """Return attention of the last queries in float64, for the first head."""
     query, key, value = (x[:1, :1].double() for x in tensors)
     query = query[:, :, -QUERIES_OF_ERROR:]
     scores = query @ key.mT * size.head_dim**-0.5
@@ -217,7 +217,7 @@ def _error(out: Tensor, exact: Tensor) -> float:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """TFLOP/s over the number of tokens, a panel for each head dim, without a causal mask."""
+    """Plot TFLOP/s over the number of tokens, a panel for each head dim, without a causal mask."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -38,7 +38,7 @@ FORECASTS: dict[str, dict[str, Any]] = {
 
 
 class Generator:
-    """Images of the first ``count`` held-out captions."""
+    """A generator of images of the first ``count`` held-out captions."""
 
     def __init__(self, count: int) -> None:
         self.pipe = load()
@@ -48,7 +48,9 @@ class Generator:
     def generate(
         self, steps: int, options: Callable[[int], dict[str, Any]] | None
     ) -> tuple[np.ndarray, list[list[int]]]:
-        """Images, and of each caption the computed steps; ``options`` of each caption's cache, or None."""
+        """Return images and the computed steps of each caption. ``options`` gives the cache of a caption; None: no
+        cache.
+        """
         latents, computed = [], []
         for i, caption in enumerate(self.captions):
             if options is not None:
@@ -60,7 +62,7 @@ class Generator:
         return _decode(self.pipe, torch.cat(latents)), computed
 
     def reference(self, steps: int) -> np.ndarray:
-        """Without a cache."""
+        """Return the images without a cache."""
         if steps not in self._references:
             self._references[steps] = self.generate(steps, None)[0]
         return self._references[steps]
@@ -74,14 +76,14 @@ class Generator:
 
 
 def compared(row: dict[str, Any], baseline: dict[str, Any]) -> list[float]:
-    """Mean difference in PSNR of the same captions, and its standard error."""
+    """Return the mean difference in PSNR of the same captions, and its standard error."""
     differences = [x - y for x, y in zip(row["psnr"], baseline["psnr"], strict=True)]
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return [round(statistics.mean(differences), 2), round(error, 2)]
 
 
 def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """For the JSON; printed as it comes."""
+    """Return the row for the JSON, and print it."""
     found = {
         "name": name,
         **settings,
@@ -96,7 +98,7 @@ def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings
 
 
 def forecasts(generator: Generator) -> list[dict[str, Any]]:
-    """All candidates at the steps that a plain cache chooses."""
+    """Return rows of all forecasts at the steps that a plain cache chooses."""
     found = []
     for threshold in THRESHOLDS:
         plain: dict[str, Any] = {"residual_diff_threshold": threshold, "forecast_order": 0}
@@ -121,8 +123,8 @@ COSTS = ("seconds", "share of 57 blocks")
 
 
 def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
-    """CPU seconds of a skipped step over those of a computed one, by rule, in this model of 8 blocks; medians, in
-    turns.
+    """Return the CPU seconds of a skipped step relative to a computed one, by rule, in this model of 8 blocks. Medians
+    of rounds.
     """
     options: dict[str, dict[str, Any]] = {"all": {"compute_steps": range(28)}}
     options |= {name: {"compute_steps": [0], "rule": name} for name in RULES}
@@ -154,7 +156,7 @@ def rules(generator: Generator) -> list[dict[str, Any]]:
 def with_costs(
     name: str, threshold: float, computed: float, psnr: Sequence[float], costs: dict[str, float]
 ) -> dict[str, Any]:
-    """For the JSON: what a way cost, over what all 28 steps cost."""
+    """Return the row for the JSON, with costs relative to those of all 28 steps."""
     blocks = 1 / 57 if name == "first_block" else 0.0
     shares = [round((computed + (28 - computed) * at_a_hit) / 28, 4) for at_a_hit in (costs[name], blocks)]
     described = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
@@ -162,7 +164,9 @@ def with_costs(
 
 
 def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """PSNR of the second rule beside the first, which is taken between two thresholds where its cost is the same."""
+    """Return the PSNR of the second rule relative to the first, which is interpolated between two thresholds to the
+    same cost.
+    """
     first, second = (sorted([row for row in rows if row["name"] == name], key=lambda row: row[cost]) for name in RULES)
     found = []
     for row in second:
@@ -191,7 +195,9 @@ FEW = {
 
 
 def few(generator: Generator) -> list[dict[str, Any]]:
-    """Skipped steps, beside generations without a cache that take as many steps as were computed."""
+    """Return rows of skipped steps, compared with generations without a cache that take as many steps as were
+    computed.
+    """
     found = []
     for steps, masks in FEW.items():
         for mask in masks:

@@ -36,14 +36,14 @@ AMPLIFIED = 5
 
 
 def generate(pipe: FluxPipeline) -> np.ndarray:
-    """``[1, H, W, 3]`` in 0 … 1."""
+    """Return ``[1, H, W, 3]`` in 0 … 1."""
     generator = torch.Generator().manual_seed(SEED)
     images: np.ndarray = pipe(PROMPT, generator=generator, output_type="np", **CALL).images
     return images
 
 
 def save_images(images: dict[str, np.ndarray], path: Path) -> None:
-    """Above the images, below what differs from the first."""
+    """Save the images, and below each its difference from the first."""
     reference = next(iter(images.values()))
     figure, axes = plt.subplots(2, len(images), figsize=(2.6 * len(images), 5.6))
     for (name, image), (above, below) in zip(images.items(), axes.T, strict=True):

@@ -25,12 +25,12 @@ MOST_DECIBELS = 100.0  # of two images that are equal
 
 
 def scenes_of(count: int) -> list[Scene]:
-    """``count`` scenes that hold what training never saw."""
+    """Return ``count`` scenes that training never saw."""
     return held_out_scenes(SEED, THINGS, count)
 
 
 class Computed:
-    """Counts the steps at which the last block of all was computed, whoever decided."""
+    """A counter of the steps at which the last block was computed, whichever cache decided."""
 
     def __init__(self, pipe: FluxPipeline) -> None:
         self.steps = 0
@@ -42,8 +42,8 @@ class Computed:
 
 
 def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """``[count, 128, 128, 3]`` in 0 … 1, one call for each caption, and of each call the computed steps and CPU
-    seconds.
+    """Return images ``[count, 128, 128, 3]`` in 0 … 1, one call per caption, and the computed steps and CPU seconds of
+    each call.
     """
     pipe = load()
     counter = Computed(pipe)

@@ -105,7 +105,8 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 
 
 def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
-    """Mean difference in PSNR from the baseline at as many computed steps, and its standard error; captions are pairs.
+    """Return the mean difference in PSNR from the baseline at as many computed steps, and its standard error. Captions
+    are pairs.
 
     The baseline between two of its thresholds is their mean, weighed so that it computes as many steps.
 
@@ -165,7 +166,7 @@ def _how(row: Row | None) -> str:
 
 
 def about(found: dict[str, Any]) -> list[str]:
-    """When, where, with which versions."""
+    """Return the date, the device and the versions."""
     environment = found["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     where = f"{environment['device']}, one thread, Python {environment['python']}"

@@ -26,7 +26,7 @@ STEPS = 28
 
 
 def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, Any]]:
-    """A row per way; the first is no cache, to which the others are ratios, round by round."""
+    """Return a row per way. The first is no cache; the other ways are compared with it round by round."""
     number = NUM_COMPILED if compiled else len(SPEED)
     chosen = [i for i, way in enumerate(SPEED[:number]) if way is NO_CACHE or (only in way.name and way.installed)]
     rows = []
@@ -46,7 +46,7 @@ def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, An
 
 
 def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
-    """The median of the seconds, and of the ratios round by round with its quartiles.
+    """Return the median of the seconds, and the median and quartiles of the ratios round by round.
 
     >>> compared([1.0, 4.0, 2.0], [2.0, 4.0, 6.0])
     {'cpu_seconds': 2.0, 'speed_up': 2.0, 'range': [1.5, 2.5]}
@@ -57,7 +57,7 @@ def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
 
 
 class _Process:
-    """One way, which generates when it is asked to; ends with the block."""
+    """A process that generates in one way when it is asked to."""
 
     def __init__(self, index: int, compiled: bool) -> None:
         context = multiprocessing.get_context("spawn")
@@ -129,7 +129,7 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
 
 
 def short(error: Exception) -> str:
-    """Its kind and the beginning of its message, in one line."""
+    """Return the type of the error and the beginning of its message, in one line."""
     words = " ".join(str(error).split())
     # Folders and addresses differ from machine to machine.
     words = re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"(/[\w.\-]+)+/", "", words))

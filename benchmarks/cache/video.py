@@ -33,7 +33,9 @@ def psnr(errors: np.ndarray) -> float:
 
 
 def videos_with(pipe: WanPipeline, captions: list[str], setting: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """``[captions, 17, 64, 64, 3]`` uint8, each generated alone, and the mean number of computed steps."""
+    """Return videos ``[captions, 17, 64, 64, 3]`` uint8, each generated alone, and the mean number of
+    computed steps.
+    """
     if setting:
         apply_cache_on_pipe(pipe, **setting)
     videos, computed = [], []

@@ -53,7 +53,7 @@ class EasyCache:
         transformer.forward = self.forward
 
     def reset(self) -> None:
-        """A generation begins."""
+        """Forget the previous generation."""
         self._calls, self._error = 0, 0.0
         self._input: Tensor | None = None
         self._computed_input: Tensor | None = None
@@ -61,7 +61,7 @@ class EasyCache:
         self._rate: float | None = None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
-        """The velocity, computed or not."""
+        """Return the velocity, computed or skipped."""
         if self._input is not None and self._output is not None and self._computed_input is not None:
             if self._rate is not None:
                 change = (hidden_states - self._input).abs().mean()
@@ -85,7 +85,7 @@ SIDE, TEXT_TOKENS = 128, 64
 
 
 def load() -> FluxPipeline:
-    """The tiny FLUX, unmodified."""
+    """Return the tiny FLUX, unmodified."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -95,7 +95,9 @@ def load() -> FluxPipeline:
 
 
 def generate(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
-    """Packed latents ``[1, 256, 16]``; their noise depends on ``seed`` alone, not on the dtype of the pipeline."""
+    """Return packed latents ``[1, 256, 16]``. Their noise depends on ``seed`` alone, not on the dtype of the
+    pipeline.
+    """
     channels, noise_of = pipe.transformer.config.in_channels // 4, torch.Generator().manual_seed(seed)
     noise, _ = pipe.prepare_latents(1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), noise_of)
     return pipe(
@@ -136,7 +138,7 @@ class Way:
 
 
 def ours(threshold: float, cache: str = "para_core first_block", **options: Any) -> Way:
-    """para_core, plain unless ``options`` (as in ``apply_cache_on_pipe``) ask for a forecast."""
+    """Return para_core, without a forecast unless ``options`` (as in ``apply_cache_on_pipe``) ask for one."""
     plain = {} if options.keys() & {"forecast", "forecast_order"} else {"forecast_order": 0}
 
     def put(pipe: FluxPipeline, steps: int) -> None:
@@ -151,7 +153,7 @@ def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
 
 
 def by_input(threshold: float) -> Way:
-    """para_core, deciding before block 0."""
+    """Return para_core with the rule that decides before block 0."""
     return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
 
 
@@ -161,7 +163,7 @@ def foca(threshold: float) -> Way:
 
 
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
-    """The rule of EasyCache, outside of para_core."""
+    """Return the rule of EasyCache, outside para_core."""
 
     def put(pipe: FluxPipeline, steps: int) -> Callable[[], None]:
         return EasyCache(pipe.transformer, threshold=threshold, warmup_steps=warmup).reset
@@ -178,7 +180,7 @@ def first_block(threshold: float) -> Way:
 
 
 def mag_cache(threshold: float, skips: int = 3) -> Way:
-    """With ratios measured on a caption of the training set, as its documentation asks for."""
+    """Return MagCache with ratios measured on a caption of the training set, as its documentation asks for."""
 
     def config(pipe: FluxPipeline, steps: int) -> MagCacheConfig:
         ratios = list(_mag_ratios(steps))
@@ -198,7 +200,9 @@ def _mag_ratios(steps: int) -> tuple[float, ...]:
 
 
 def taylor_seer(interval: int, order: int = 1) -> Way:
-    """Its lite mode, which skips all blocks and forecasts the last layer; else it skips attention only."""
+    """Return TaylorSeer in lite mode, which skips all blocks and forecasts the last layer; the full mode skips
+    attention only.
+    """
 
     def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
         return TaylorSeerCacheConfig(
@@ -209,8 +213,8 @@ def taylor_seer(interval: int, order: int = 1) -> Way:
 
 
 def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
-    """With what FLUX's pipeline does not tell it: the latents as ``[C, T, H, W]``, and where in the schedule a call
-    is.
+    """Return SeaCache with what FLUX's pipeline does not tell it: latents as ``[C, T, H, W]``, and the step of the
+    schedule.
     """
 
     def put(pipe: FluxPipeline, steps: int) -> None:
@@ -247,7 +251,7 @@ def _tell_where(pipe: FluxPipeline) -> None:
 
 
 def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
-    """Its DBCache with one block that always runs, the same as First Block Cache; ``taylor``: order of its
+    """Return DBCache of cache-dit with one block that always runs, as in First Block Cache. ``taylor`` is the order of
     TaylorSeer.
     """
 

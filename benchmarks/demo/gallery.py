@@ -51,7 +51,7 @@ AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
 
 
 def build(model: str) -> Any:
-    """The pipeline that was trained here."""
+    """Return the pipeline that was trained here."""
     cls, folder = (FluxPipeline, flux.PIPELINE) if model == "flux" else (WanPipeline, video.PIPELINE)
     pipe = cls.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
@@ -59,7 +59,7 @@ def build(model: str) -> Any:
 
 
 def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
-    """``[frames, H, W, 3]`` in 0 … 1; an image is one frame."""
+    """Return ``[frames, H, W, 3]`` in 0 … 1; an image is one frame."""
     generator = torch.Generator().manual_seed(SEED)
     if model == "flux":
         sizes = {"height": 128, "width": 128, "max_sequence_length": 64}
@@ -112,7 +112,7 @@ def panels(found: dict[str, dict[str, Any]], model: str) -> list[list[tuple[str,
 
 
 def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> Image.Image:
-    """One frame of all panels, with a line of titles above."""
+    """Return one frame of all panels, with a line of titles above."""
     side = rows[0][0][1].shape[1] * scale
     gap, top = 6, 20
     image = Image.new("RGB", (len(rows[0]) * (side + gap) + gap, len(rows) * (side + gap) + gap + top), "white")

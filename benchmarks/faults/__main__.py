@@ -85,7 +85,7 @@ def run_cell(cell: Cell, hosts: Hosts, expected: Any) -> dict[str, Any]:
 
 
 def _start_agent(hosts: Hosts) -> tuple[Any, tuple[str, int]]:
-    """The process that holds the store, on the first host."""
+    """Start the process that holds the store on the first host; return it and the address of the store."""
     ours, theirs = _fork.Pipe()
     agent = _fork.Process(target=_hold_store, args=(hosts, theirs), daemon=True)
     agent.start()
@@ -112,7 +112,7 @@ def _in_rank(cell: Cell, rank: int, hosts: Hosts, folder: Path, store: tuple[str
 
 
 def _watch(cell: Cell, ranks: list[Any], hosts: Hosts, folder: Path) -> dict[int, float]:
-    """When each rank ended; disturbs the link when the faulty rank asks for it."""
+    """Return when each rank ended. Disturb the link when the faulty rank asks for it."""
     deadline = time.monotonic() + (_LONGEST_ON_SLOW_LINK if cell.fault == "link delayed by 2 s" else _LONGEST)
     ended: dict[int, float] = {}
     while len(ended) < _RANKS and time.monotonic() < deadline:
@@ -167,9 +167,7 @@ def _reported(folder: Path, ended: dict[int, float]) -> dict[str, Any]:
 
 
 def _sockets(hosts: Hosts, host: int) -> int:
-    """TCP sockets on ``host`` that a process holds, once all ranks have ended; the kernel ends the others in its
-    time.
-    """
+    """Return the number of TCP sockets on ``host`` that a process still holds after all ranks have ended."""
     with contextlib.suppress(OSError):
         if not hosts.namespaces:
             return 0
@@ -183,7 +181,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _shared_memory(pids: list[int]) -> set[str]:
-    """Files that these processes made in /dev/shm: torch names them after the process."""
+    """Return the files that these processes made in /dev/shm. torch names them after the process."""
     return {name for name in _files(Path("/dev/shm")) if any(f"_{pid}_" in name for pid in pids)}
 
 

@@ -72,7 +72,9 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """Both pipelines on the mesh that para_core chooses; FLUX where Ulysses crosses the link, too."""
+    """Yield the cells: both pipelines on the mesh that para_core chooses, and FLUX also where Ulysses crosses
+    the link.
+    """
     for mesh, pipelines in MESHES.items():
         for pipeline in pipelines:
             for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
@@ -98,7 +100,7 @@ def build(name: str) -> Any:
 
 
 def fill_lora(pipe: Any, seed: int) -> None:
-    """Other weights for the LoRA, by their seed."""
+    """Give the LoRA other weights, by their seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in _lora_weights(pipe.transformer):
@@ -111,6 +113,6 @@ def _lora_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def call_of(name: str, **options: Any) -> dict[str, Any]:
-    """A short call that gives pixels."""
+    """Return the arguments of a short call that gives pixels."""
     call = TINY_PIPELINES[name].call(**CALL_SIZES[name])
     return {**call, "num_inference_steps": 2, "output_type": "pt", "return_dict": False, **options}

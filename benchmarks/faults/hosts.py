@@ -39,7 +39,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class NotAllowed(RuntimeError):
-    """This machine lets us make no network namespaces; the message says why."""
+    """Raised if this machine does not allow network namespaces; the message gives the reason."""
 
 
 def _ip(*arguments: str, namespace: str | None = None) -> str:
@@ -112,9 +112,7 @@ class Hosts:
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
     def disturb(self, host: int, *, delay: float = 0.0, loss: float = 0.0) -> None:
-        """Each packet to and from ``host`` arrives ``delay`` seconds later, or, with probability ``loss``, not at
-        all.
-        """
+        """Delay each packet to and from ``host`` by ``delay`` seconds, and drop it with probability ``loss``."""
         self._require_namespaces("disturbed")
         self.heal(host)
         aside, taps = f"aside{host}", (f"near{host}", f"far{host}")
@@ -132,13 +130,13 @@ class Hosts:
         _ip("link", "set", aside, "up", namespace=self._switch)
 
     def cut(self, host: int) -> None:
-        """From now on nothing passes the link of ``host``; it and its peers are not told."""
+        """Cut the link of ``host`` without telling it or its peers."""
         self._require_namespaces("cut")
         _ip("link", "set", f"port{host}", "nomaster", namespace=self._switch)
         self._cut.add(host)
 
     def heal(self, host: int) -> None:
-        """As it was before :meth:`cut` and :meth:`disturb`."""
+        """Undo :meth:`cut` and :meth:`disturb`."""
         wire = self._wires.pop(host, None)
         if wire is not None:
             _end(wire)
@@ -226,7 +224,7 @@ def remove_orphans() -> None:
 
 @contextlib.contextmanager
 def open_hosts(num_hosts: int, *, namespaces: bool | None = None) -> Iterator[Hosts]:
-    """Inside, ``num_hosts`` hosts; afterwards nothing of them is left, also after an error, Ctrl-C or SIGTERM.
+    """Yield ``num_hosts`` hosts, and remove them afterwards, also after an error, Ctrl-C or SIGTERM.
 
     Args:
         namespaces: True: or :class:`NotAllowed`; False: loopback addresses; None: namespaces where they are allowed.
@@ -250,7 +248,9 @@ def open_hosts(num_hosts: int, *, namespaces: bool | None = None) -> Iterator[Ho
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM is SystemExit, so that ``finally`` runs; in a thread it cannot be set, and stays as it is."""
+    """Turn SIGTERM into SystemExit, so that ``finally`` runs. In a thread signals cannot be set, and nothing
+    changes.
+    """
     try:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     except ValueError:
@@ -279,7 +279,7 @@ _PORT = 29400
 
 
 class Failed(RuntimeError):
-    """A torchrun did not end well, or in time; the message has the end of what each printed."""
+    """Raised if a torchrun failed or did not end in time; the message has the end of each output."""
 
 
 def torchrun(
@@ -291,7 +291,7 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     seconds: float = 300.0,
 ) -> list[str]:
-    """``python -m module arguments`` on every rank; returns what each host printed.
+    """Run ``python -m module arguments`` on every rank; return what each host printed.
 
     Args:
         options: more of torchrun's, as ``--max-restarts=1``.

@@ -48,8 +48,8 @@ _ROUNDS = 5
 
 
 class LinkCounter(TorchDispatchMode):
-    """Inside, counts the collectives of this rank that cross the link of its host, and the bytes that it sends over
-    it.
+    """A counter of the collectives of this rank that cross the link of its host, and of the bytes that it
+    sends over it.
     """
 
     def __init__(self, hosts: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class LinkCounter(TorchDispatchMode):
 
 
 def _collective(function: Any, args: Sequence[Any]) -> tuple[dist.ProcessGroup, list[int]] | None:
-    """The group of a collective, and the bytes that it sends to each of its ranks; None if it is none."""
+    """Return the group of a collective, and the bytes that it sends to each of its ranks; None if it is none."""
     if function is torch.ops.c10d.alltoall_base_.default:
         _, x, boxed, _, sizes, *_ = args
         group = dist.ProcessGroup.unbox(boxed)
@@ -110,15 +110,15 @@ def seconds(run: Callable[[], Any], rounds: int = _ROUNDS) -> float:
 
 
 def exchange(num_bytes: int, group: dist.ProcessGroup) -> Callable[[], Any]:
-    """An all-to-all of so many bytes to each rank of ``group``."""
+    """Return a function that runs an all-to-all of so many bytes to each rank of ``group``."""
     x = torch.zeros(num_bytes * dist.get_world_size(group), dtype=torch.uint8)
     received = torch.empty_like(x)
     return lambda: dist.all_to_all_single(received, x, group=group)
 
 
 def measure(pipes: Mapping[str, Any], ring: dist.ProcessGroup) -> dict[str, Any]:
-    """As the link is now: ``alpha``, seconds of an exchange of nothing; ``beta``, seconds of a byte; of each pipeline,
-    of a call.
+    """Measure the link: ``alpha``, seconds of an empty exchange; ``beta``, seconds per byte; and the seconds of a call
+    of each pipeline.
     """
     alpha = seconds(exchange(1, ring), 20)
     # All ranks of a host send at once, as in a call.
@@ -138,7 +138,7 @@ def _count(pipe: Any, name: str, hosts: Sequence[int]) -> dict[str, int]:
 
 
 def _ask(folder: Path, number: int) -> None:
-    """Have the links shaped in the way of this number."""
+    """Ask the main process to shape the links in the way of this number."""
     if dist.get_rank() == 0:
         (folder / f"ask{number}").touch()
         while not (folder / f"done{number}").exists():
@@ -198,7 +198,7 @@ def _shape_when_asked(hosts: Hosts, folder: Path, stop: threading.Event) -> None
 
 
 def predicted(plain: dict[str, Any], shaped: dict[str, Any], counted: dict[str, int], name: str) -> float:
-    """Seconds of a call of pipeline ``name``."""
+    """Return seconds of a call of pipeline ``name``."""
     latency = counted["exchanges"] * (shaped["alpha"] - plain["alpha"])
     return float(plain["seconds"][name] + latency + counted["bytes"] * (shaped["beta"] - plain["beta"]))
 

@@ -30,7 +30,7 @@ SIGNS = {
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """ "good", or what is bad of a cell."""
+    """Return "good", or the reasons for which a cell is bad."""
     bad = []
     survivors = _survivors(result)
     if not result["struck"]:

@@ -40,7 +40,7 @@ OTHER_PROMPT = "a small blue square"
 
 
 class _AtFirstAttention(TorchDispatchMode):
-    """Calls ``strike`` at the first attention operator after it was armed: exchanges are before and after it."""
+    """A mode that calls ``strike`` at the first attention operator after it was armed, between two exchanges."""
 
     def __init__(self, strike: Callable[[], None]) -> None:
         super().__init__()
@@ -56,9 +56,7 @@ class _AtFirstAttention(TorchDispatchMode):
 
 @contextmanager
 def at(moment: str, pipe: Any, strike: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """Inside, ``strike`` is called once when a call of ``pipe`` gets to ``moment``; gives more arguments for that
-    call.
-    """
+    """Call ``strike`` once when a call of ``pipe`` reaches ``moment``. Yield further arguments for that call."""
     with ExitStack() as stack:
         more: dict[str, Any] = {}
         if moment == BEFORE:
@@ -198,7 +196,7 @@ def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expect
 
 
 def _connect(rank: int, store: tuple[str, int]) -> None:
-    """As under torchrun: its agent, and no rank, holds the store."""
+    """Connect as under torchrun, where the agent and no rank holds the store."""
     variables = {
         "RANK": rank,
         "WORLD_SIZE": 4,

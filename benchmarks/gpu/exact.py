@@ -17,7 +17,7 @@ LSE_BOUND = 1e-4
 
 @dataclass(frozen=True)
 class Inputs:
-    """One attention call: ``[B, H, S, D]``; ``mask`` 4-D, bool or float, or None."""
+    """The tensors of one attention call: ``[B, H, S, D]``; ``mask`` is 4-D, bool or float, or None."""
 
     query: Tensor
     key: Tensor
@@ -44,7 +44,7 @@ def make_inputs(
     key_heads: int | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Normal numbers, the same in every process; each query sees a key.
+    """Return normal numbers, the same in every process. Each query sees a key.
 
     Args:
         shape: ``[B, H, S, D]``.
@@ -92,13 +92,13 @@ class Results:
     lse: Tensor | None = None
 
     def errors(self, exact: Results) -> dict[str, float]:
-        """‖x − exact‖ / ‖exact‖ of each that there is."""
+        """Return ‖x − exact‖ / ‖exact‖ of each result that is there."""
         pairs = {name: (getattr(self, name), getattr(exact, name)) for name in ("out", "lse", "dq", "dk", "dv")}
         return {name: relative_error(x, y) for name, (x, y) in pairs.items() if x is not None}
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:
-    """Three digits of it; infinite where the shapes differ, or a number is NaN."""
+    """Return the relative error, rounded to three digits; infinite if the shapes differ or a number is NaN."""
     if x.shape != expected.shape:
         return math.inf
     error = (x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
@@ -123,7 +123,7 @@ def exact(inputs: Inputs) -> Results:
 
 
 def sdpa(inputs: Inputs) -> Results:
-    """PyTorch's own, in the dtype of the inputs, under the switches of the caller."""
+    """Return PyTorch's SDPA in the dtype of the inputs, under the switches of the caller."""
     # detach would keep the strides as well, and share the memory that another call's autograd may want.
     query, key, value = (x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
     mask = inputs.mask
@@ -136,7 +136,9 @@ def sdpa(inputs: Inputs) -> Results:
 
 
 def slack(dtype: torch.dtype) -> float:
-    """Beside twice SDPA's own error: another order of summation where SDPA's own is all but exact."""
+    """Return what is allowed in addition to twice SDPA's own error, because another order of summation counts where
+    that is nearly 0.
+    """
     return max(torch.finfo(dtype).eps / 16, 1e-6)
 
 
@@ -145,6 +147,6 @@ OWN_AT_MOST = 0.01
 
 
 def judge(errors: dict[str, float], own: dict[str, float], dtype: torch.dtype) -> str:
-    """``ok`` if each error is at most twice SDPA's own, and a little."""
+    """Return ``ok`` if each error is at most twice SDPA's own, plus the slack."""
     bounds = {name: LSE_BOUND if name == "lse" else 2 * min(own[name], OWN_AT_MOST) + slack(dtype) for name in errors}
     return OK if all(error <= bounds[name] for name, error in errors.items()) else WRONG

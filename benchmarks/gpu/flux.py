@@ -135,13 +135,13 @@ def require_memory(free: int, total: int) -> None:
 
 @contextmanager
 def plain(transformer: Any, device: torch.device) -> Iterator[None]:
-    """As it is."""
+    """Leave the transformer unmodified."""
     yield
 
 
 @contextmanager
 def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
-    """Parallel, on 1 rank."""
+    """Parallelize the transformer on 1 rank."""
     from para_core.adapters import parallelize_transformer, unparallelize_transformer
 
     parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))
@@ -153,7 +153,7 @@ def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def triton(transformer: Any, device: torch.device) -> Iterator[None]:
-    """Its attention by the Triton kernel, on 1 rank."""
+    """Parallelize the transformer on 1 rank, with attention by the Triton kernel."""
     from para_core.adapters import parallelize_transformer, unparallelize_transformer
 
     parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type), backend="triton")
@@ -165,7 +165,7 @@ def triton(transformer: Any, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def cached(transformer: Any, device: torch.device) -> Iterator[None]:
-    """Cache, every second step skipped."""
+    """Cache the transformer so that every second step is skipped."""
     from para_core.adapters import apply_cache_on_transformer
 
     apply_cache_on_transformer(transformer, residual_diff_threshold=1e9, max_consecutive_hits=1)
@@ -299,7 +299,7 @@ class EulerScheduler:
 
 
 class SmallFluxPipeline:
-    """Denoise latents with a transformer of FLUX.1's form."""
+    """A pipeline that denoises latents with a transformer of FLUX.1's form."""
 
     def __init__(self, transformer: nn.Module) -> None:
         self.transformer, self.scheduler = transformer, EulerScheduler()

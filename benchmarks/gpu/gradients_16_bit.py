@@ -27,7 +27,7 @@ FAR = 0.05
 
 
 def run(job: Job) -> None:
-    """Each kernel of the device × dtype × shape × layout of ``out`` and of query, key, value."""
+    """Run each kernel of the device for each dtype, shape, and layout of ``out`` and of query, key and value."""
     shapes = [(1, 2, 9, 8)] if job.tiny else [(2, 4, 320, 64), (2, 4, 333, 64), (1, 24, 512, 128), (2, 3, 320, 96)]
     kernels = CPU_KERNELS if job.device.type == "cpu" else CUDA_KERNELS
     for name, kernel in kernels.items():

@@ -84,7 +84,7 @@ class Job:
         self.write("began")
 
     def write(self, status: str, error: str | None = None) -> None:
-        """``status``: began, done, skipped, failed."""
+        """Write the file; ``status`` is began, done, skipped or failed."""
         seconds = time.monotonic() - self._start
         write_section(
             self.file, self.section, status, seconds, self.rows, self.left_out, error, out_of_time=self.out_of_time
@@ -136,11 +136,13 @@ def section_environment() -> dict[str, Any]:
 
 
 def first_line(error: BaseException, at_most: int = 300) -> str:
-    """The type and the first line of what was raised."""
+    """Return the type and the first line of an exception."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:at_most]
 
 
 def is_fatal(error: BaseException) -> bool:
-    """After an error on the device itself nothing that this process computes there can be trusted."""
+    """Whether the error is one of the device itself, after which nothing that this process computes there can be
+    trusted.
+    """
     return "CUDA error" in str(error)

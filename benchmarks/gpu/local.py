@@ -31,9 +31,7 @@ LAST_CASE = 1.0  # seconds
 
 
 def run(job: Job) -> None:
-    """``job.part`` is the backend. What a backend needs longest for, its first sight of a shape, comes in order of
-    use.
-    """
+    """Run the section for the backend ``job.part``."""
     shape, head_dims = ((1, 2, 9), (8, 12)) if job.tiny else ((2, 4, 333), (128, 64, 36, 96, 256))
 
     # The memory's layout changes neither what is computed nor what is exact.
@@ -56,8 +54,8 @@ def run(job: Job) -> None:
 
 
 def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str, Any]:
-    """A verdict, both errors, and what was refused. Where SDPA refuses, it is judged beside SDPA's math, if it computes
-    at all.
+    """Return a verdict, both errors, and what was refused. If SDPA refuses, the reference is SDPA's math backend, if
+    that computes.
     """
     with sdpa_kernel(backend):
         own, sdpa_refused = _errors(sdpa, inputs, expected)
@@ -83,7 +81,9 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
 def _errors(
     attend: Callable[[Inputs], Results], inputs: Inputs, expected: Results
 ) -> tuple[dict[str, float] | None, str | None]:
-    """The errors, or why there are none: what was raised, and the warnings, by which SDPA gives its reasons."""
+    """Return the errors, or the reason why there are none: the exception, and the warnings in which SDPA gives its
+    reasons.
+    """
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -96,7 +96,7 @@ def _errors(
 
 
 def ours(inputs: Inputs) -> Results:
-    """Forward with lse, and backward from both."""
+    """Run the forward with lse, and the backward from both."""
     options: dict[str, Any] = {"mask": inputs.mask, "is_causal": inputs.is_causal, "scale": None}
     qkv = inputs.query, inputs.key, inputs.value
     out, lse = local_attention_with_lse(*qkv, **options)

@@ -164,14 +164,14 @@ def process_group(
 
 @contextmanager
 def fake_group(device: torch.device, num_ranks: int) -> Iterator[None]:
-    """Rank 0 of ``num_ranks``, the others of which do not exist: collectives move nothing and return at once."""
+    """Make this process rank 0 of ``num_ranks`` that do not exist: collectives move nothing and return at once."""
     with process_group("fake", device, 0, num_ranks, Path()):
         yield
 
 
 @contextmanager
 def group_of_one(backend: str, device: torch.device) -> Iterator[None]:
-    """A process that is alone in its group."""
+    """Make a group of this process alone."""
     with tempfile.TemporaryDirectory() as folder, process_group(backend, device, 0, 1, Path(folder) / "store"):
         yield
 

@@ -40,7 +40,9 @@ class Case:
 
 
 def cases(tokens: int) -> list[Case]:
-    """Those that break first come first; ``tokens`` is one less than what many ranks divide."""
+    """Return the cases, first those that break most often. ``tokens`` is one less than a number that many
+    ranks divide.
+    """
     return [
         Case("uneven tokens, fewer heads than 8 ranks", tokens, 6),
         Case("even", tokens + 1, 8),
@@ -58,7 +60,7 @@ def cases(tokens: int) -> list[Case]:
 
 
 def run(job: Job) -> None:
-    """One start of processes per number of ranks; rank 0 reports."""
+    """Start the processes once per number of ranks; rank 0 reports."""
     worlds = (4,) if job.tiny else (4, 8)
     tokens, head_dim = (15, 8) if job.tiny else (511, 64)
     failed = {}
@@ -88,7 +90,7 @@ def run(job: Job) -> None:
 
 
 def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: float) -> Iterator[dict[str, Any]]:
-    """A row per case and mesh, on rank 0. None begins after ``end``."""
+    """Yield a row per case and mesh, on rank 0. No case begins after ``end``."""
     num_ranks = dist.get_world_size()
     meshes = {
         name: (mode, init_device_mesh(device.type, shape, mesh_dim_names=("ring", "ulysses")))
@@ -127,7 +129,7 @@ def _first_rank_says(flag: bool) -> bool:
 
 
 def _over_ranks(inputs: Inputs, mode: UnifiedAttnMode, *, gradients: bool) -> Results:
-    """Out and gradients of the whole sequence, put together on every rank."""
+    """Return out and gradients of the whole sequence, put together on every rank."""
     with mode as cp, torch.no_grad():
         parts = [cp.shard(x, dim=2) for x in (inputs.query, inputs.key, inputs.value, inputs.grad_out)]
         *qkv, grad_out = parts

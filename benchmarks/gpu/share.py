@@ -30,7 +30,7 @@ MANY = 10_000  # tokens, from which on a call takes long enough to be timed thre
 
 @dataclass(frozen=True)
 class Size:
-    """``padded``: with a mask that hides the last keys, as HunyuanVideo's text has one."""
+    """The size of a call. ``padded``: whether a mask hides the last keys, as for HunyuanVideo's text."""
 
     name: str
     tokens: int
@@ -69,8 +69,8 @@ def run(job: Job) -> None:
 
 
 def _measure(device: torch.device, size: Size, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads: the same share of the
-    work.
+    """Return the times of one call. Without a mesh it is SDPA over all tokens of an eighth of the heads, the same share
+    of the work.
     """
     if size.tokens % RANKS or size.heads % RANKS:
         raise ValueError(
@@ -91,11 +91,11 @@ def _measure(device: torch.device, size: Size, mesh: DeviceMesh | None) -> dict[
 
 
 def _randn(shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
-    """``[B, H, S, D]`` as a model gives it: ``[B, S, H, D]`` with tokens and heads swapped."""
+    """Return ``[B, H, S, D]`` as a model gives it: ``[B, S, H, D]`` with tokens and heads swapped."""
     batch, heads, tokens, head_dim = shape
     return torch.randn(batch, tokens, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
 
 def _padding(size: Size, device: torch.device) -> torch.Tensor:
-    """``[1, 1, 1, S]``: the last of the keys are hidden, at most 100."""
+    """Return ``[1, 1, 1, S]``, a mask that hides the last keys, at most 100."""
     return (torch.arange(size.tokens, device=device) < size.tokens - min(100, size.tokens // 8))[None, None, None]

@@ -89,7 +89,7 @@ def _measure(job: Job, case: Case) -> dict[str, Any]:
 
 
 def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
-    """All kernels at one size; made one after the other, so that only one's tensors are in memory."""
+    """Yield all kernels at one size, one after the other, so that only one kernel's tensors are in memory."""
     # Triton takes differences, and merges, in float32; plain PyTorch takes differences in the dtype of the residuals.
     exact, bfloat16 = 1e-5, 2 * torch.finfo(torch.bfloat16).eps
     operators = torch.ops.para_core
@@ -145,7 +145,7 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
 
 
 def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
-    """Packing query, key and value for 8 ranks, and unpacking what comes back."""
+    """Yield packing query, key and value for 8 ranks, and unpacking the output."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     numel = sum(x.numel() for x in tensors)
     sent, arriving = _regions(tensors), _regions(tensors[:1])
@@ -167,7 +167,7 @@ def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> I
 def _rounded_exchange(
     device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype
 ) -> Iterator[Case]:
-    """The same of what travels in 8 bits, beside what plain PyTorch rounds on the same device."""
+    """Yield the same exchange in 8 bits, compared with the rounding of plain PyTorch on the same device."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     sent, arriving = _regions(tensors, SCALE_BYTES), _regions(tensors[:1], SCALE_BYTES)
     rows, row = heads * tokens, head_dim + SCALE_BYTES
@@ -195,8 +195,8 @@ def _rounded_exchange(
 
 
 def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
-    """All tokens of some heads of each for every rank, as columns of one table; with ``more`` elements behind each
-    head.
+    """Return the regions of all ranks: all tokens of some heads, as columns of one table, with ``more`` elements after
+    each head.
     """
     found, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)

@@ -35,7 +35,7 @@ class Case:
 
 
 def cases(tokens: int) -> list[Case]:
-    """``tokens``: one less than what 8 divides."""
+    """Return the cases; ``tokens`` is one less than a multiple of 8."""
     return [
         Case("even", tokens + 1),
         Case("uneven tokens and heads", tokens, heads=6),
@@ -72,7 +72,7 @@ def run(job: Job) -> None:
 
 
 def over_gloo(device: torch.device, tokens: int, head_dim: int) -> Iterator[dict[str, Any]]:
-    """The first case on both meshes; once a rank has raised in the middle of a call its peer waits for it."""
+    """Yield the first case on both meshes. Once a rank has raised in the middle of a call, its peer waits for it."""
     for shape in ((1, 2), (2, 1)):
         for row in rows_of_meshes(device, [shape], tokens, head_dim, num_cases=1):
             yield row
@@ -83,7 +83,7 @@ def over_gloo(device: torch.device, tokens: int, head_dim: int) -> Iterator[dict
 def rows_of_meshes(
     device: torch.device, shapes: list[tuple[int, int]], tokens: int, head_dim: int, num_cases: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row per mesh (ring, ulysses), case and kind of call."""
+    """Yield a row per mesh (ring, ulysses), case and kind of call."""
     for ring, ulysses in shapes:
         mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
         for case in cases(tokens)[:num_cases]:
@@ -97,7 +97,7 @@ def rows_of_meshes(
 
 
 def _calls(inputs: Inputs, cp: UnifiedAttnMode, *, gradients: bool) -> dict[str, Callable[[], Any]]:
-    """To be called under ``cp``."""
+    """Return the calls, which are made under ``cp``."""
     options: dict[str, Any] = {"is_causal": inputs.is_causal, "enable_gqa": inputs.heads_per_key_head > 1}
     with torch.no_grad():
         parts = [cp.shard(x, dim=2) for x in (inputs.query, inputs.key, inputs.value)]

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class _ClockEvent:
-    """``torch.cuda.Event`` where work is done when the call returns."""
+    """A replacement of ``torch.cuda.Event`` on devices whose work is done when the call returns."""
 
     def record(self) -> None:
         self.at = time.perf_counter()
@@ -36,7 +36,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, *, repeats: int) -> dict[str, float]:
-    """Medians of one call: until the device is done, and until Python has it back. ``call`` has run before."""
+    """Return the medians of one call, until the device is done and until Python has control again. ``call`` has run
+    before.
+    """
     on_device, on_host = [], []
     for _ in range(repeats):
         start, end = _event(device), _event(device)
@@ -83,7 +85,8 @@ _COPY = ("copy", "memcpy", "memset", "cat", "fill", "empty", "pack", "exchange")
 
 
 def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds of one attention call over a mesh, told apart by name and by place.
+    """Return the milliseconds of the phases of one attention call over a mesh, told apart by the names of kernels and
+    by order.
 
     ``pack``: all before the first attention kernel. After it began, ``merge``: arithmetic; ``copies between`` attention
     kernels (blocks, casts); ``unpack``: copies after the last one.

@@ -94,7 +94,7 @@ def _parallel(device: torch.device, *, stages: bool = False, ring: bool = False,
 
 
 def sequence(device: torch.device) -> float:
-    """Ulysses over all ranks."""
+    """Compare Ulysses over all ranks with one rank."""
     return relative_error(_generate(_parallel(device), device), _generate(small_flux(device), device))
 
 
@@ -107,7 +107,7 @@ def stages(device: torch.device) -> float:
 
 
 def pipefusion(device: torch.device) -> float:
-    """Patches on all ranks against the same patches in one process."""
+    """Compare patches on all ranks with the same patches in one process."""
     from para_core.adapters import pipefusion_report
 
     pipe = _parallel(device, stages=True, pipefusion=PipeFusion(4))
@@ -127,7 +127,7 @@ def _fused_alone(device: torch.device) -> Tensor:
 
 
 def group_of_some(device: torch.device) -> float:
-    """A group of the first rank alone, which only that rank makes; it then reduces over it."""
+    """Make a group of the first rank alone, on that rank only, and reduce over it."""
     x = torch.ones(3, device=device)
     if dist.get_rank() == 0:
         dist.all_reduce(x, group=find_or_make_group("gpu-check: the first rank", [0]))
@@ -136,7 +136,7 @@ def group_of_some(device: torch.device) -> float:
 
 
 def rows_of_an_image(device: torch.device) -> float:
-    """A convolution and a group norm on rows, which exchange halos and statistics."""
+    """Run a convolution and a group norm on rows, which exchange halos and statistics."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(1, 8, 13, 9, generator=generator), torch.randn(8, 8, 3, 3, generator=generator)
     x, weight = x.to(device), weight.to(device)
@@ -216,7 +216,7 @@ def stages_after_failed_call(device: torch.device) -> float:
 
 
 def reduce_overhead(device: torch.device) -> float:
-    """The whole transformer as CUDA graphs between the collectives; the third call of a graph replays it."""
+    """Run the whole transformer as CUDA graphs between the collectives. The third call of a graph replays it."""
     from para_core.adapters import parallelize_transformer
 
     transformer = small_flux(device, blocks=(1, 1)).transformer

@@ -92,7 +92,7 @@ def run(job: Job) -> None:
 
 
 def decode_on_ranks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Two rows per autoencoder, on rank 0: float32, and bfloat16 with its own error beside."""
+    """Yield two rows per autoencoder, on rank 0: float32, and bfloat16 with the error of one rank in bfloat16."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for name, decoder in (TINY if tiny else REAL).items():
         z = torch.randn(decoder.latents, generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,7 @@ PIP = "pip<24"
 
 
 def python_with_peers(folder: Path) -> Path:
-    """The interpreter of an environment under ``folder`` that has all peers; made once, then reused."""
+    """Return the interpreter of an environment under ``folder`` that has all peers; made once, then reused."""
     environment = folder / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python, stamp = environment / "bin" / "python", environment / "installed.txt"
     constraints = (ROOT / "constraints.txt").read_text()
@@ -55,7 +55,7 @@ COLUMNS = {
 
 
 def ask(python: Path, peer: str, rows: list[str], *, stand_ins: bool, timeout: float) -> dict[str, Any]:
-    """The cells of one peer, computed by the Python that has it."""
+    """Return the cells of one peer, computed by the Python that has it."""
     print(COLUMNS[peer] + ("" if stand_ins else ", unpatched"), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"

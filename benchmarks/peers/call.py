@@ -35,14 +35,14 @@ class Row:
     compiled: bool = False
 
     def qkv(self) -> list[Tensor]:
-        """Query, key and value, the same on all ranks."""
+        """Return query, key and value, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)
         keys, heads = self.S_k or self.S, self.H_kv or self.H
         shapes = [(self.H, self.S, self.D), (heads, keys, self.D), (heads, keys, self.D_v or self.D)]
         return [torch.randn(self.B, *shape, generator=generator).to(self.dtype) for shape in shapes]
 
     def whole_mask(self) -> Tensor | None:
-        """For all queries and keys."""
+        """Return the mask of all queries and keys."""
         return None if self.mask is None else MASKS[self.mask](self)
 
     def weight(self) -> Tensor:
@@ -51,7 +51,7 @@ class Row:
         return torch.randn(self.B, self.H, self.S, self.D_v or self.D, generator=generator).to(self.dtype)
 
     def on_one_device(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Out, then the gradients of query, key and value if they are compared."""
+        """Return out, then the gradients of query, key and value if they are compared."""
         q, k, v = (x.to(dtype or self.dtype).requires_grad_(self.backward) for x in self.qkv())
         mask = self.whole_mask()
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.is_causal, enable_gqa=self.H_kv is not None)
@@ -62,26 +62,26 @@ class Row:
 
 
 def _padding(row: Row) -> Tensor:
-    """``[B, 1, 1, S]``: the second sequence of the batch is shorter."""
+    """Return ``[B, 1, 1, S]``: the second sequence of the batch is shorter."""
     lengths = torch.tensor([row.S, 5 * row.S // 8])
     return torch.arange(row.S) < lengths.view(row.B, 1, 1, 1)
 
 
 def _full(row: Row) -> Tensor:
-    """``[S, S]``; every query sees something."""
+    """Return ``[S, S]``; every query sees something."""
     seen = torch.rand(row.S, row.S, generator=torch.Generator().manual_seed(2)) < 0.7
     return seen | torch.eye(row.S, dtype=torch.bool)
 
 
 def _hidden(row: Row) -> Tensor:
-    """``[S, S]``; some queries see nothing: SDPA gives zeros."""
+    """Return ``[S, S]``; some queries see nothing: SDPA gives zeros."""
     mask = _full(row)
     mask[3::7] = False
     return mask
 
 
 def _additive(row: Row) -> Tensor:
-    """``[B, H, S, S]``, a different one for each head."""
+    """Return ``[B, H, S, S]``, a different one for each head."""
     return torch.randn(row.B, row.H, row.S, row.S, generator=torch.Generator().manual_seed(3)).to(row.dtype)
 
 
@@ -142,7 +142,7 @@ class Call:
     setting: Setting
 
     def tokens(self, cut: Cut) -> list[Tensor]:
-        """This rank's query, key and value; ``cut`` is the peer's own function for dim 2."""
+        """Return this rank's query, key and value; ``cut`` is the peer's own function for dim 2."""
         parts = [self._cut_segments(x, cut).detach().clone() for x in self.row.qkv()]
         return [x.requires_grad_(self.row.backward) for x in parts]
 
@@ -160,7 +160,7 @@ class Call:
         return torch.cat([text if self.row.text_whole else cut(text), cut(image)], dim=2)
 
     def mask(self, positions: Tensor, key_positions: Tensor) -> Tensor | None:
-        """The mask in the form of this setting."""
+        """Return the mask in the form of this setting."""
         mask, form = self.row.whole_mask(), self.setting.get("mask", "whole")
         if mask is None or form == "whole":
             return mask
@@ -172,7 +172,7 @@ class Call:
         return mask.chunk(self.ulysses, dim=1)[dist.get_rank() % self.ulysses]  # this Ulysses rank's heads
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, compiled if the row says so."""
+        """Return ``function``, compiled if the row says so."""
         return torch.compile(function, fullgraph=True, backend="aot_eager") if self.row.compiled else function
 
     def finish(self, out: Tensor, leaves: list[Tensor], positions: Tensor, key_positions: Tensor) -> RankOutput:
@@ -185,7 +185,7 @@ class Call:
 
 
 def mask_forms(row: Row, ulysses: int, first: str = "whole") -> list[Setting]:
-    """Every form in which a mask could be meant, the documented one first: the cell takes the best of them.
+    """Return every form in which a mask could be meant, the documented one first: the cell takes the best of them.
 
     Without documentation that is the whole mask, as on one device; a user who passes another shards it ``by hand``.
     """

@@ -41,16 +41,16 @@ class Caller:
 
 
 def _prepare_para_core(*, stand_ins: bool) -> None:
-    """Nothing to stand in for."""
+    """Do nothing: para_core needs no stand-ins."""
 
 
 def _settings_para_core(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """A mask is passed whole."""
+    """Return the only setting: a mask is passed whole."""
     return [{}]
 
 
 def _attend_para_core(call: Call) -> RankOutput:
-    """One call through the mode."""
+    """Run one call through the mode."""
     from para_core import Segment, SequenceLayout, UnifiedAttnMode
 
     mesh = init_device_mesh("cpu", (call.ring, call.ulysses), mesh_dim_names=("ring", "ulysses"))
@@ -87,7 +87,7 @@ def _prepare_diffusers(*, stand_ins: bool) -> None:
 
 
 def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """As its plans shard a mask of keys, then all others; then once more with ``ulysses_anything`` or
+    """Return masks as its plans shard them, then all other forms; then both with ``ulysses_anything`` or
     ``ring_anything``.
     """
     # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
@@ -103,7 +103,7 @@ def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -
 
 
 def _attend_diffusers(call: Call) -> RankOutput:
-    """One call of ``dispatch_attention_fn``, set up as ``enable_parallelism`` does; layout ``[B, S, H, D]``."""
+    """Run one call of ``dispatch_attention_fn``, set up as ``enable_parallelism`` does; layout ``[B, S, H, D]``."""
     from diffusers import ContextParallelConfig, ParallelConfig
     from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
     from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -149,12 +149,12 @@ def _prepare_para_attn(*, stand_ins: bool) -> None:
 
 
 def _settings_para_attn(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Its README says nothing of masks: whole first."""
+    """Return all forms of a mask, the whole one first: its README says nothing of masks."""
     return mask_forms(row, ulysses)
 
 
 def _attend_para_attn(call: Call) -> RankOutput:
-    """One call of SDPA inside the mode."""
+    """Run one call of SDPA inside the mode."""
     from para_attn import UnifiedAttnMode
     from para_attn import primitives as parallel
     from para_attn.context_parallel import init_context_parallel_mesh
@@ -188,7 +188,7 @@ def _prepare_yunchang(*, stand_ins: bool) -> None:
 
 
 def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Its default kernel, then what its README names for devices without FlashAttention."""
+    """Return its default kernel, then what its README names for devices without FlashAttention."""
     # Its backward for FlashAttention counts on `.to(float32)` being a copy, so it wants what FlashAttention takes.
     half = {"dtype": "bfloat16"} if row.backward else {}
     found: list[Setting] = [{"attn_type": "FA", **half}, {"attn_type": "TORCH_EFFICIENT"}]
@@ -199,7 +199,7 @@ def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) ->
 
 
 def _attend_yunchang(call: Call) -> RankOutput:
-    """One call of the module; layout ``[B, S, H, D]``, every rank's part by ``EXTRACT_FUNC_DICT``."""
+    """Run one call of the module; layout ``[B, S, H, D]``, every rank's part by ``EXTRACT_FUNC_DICT``."""
     from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention, set_seq_parallel_pg
     from yunchang.globals import PROCESS_GROUP
     from yunchang.kernels import AttnType
@@ -239,7 +239,9 @@ def _prepare_torch(*, stand_ins: bool) -> None:
 
 
 def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Each operator that it can distribute, then the math backend, whose products and softmax DTensor distributes."""
+    """Return each operator that it distributes, then the math backend, whose products and softmax DTensor
+    distributes.
+    """
     if not stand_ins:
         return [{**form, "operator": None} for form in mask_forms(row, ulysses)]
     operators = ("efficient", "flash", "math")
@@ -250,7 +252,7 @@ def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> li
 
 
 def _attend_torch(call: Call) -> RankOutput:
-    """One call of SDPA inside ``context_parallel``, which shards its buffers in place."""
+    """Run one call of SDPA inside ``context_parallel``, which shards its buffers in place."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     row = call.row

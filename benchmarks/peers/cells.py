@@ -42,7 +42,7 @@ DEMANDS_CUDA = re.compile(r"cuda|flash_?attn is not|FlashAttention is not availa
 
 
 def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
-    """The outcome of one attempt.
+    """Return the outcome of one attempt.
 
     Args:
         ranks: of each rank what it wrote: ``{"errors": {...}, "bounds": {...}, "positions": [...]}``, or ``{"raised":
@@ -75,7 +75,7 @@ def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
 
 
 def best(attempts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first attempt that is exact, otherwise the first: what the peer's documentation leads to."""
+    """Return the first attempt that is exact, otherwise the first: what the peer's documentation leads to."""
     return next((attempt for attempt in attempts if attempt["verdict"] == "exact"), attempts[0])
 
 
@@ -89,7 +89,7 @@ GRACE = 3
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; infinite where shapes differ or a number is NaN."""
+    """Return ‖found − expected‖ / ‖expected‖; infinite if shapes differ or a number is NaN."""
     if found.shape != expected.shape:
         return float("inf")
     error = (found.double() - expected.double()).norm() / expected.double().norm()
@@ -121,7 +121,7 @@ def reference(row: Row) -> tuple[list[Tensor], list[float]]:
 
 
 def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, Any], rank: int, folder: str) -> None:
-    """One rank of one attempt; writes its report."""
+    """Run one rank of one attempt, and write its report."""
     silence()
     parent = os.getppid()
     world = shape[0] * shape[1]
@@ -148,14 +148,14 @@ def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
 
 
 def silence() -> None:
-    """Peers and gloo print; what they raise is recorded."""
+    """Discard what peers and gloo print. What they raise is recorded."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 
 
 def attempt(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """One row, one way, one setting, on as many ranks as the way has."""
+    """Return one row, one way, one setting, on as many ranks as the way has."""
     world = shape[0] * shape[1]
     start = time.monotonic()
     fork = multiprocessing.get_context("fork")
@@ -195,7 +195,7 @@ def read(folder: str, ranks: list[Any]) -> list[dict[str, Any] | None]:
 
 
 def cell(peer: Caller, row: Row, way: str, *, stand_ins: bool, timeout: float) -> dict[str, Any]:
-    """Settings in turns, until one is exact."""
+    """Try settings in turn until one is exact."""
     shape, attempts = SHAPES[way], []
     for setting in peer.settings(row, *shape, stand_ins=stand_ins):
         attempts.append(attempt(peer, row, shape, setting, timeout))
@@ -207,7 +207,7 @@ def cell(peer: Caller, row: Row, way: str, *, stand_ins: bool, timeout: float) -
 
 
 def main() -> None:
-    """All cells of the request."""
+    """Run all cells of the request."""
     request = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     peer = CALLERS[request["peer"]]

@@ -32,7 +32,7 @@ SUMMARY_ROWS = {
 
 
 def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> str:
-    """One word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its
+    """Return one word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its
     distance.
 
     >>> cell({"Ulysses": {"verdict": "exact"}, "ring": {"verdict": "refused"}, "2 × 2": {"verdict": "refused"}})
@@ -48,7 +48,7 @@ def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> s
 
 
 def kind(outcome: dict[str, Any], row: str = "", peer: str = "") -> str:
-    """The verdict, told apart further: whether the input is one that the peer offers, and who refused it.
+    """Return the verdict, told apart further: whether the input is one that the peer offers, and who refused it.
 
     >>> kind({"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"})
     'not offered'
@@ -80,14 +80,14 @@ def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
 
 
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
-    """A row per input, a column per peer."""
+    """Return a row per input, a column per peer."""
     rows = dict.fromkeys(row for column in cells.values() for row in column)
     body = [[row, *(cell(column[row], row, peer, brief=True) for peer, column in cells.items())] for row in rows]
     return markdown_table(["", *cells], body)
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """The table of README.md: how many cells of each peer end how, and the inputs that tell most."""
+    """Return the table of README.md: how many cells of each peer end how, and the inputs that tell most."""
     cells, versions = results["cells"], results["versions of the peers"]
     numbers = {"diffusers": versions["diffusers"], "ParaAttention": versions["para-attn"]}
     heads = [f"{name} {numbers.get(name, '')}".strip() for name in SUMMARY.values()]
@@ -106,7 +106,7 @@ def summary(results: dict[str, Any]) -> list[str]:
 
 
 def about(results: dict[str, Any]) -> list[str]:
-    """When, where, with which versions."""
+    """Return the date, the device and the versions."""
     environment = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions of the peers"].items())
     where = f"{environment['device']}, Python {environment['python']}"

@@ -20,7 +20,7 @@ _LIBRARIES: list[torch.library.Library] = []  # an implementation is gone as soo
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32; key heads may be
+    """Return ``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32. Key heads may be
     shared.
     """
     lse = _scores(q, k, bias, causal, scale).logsumexp(-1)

@@ -66,8 +66,8 @@ ROUNDS = 7
 
 
 def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
-    """A model with heads that two ranks share evenly, and inputs; nine text tokens, of which the even size has
-    eight.
+    """Return a function that builds a model with heads that two ranks share evenly, and inputs with 9 text tokens (even
+    sizes: 8).
     """
     model = MODELS[name]
     heads = {"num_attention_heads": 4}
@@ -87,7 +87,7 @@ def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
 
 
 def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
-    """A model of which a step takes about a second, and inputs: one sample."""
+    """Return a function that builds a model of which a step takes about a second, and inputs of one sample."""
     model = MODELS[name]
     config = {"num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
     # MiniMax-H3 has seven tokens of sound in the same sequence.
@@ -102,7 +102,7 @@ def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
 
 
 def latent_pixels(name: str, tokens: tuple[int, int, int]) -> tuple[int, int, int]:
-    """(frames, height, width)."""
+    """Return (frames, height, width) in latent pixels."""
     frames, height, width = tokens
     patch = 2 if name.startswith(("wan", "chronoedit", "helios")) else 1
     return frames, height * patch, width * patch
@@ -114,12 +114,12 @@ def first_sample(value: Any) -> Any:
 
 
 def with_para_core(transformer: nn.Module, *, ring: int = 1, uneven: bool) -> nn.Module:
-    """The transformer on two ranks."""
+    """Return the transformer on two ranks."""
     return parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
 
 def with_diffusers(transformer: Any, *, ring: int = 1, uneven: bool) -> nn.Module:
-    """The transformer on two ranks, by diffusers' own context parallelism."""
+    """Return the transformer on two ranks, by diffusers' own context parallelism."""
     # It asks how many accelerators there are; on a CPU that is none.
     torch.accelerator.device_count = dist.get_world_size
     config = ContextParallelConfig(ring_degree=2, ring_anything=uneven)
@@ -192,14 +192,14 @@ def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, 
 
 
 def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of one call, and those that this process was on a core."""
+    """Return seconds of one call, and those that this process was on a core."""
     start = time.perf_counter(), time.process_time()
     transformer(**inputs)
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def ratio(ones: list[float], others: list[float]) -> str:
-    """Median of the rounds' ratios, and the lowest and highest of them."""
+    """Return the median of the rounds' ratios, and the lowest and highest of them."""
     ratios = [one / other for one, other in zip(ones, others, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
 
@@ -213,7 +213,7 @@ LIMITS = {
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """A cell of the first table."""
+    """Return a cell of the first table."""
     if "refused" not in found:
         return f"{found['error']:.0e}" if is_exact(found) else f"**wrong**, {found['error']:.1g}"
     limits = [limit for message, limit in LIMITS.items() if message in found["refused"]]
@@ -248,7 +248,7 @@ def conclusion(rows: list[dict[str, Any]]) -> str:
 
 
 def speed_row(row: dict[str, Any]) -> list[str]:
-    """A row of the second table."""
+    """Return a row of the second table."""
     seconds = row["seconds"]
     cells = [row["model"], f"{statistics.median(seconds['1 rank']):.2f}"]
     for way in ("para_core", "diffusers", "para_core, ring"):

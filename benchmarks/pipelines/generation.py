@@ -71,7 +71,7 @@ NOT_IN_BFLOAT16 = {
 
 
 def in_bfloat16(pipe: Any) -> Any:
-    """``pipe`` with bfloat16 copies of its models: tiny pipelines share their encoders."""
+    """Give ``pipe`` bfloat16 copies of its models, because tiny pipelines share their encoders."""
     parts = {name: copy.deepcopy(part) for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     pipe.register_modules(**parts)
     return pipe.to(torch.bfloat16)
@@ -87,7 +87,7 @@ def cast(options: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def noise_of_float32() -> Iterator[None]:
-    """``torch.randn`` draws in float32 and rounds: for the same seed it would draw other numbers in 16 bits."""
+    """Let ``torch.randn`` draw in float32 and round. With the same seed it draws other numbers in 16 bits."""
     randn = torch.randn
 
     def rounded(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -103,9 +103,7 @@ def noise_of_float32() -> Iterator[None]:
 
 @contextmanager
 def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
-    """Inside, calls of ``model`` are listed; its samples are computed in ``batch`` shares if its plan would share
-    them.
-    """
+    """List the calls of ``model``. Its samples are computed in ``batch`` shares if its plan would share them."""
     plan = plan_for(model)
     if plan is None:
         raise TypeError(f"there is no plan for {type(model).__name__}.")
@@ -125,7 +123,7 @@ def takes_turns(pipe: Any) -> bool:
 
 
 def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> list[list[ModelCall]]:
-    """The calls of each step of ``generate()``, which calls ``pipe``, as :func:`observed` lists them."""
+    """Return the calls of each step of ``generate()``, which calls ``pipe``, as :func:`observed` lists them."""
     models = list(transformers_of(pipe).values())
     batch = 1 if takes_turns(pipe) else batch
     rounds: list[list[ModelCall]] = []
@@ -160,7 +158,7 @@ MESHES_OF_16_BITS = ("2 Ulysses", "2 ring")
 
 
 def flux() -> Any:
-    """The FLUX.1 that was trained here."""
+    """Return the FLUX.1 that was trained here."""
     pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -180,7 +178,7 @@ IN_BFLOAT16 = [name for name in PIPELINES if name not in NOT_IN_BFLOAT16]
 
 
 def generate(pipe: Any, name: str, *, bfloat16: bool = False) -> Tensor:
-    """The latents after all steps."""
+    """Return the latents after all steps."""
     call = PIPELINES[name].call()
     if bfloat16:
         with noise_of_float32():

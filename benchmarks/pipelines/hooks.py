@@ -80,21 +80,19 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def pipeline_of(hook: str) -> str:
-    """The name of the pipeline that ``hook`` is tried on: of Qwen-Image diffusers skips layers with an error, alone
-    too.
-    """
+    """Return the name of the pipeline for ``hook``. diffusers fails to skip layers of Qwen-Image, on one device too."""
     return "pixart" if hook.startswith("layer skip") else "qwen-image"
 
 
 def build(hook: str) -> Any:
-    """The tiny pipeline, with that hook on its transformer."""
+    """Return the tiny pipeline, with that hook on its transformer."""
     pipe = PIPELINES[pipeline_of(hook)].build()
     HOOKS[hook](pipe.transformer)
     return pipe
 
 
 def outcome(hook: str, mesh: DeviceMesh) -> float | str:
-    """The error of this rank; or what refuses the call."""
+    """Return the error of this rank; or what refuses the call."""
     name = pipeline_of(hook)
     pipe = parallelize_pipe(build(hook), mesh=mesh)
     try:

@@ -25,7 +25,7 @@ RANKS, KINDS = (2, 3), ("ring", "ulysses")
 
 
 def errors_of_ranks() -> dict[str, dict[str, float]]:
-    """The largest relative error of any rank, by recipe and kind of mesh."""
+    """Return the largest relative error of any rank, by recipe and kind of mesh."""
     meshes = {
         kind: init_context_parallel_mesh("cpu", **{f"max_{kind}_dim_size": dist.get_world_size()}) for kind in KINDS
     }

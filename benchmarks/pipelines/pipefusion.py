@@ -52,7 +52,7 @@ Put = Callable[[Any], Any]
 
 
 def ways(steps: int, settings: list[tuple[int, int, int]]) -> dict[str, Put]:
-    """Each way, by name, and what puts it on a pipeline."""
+    """Return for each way, by name, the function that applies it to a pipeline."""
     found: dict[str, Put] = {}
     for setting in settings:
         options = PipeFusion(*setting)
@@ -65,7 +65,7 @@ def ways(steps: int, settings: list[tuple[int, int, int]]) -> dict[str, Put]:
 
 
 def images(pipe: Any, steps: int, count: int) -> np.ndarray:
-    """``[count, 128, 128, 3]`` in 0 … 1."""
+    """Return ``[count, 128, 128, 3]`` in 0 … 1."""
     captions = [grammar.caption(scene) for scene in scenes_of(count)]
     channels = pipe.transformer.config.in_channels // 4
     noise = [
@@ -92,14 +92,14 @@ def judge_images(made: np.ndarray, exact: np.ndarray) -> dict[str, list[Any]]:
 
 
 def load_video() -> WanPipeline:
-    """The tiny Wan, unmodified."""
+    """Return the tiny Wan, unmodified."""
     pipe = WanPipeline.from_pretrained(VIDEO_PIPELINE, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def videos(pipe: Any, steps: int, count: int) -> np.ndarray:
-    """``[count, 17, 64, 64, 3]`` uint8."""
+    """Return ``[count, 17, 64, 64, 3]`` uint8."""
     captions = [video_caption(scene) for scene in video.held_out_scenes(0, count)]
     made = video.generate(pipe, captions, steps=steps, guidance=GUIDANCE, seed=0, batch=count)
     return np.stack([one for _, one in made])

@@ -38,13 +38,13 @@ Step = Callable[[], Tensor]
 
 
 def build_transformer() -> FluxTransformer2DModel:
-    """The same weights on every rank."""
+    """Return the transformer with the same weights on every rank."""
     torch.manual_seed(0)
     return FluxTransformer2DModel(**SETTINGS).eval()
 
 
 def build_input() -> dict[str, Any]:
-    """One step's input, batch 1."""
+    """Return one step's input, batch 1."""
     generator = torch.Generator().manual_seed(1)
     side = torch.arange(IMAGE_TOKENS)
     return {
@@ -59,12 +59,12 @@ def build_input() -> dict[str, Any]:
 
 
 def with_para_core(transformer: FluxTransformer2DModel, *, ring: int) -> FluxTransformer2DModel:
-    """The transformer on two ranks, by para_core."""
+    """Return the transformer on two ranks, by para_core."""
     return parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
 
 def with_diffusers(transformer: FluxTransformer2DModel, **degrees: int) -> FluxTransformer2DModel:
-    """The transformer on two ranks, by diffusers' own context parallelism."""
+    """Return the transformer on two ranks, by diffusers' own context parallelism."""
     # It asks how many accelerators there are; on a CPU that is none.
     torch.accelerator.device_count = dist.get_world_size
     transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
@@ -72,7 +72,9 @@ def with_diffusers(transformer: FluxTransformer2DModel, **degrees: int) -> FluxT
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Seconds of each way in each round, and its largest difference from the unmodified model; for one rank process."""
+    """Return seconds of each way in each round, and its largest difference from the unmodified model; for one rank
+    process.
+    """
     inputs = build_input()
     reference = build_transformer()
     ways: dict[str, FluxTransformer2DModel] = {
@@ -103,14 +105,14 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def timed(step: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """Return seconds of one call."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
 def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per way: median seconds, median of the rounds' ratios to one rank, error."""
+    """Return one row per way: median seconds, median of the rounds' ratios to one rank, error."""
     alone = measured["seconds"]["1 rank"]
     rows = []
     for name, seconds in measured["seconds"].items():

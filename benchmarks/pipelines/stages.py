@@ -82,7 +82,7 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
 
 
 def held_by_stage(name: str) -> dict[str, Any]:
-    """Bytes of a model of 12 blocks of each kind."""
+    """Return bytes of a model of 12 blocks of each kind."""
     transformer = deep(name, 12)
     whole = held([transformer])
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=DIMS)
@@ -134,7 +134,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def timed(run: Any, found: list[float]) -> Any:
-    """``run``, which adds the CPU seconds of each call to ``found``: waiting for others takes none."""
+    """Return ``run`` with the CPU seconds of each call added to ``found``. Waiting for other ranks takes none."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.thread_time()
@@ -197,7 +197,7 @@ def measure_fused() -> dict[str, Any]:
 
 
 def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list[float]]:
-    """Seconds of a step, and what share of them each stage waits, if every stage has a core of its own and links take
+    """Return the seconds of a step and the share that each stage waits, if every stage has its own core and links take
     no time.
 
     Args:
@@ -219,7 +219,7 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
 
 
 def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Bytes that each stage sends per call, and of keys and values of all stages, in float32."""
+    """Return bytes that each stage sends per call, and of keys and values of all stages, in float32."""
     tokens = (LARGE // 16) ** 2 + TEXT_TOKENS
     handed, noise = tokens * fused["width"] * 4, (LARGE // 16) ** 2 * fused["channels"] * 4
     return {
@@ -254,7 +254,7 @@ def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
 
 
 def paper_table() -> list[str]:
-    """Megabytes that a rank sends per step, FLUX.1 [dev] at 1024 × 1024, bfloat16."""
+    """Return megabytes that a rank sends per step, FLUX.1 [dev] at 1024 × 1024, bfloat16."""
     rows = []
     for ranks in (2, 4, 8):
         stages = TOKENS * WIDTH * 2

@@ -46,12 +46,12 @@ SKIP_ALWAYS = 1e9
 
 
 def inputs_of(name: str) -> dict[str, Any]:
-    """Odd numbers of tokens where the model takes them."""
+    """Return inputs with odd numbers of tokens if the model takes them."""
     return MODELS[name].inputs(6 if name == "cogvideox 1.5" else 3, 6, 10)
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """All that the model returns, as one tensor."""
+    """Return all that the model returns, as one tensor."""
     # HunyuanDiT takes residuals of a ControlNet out of the list that it is given.
     given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
     with torch.no_grad(), warnings.catch_warnings():
@@ -118,7 +118,7 @@ _ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
 
 @cache
 def transformer_classes() -> tuple[str, ...]:
-    """Names of all models in ``diffusers.models.transformers``."""
+    """Return names of all models in ``diffusers.models.transformers``."""
     found = set()
     for module in pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -143,7 +143,7 @@ def _constructors() -> dict[str, str]:
 
 
 def pipelines_of(transformer: str) -> list[str]:
-    """Names of the pipelines that take such a transformer, without their common ending."""
+    """Return names of the pipelines that take such a transformer, without their common ending."""
     found = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
     return sorted(name.removesuffix("Pipeline") for name in found)
 

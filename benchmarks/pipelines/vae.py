@@ -69,7 +69,7 @@ class AllTraffic(TrafficCounter):
 
 
 def image() -> Tensor:
-    """4 × 4 images of the grammar, ``[1, 3, 512, 512]`` in -1 to 1."""
+    """Return 4 × 4 images of the grammar as one, ``[1, 3, 512, 512]`` in -1 to 1."""
     rng = np.random.default_rng(0)
     rows = [np.concatenate([draw(crowded_scene(rng), rng) for _ in range(4)], axis=1) for _ in range(4)]
     pixels = torch.from_numpy(np.concatenate(rows)).permute(2, 0, 1)
@@ -136,7 +136,7 @@ def measure(rounds: int, distvae: str | None) -> dict[str, Any]:
 
 
 def show(images: Mapping[str, Tensor]) -> None:
-    """The middle of the image, and beside it the differences from one device, amplified."""
+    """Save the middle of the image, and the amplified differences from one device."""
     panels = []
     for name, x in images.items():
         if name == "para_core, tiled":  # bit by bit that of diffusers

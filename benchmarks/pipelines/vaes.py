@@ -43,7 +43,7 @@ MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
 
 @torch.no_grad()
 def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
-    """One row for each method and way: the largest error and the most bytes of any rank."""
+    """Return one row for each method and way: the largest error and the most bytes of any rank."""
     rows = []
     for method in ("exact", "tiled"):
         adapter = VAES[tiny.cls]
@@ -101,7 +101,7 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
-    """The most bytes of activations, of any rank beside one device; the result stays with the first rank."""
+    """Return the most bytes of activations, of any rank beside one device; the result stays with the first rank."""
     options = MORE_LEVELS.get(name, {})
     found = []
     for way, shape in large(tiny, options).items():
@@ -120,7 +120,7 @@ def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 
 def large(tiny: TinyVae, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of latents and pixels of which an edge row is a small part."""
+    """Return shapes of latents and pixels of which an edge row is a small part."""
     if len(tiny.latents) == 3:  # a waveform
         return {
             way: (*shape[:-1], 64 * shape[-1]) for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels))
@@ -173,7 +173,7 @@ def parts() -> dict[str, list[str]]:
 
 
 def _rows(by_ranks: dict[str, Any], part: str, *keys: str) -> list[tuple[list[str], list[dict[str, Any]]]]:
-    """The rows of ``part`` with the same ``keys``, in the order of the numbers of ranks."""
+    """Return the rows of ``part`` with the same ``keys``, in the order of the numbers of ranks."""
     rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for names in by_ranks.values():
         for row in (row for name in names.values() for row in name[part]):

@@ -136,7 +136,9 @@ def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
 
 
 def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
-    """On the rank that holds most, between calls and at most during one, of a model of more blocks."""
+    """Return the bytes on the rank that holds most, between calls and at most during one, for a model of more
+    blocks.
+    """
     single, layers = "num_single_layers" in MODELS[name].config, "n_layers" if name == "z-image" else "num_layers"
     transformer = build(name, **{layers: BLOCKS}, **({"num_single_layers": BLOCKS} if single else {}))
     whole = held(transformer)
@@ -163,7 +165,7 @@ def measure(titles: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def measure_cell(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """The error of the worst rank."""
+    """Return the error of the worst rank."""
     torch._dynamo.reset()
     whole, sharded = build(name), build(name)
     if heading != "alone" and method == "fsdp":

@@ -1,4 +1,4 @@
-"""For how many classes of diffusers `propose_plan` finds the plan without help.
+"""The number of diffusers classes for which `propose_plan` finds the plan without help.
 
     python -m benchmarks.planner.propose [--models flux wan ...]
 
@@ -36,8 +36,8 @@ def inputs_of(name: str, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
-    """The largest error at sizes and on meshes that the search has not seen; where text is sharded, with text on every
-    rank, too.
+    """Return the largest error at sizes and on meshes that the search has not seen; if text is sharded, also with
+    replicated text.
     """
     errors = []
     assert proposal.plan is not None
@@ -79,7 +79,7 @@ def score(name: str) -> dict[str, Any]:
 
 
 def named_of(proposal: Proposal) -> list[str]:
-    """Arguments that its block stack names in ``between`` and ``uncached``."""
+    """Return arguments that its block stack names in ``between`` and ``uncached``."""
     if proposal.blocks is None:
         return []
     return sorted({*proposal.blocks.uncached, *[name for group in proposal.blocks.groups for name in group.between]})
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
-    """Classes of which some model was judged so."""
+    """Return the classes with a model of this verdict."""
     return sorted({row["class"] for row in rows if row["verdict"] == verdict})
 
 

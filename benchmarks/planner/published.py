@@ -208,7 +208,7 @@ def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine
 
 
 def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
-    """With the slowdown for which one device takes as long as was published."""
+    """Return the machine with the slowdown for which one device takes as long as was published."""
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -250,7 +250,7 @@ def name_of(shape: MeshShape) -> str:
 
 
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    """Each published row next to the prediction."""
+    """Return each published row next to the prediction."""
     rows: list[list[object]] = []
     for table, slowdown, checked in tables:
         fit = f"one {table.device}, fitted: × {slowdown:.2f}"
@@ -264,7 +264,7 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
 
 
 def sources() -> list[str]:
-    """The planner's tables of devices and links."""
+    """Return the planner's tables of devices and links."""
     devices = [
         [
             device.name,

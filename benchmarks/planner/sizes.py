@@ -51,7 +51,7 @@ RESERVED = 6e9
 
 
 def options(shape: MeshShape) -> str:
-    """As ``init_context_parallel_mesh`` is given it."""
+    """Return the mesh in the words of ``init_context_parallel_mesh``."""
     sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
@@ -90,12 +90,12 @@ def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
 
 
 def held(row: MeshPrediction) -> float | None:
-    """Bytes of a rank, if the mesh can run."""
+    """Return bytes of a rank, if the mesh can run."""
     return None if row.problem else row.memory
 
 
 def plan_all() -> dict[str, Any]:
-    """All plans of all models."""
+    """Return all plans of all models."""
     machines, memory = {}, {}
     for model in MODELS:
         work = workload(model)
@@ -115,7 +115,7 @@ def plan_all() -> dict[str, Any]:
 
 
 def machine_of(name: str, link: str | None, ranks: int) -> Machine:
-    """Compiled, all ranks in one host."""
+    """Return a machine that runs compiled models, with all ranks in one host."""
     device = device_named(name)
     topology = Topology(link_named(link, device), link_named(None, device), ranks)
     return Machine(device, topology, Host(), Runtime(compiled=True))
@@ -153,7 +153,7 @@ def _option(cell: dict[str, Any]) -> str:
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
-    """Gigabytes of a rank, and the smallest device that has them."""
+    """Return gigabytes of a rank, and the smallest device that has them."""
     heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS), *(f"tensor {ranks}" for ranks in RANKS[1:])]
     rows = [
         [model, f"{row['weights'] / 1e9:.0f}", *map(_held, [*row["replicated"].values(), *row["tensor"].values()])]
@@ -222,7 +222,7 @@ class Sizes:
     reduced: int  # all-reduced activations per token of one call
 
     def fsdp(self, ranks: int) -> float:
-        """Held at most, while it runs."""
+        """Return the parameters held at most while the module runs."""
         return self.total - self.sharded + self.sharded / ranks + self.at_once
 
     def at_rest(self, ranks: int) -> float:
@@ -253,7 +253,7 @@ def sizes_of(module: nn.Module) -> Sizes:
 
 
 def row(model: Model) -> dict[str, Any]:
-    """Gigabytes of weights on a rank by method and ranks, and gigabytes received per step."""
+    """Return gigabytes of weights on a rank by method and ranks, and gigabytes received per step."""
     with torch.device("meta"):
         transformer = sizes_of(getattr(diffusers, model.cls)(**model.config))
         encoder = sizes_of(model.encoder())
@@ -287,7 +287,7 @@ def fits(held: float) -> str:
 
 
 def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
-    """Gigabytes of weights on a rank, and the smallest card for them."""
+    """Return gigabytes of weights on a rank, and the smallest card for them."""
     rows = []
     for name, sizes in models.items():
         copy = sizes["one copy"]

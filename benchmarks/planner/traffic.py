@@ -44,7 +44,7 @@ class Model:
 
     @property
     def branches(self) -> int:
-        """Calls of a step, which two halves of the ranks could share."""
+        """Return the number of calls of a step that two halves of the ranks can share."""
         return self.published.branches
 
     def inputs(self, config: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def call_of(model: Model, batch: int) -> ModelCall:
 
 
 def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_dims: bool = False) -> float | None:
-    """That the rank which sends most sends in a step; None where the ranks along ``batch`` would have nothing to share.
+    """Return gigabytes per step by model and number of ranks.
 
     Args:
         calls: by the number of shares of their samples.
@@ -98,7 +98,7 @@ def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_d
 
 
 def rows() -> list[dict[str, Any]]:
-    """Gigabytes per step: by model, and by number of ranks."""
+    """Return gigabytes per step: by model, and by number of ranks."""
     table = []
     for name, model in REAL.items():
         calls = {batch: call_of(model, batch) for batch in (1, 2)}

@@ -42,7 +42,7 @@ BODY = {"prompt": "a large red circle in the centre on a white background", "see
 
 
 def ask(port: int, body: dict[str, Any]) -> tuple[int, float, float]:
-    """``(status, seconds, seconds in the pipeline)``."""
+    """Send one request; return ``(status, seconds, seconds in the pipeline)``."""
     start = time.perf_counter()
     with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
         connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
@@ -130,7 +130,9 @@ def load(port: int, body: dict[str, Any], requests: int, interval: float) -> dic
 
 
 def measure(port: int, body: dict[str, Any], requests: int, running: int) -> dict[str, Any]:
-    """One round: requests one at a time, then as many as the server can do at once (``running``), then loads."""
+    """Measure one round: requests one at a time, then as many as the server runs at once (``running``), then
+    the loads.
+    """
     alone = [ask(port, body) for _ in range(4)][1:]
     with ThreadPoolExecutor(running) as threads:
         start = time.perf_counter()

@@ -48,7 +48,7 @@ COMPARED = 5
 
 
 def rank_processes() -> list[int]:
-    """Process ids of the ranks on this machine, by the name that Ray gives them."""
+    """Return the process ids of the ranks on this machine, found by the name that Ray gives them."""
     import psutil
 
     named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
@@ -66,7 +66,7 @@ def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
 
 
 def try_first(ranks: int) -> dict[str, Any]:
-    """A fresh clone: what installing takes, and the first image, on one process and on ranks."""
+    """Install a fresh clone, and generate the first image on one process and on ranks."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -90,7 +90,7 @@ def try_first(ranks: int) -> dict[str, Any]:
 
 
 def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
-    """A file of ``number`` prompts on replicas, of which a rank is killed once half of them are written."""
+    """Generate a file of ``number`` prompts on replicas, and kill a rank once half of them are written."""
     from para_core.fleet import batch
     from para_core.fleet.group import ReplicaShape
 
@@ -140,7 +140,7 @@ def connect(body: dict[str, Any]) -> http.client.HTTPConnection:
 
 
 def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
-    """``(status, the image or the error, seconds)``."""
+    """Send one request; return ``(status, the image or the error, seconds)``."""
     start = time.perf_counter()
     with contextlib.closing(connect(body)) as connection:
         response = connection.getresponse()
@@ -150,7 +150,7 @@ def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
 
 
 def leave_amid(body: dict[str, Any]) -> int:
-    """Go away once the stream has told a step; the number of that step."""
+    """Disconnect at the first progress event of the stream; return the number of its step."""
     with contextlib.closing(connect({**body, "stream": True})) as connection:
         response = connection.getresponse()
         while line := response.readline():
@@ -172,7 +172,7 @@ def metric(name: str) -> float:
 
 
 def wait_until(reached: Any, what: str, seconds: float = 300.0) -> float:
-    """Seconds until ``reached()``."""
+    """Wait until ``reached()``; return the seconds that it took."""
     start = time.perf_counter()
     while not reached():
         if time.perf_counter() - start > seconds:
@@ -186,7 +186,7 @@ def ready() -> int:
 
 
 def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
-    """``clients`` at once, of which some ask for many steps, and leave after one of them."""
+    """Send requests of ``clients`` at once, some of which ask for many steps and leave after one."""
     body = {"prompt": CAPTIONS[0], "seed": 0, **SMALL}
     alone = statistics.median(ask(body)[2] for _ in range(5))
     steps = metric("para_core_steps_total")
@@ -225,7 +225,7 @@ def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
 
 
 def try_death(replicas: int, requests: int) -> dict[str, Any]:
-    """A rank is killed while ``requests`` run and wait, each of which may be tried once more."""
+    """Kill a rank while ``requests`` run and wait, each of which may be tried once more."""
     body = {"prompt": CAPTIONS[1], **SMALL, "steps": 40}
     restored: list[float] = []
     before = metric("para_core_steps_total")
@@ -262,7 +262,7 @@ def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[st
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """The table of docs/serving.md."""
+    """Return the table of docs/serving.md."""
     first, prompts, server = (results[part] for part in PARTS)
     taken = first["seconds"]
     clients, death = server["clients"], server["death"]

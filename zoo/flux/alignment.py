@@ -23,8 +23,8 @@ ATTRIBUTES = {"colour": list(grammar.COLOURS), "shape": list(grammar.SHAPES)}
 
 
 class AlignedDenoiser(Denoiser):
-    """The denoiser, and what the first single block's image tokens say about the things: ``answers`` of the last
-    call.
+    """The denoiser with linear layers on the image tokens of the first single block; ``answers`` holds those
+    of the last call.
     """
 
     def __init__(self, tokenizers: Tokenizers) -> None:
@@ -38,7 +38,7 @@ class AlignedDenoiser(Denoiser):
     def forward(
         self, tokens: torch.Tensor, sigma: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor
     ) -> torch.Tensor:
-        """The velocity, as `Denoiser` gives it."""
+        """Return the velocity, as `Denoiser` gives it."""
 
         def ask(block: nn.Module, arguments: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
             image = F.layer_norm(outputs[1].float(), outputs[1].shape[-1:])
@@ -52,7 +52,9 @@ class AlignedDenoiser(Denoiser):
 
 
 def things_by_token(scene: Scene) -> dict[str, torch.Tensor]:
-    """For each attribute the class at each token, ``[S]``: 0 where no thing is, else 1 + its index in `ATTRIBUTES`."""
+    """Return for each attribute the class of each token, ``[S]``: 0 without a thing, else 1 + its index in
+    `ATTRIBUTES`.
+    """
     side = SIDE // TOKEN
     classes = {name: torch.zeros(side, side, dtype=torch.long) for name in ATTRIBUTES}
     for thing in scene.things:
@@ -63,8 +65,8 @@ def things_by_token(scene: Scene) -> dict[str, torch.Tensor]:
 
 
 def alignment_loss(model: AlignedDenoiser, scenes: list[Scene]) -> torch.Tensor:
-    """Cross-entropy of the last call's answers, summed over attributes; tokens with and without a thing weigh the
-    same.
+    """Return the cross-entropy of the last call's answers, summed over attributes. Tokens with and without a thing
+    weigh the same.
     """
     truths = [things_by_token(scene) for scene in scenes]
     total = torch.zeros((), device=next(model.parameters()).device)

@@ -32,7 +32,7 @@ BACKGROUND_DISTANCE = 30.0  # mean |difference| in grey levels; the closest two 
 
 @dataclass(frozen=True)
 class Found:
-    """One object of an image; None where no answer is clear."""
+    """One object of an image. An attribute without a clear answer is None."""
 
     colour: str | None
     shape: str | None
@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a scene an image shows. The tuples follow the scene's things."""
+    """The parts of a scene that an image shows. The tuples follow the scene's things."""
 
     colour: tuple[bool, ...]
     shape: tuple[bool, ...]
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def patches(mask: np.ndarray) -> list[np.ndarray]:
-    """The 4-connected patches of a ``[height, width]`` bool mask, each a mask of that size, largest first."""
+    """Return the 4-connected patches of a ``[height, width]`` bool mask, each a mask of that size, largest first."""
     number = np.arange(1, mask.size + 1).reshape(mask.shape) * mask
     while True:
         padded = np.pad(number, 1)
@@ -77,7 +77,7 @@ def patches(mask: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class _Spread:
-    """Where the pixels of a mask lie: mean and standard deviation of their (y, x)."""
+    """The mean and the standard deviation of the (y, x) of a mask's pixels."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -97,7 +97,7 @@ def _template(shape: str, blur: int) -> tuple[np.ndarray, _Spread]:
 
 
 def _overlap(patch: np.ndarray, spread: _Spread, shape: str, blur: int) -> float:
-    """Intersection over union of a patch and a template moved and stretched to the same mean and deviation.
+    """Return the intersection over union of a patch and a template moved and stretched to the same mean and deviation.
 
     These feel a lost tip or a frayed edge less than the bounding box does.
     """
@@ -111,7 +111,7 @@ def _overlap(patch: np.ndarray, spread: _Spread, shape: str, blur: int) -> float
 
 
 def _colour_of(pixels: np.ndarray) -> str | None:
-    """``pixels``: ``[n, 3]``."""
+    """Return the nearest colour of pixels ``[n, 3]``, or None."""
     median = np.median(pixels, axis=0)
     distance = {name: float(np.linalg.norm(median - np.array(rgb))) for name, rgb in COLOURS.items()}
     best = min(distance, key=distance.__getitem__)
@@ -119,7 +119,7 @@ def _colour_of(pixels: np.ndarray) -> str | None:
 
 
 def _shape_of(patch: np.ndarray) -> str | None:
-    """``patch``: bool, with room around it for a template that is larger."""
+    """Return the shape of a patch ``[height, width]``, or None. The mask has a margin for a larger template."""
     spread = _Spread.of(patch)
     overlap = {shape: max(_overlap(patch, spread, shape, blur) for blur in BLURS) for shape in SHAPES}
     best = max(overlap, key=overlap.__getitem__)
@@ -148,14 +148,14 @@ def _describe(image: np.ndarray, patch: np.ndarray) -> Found:
 
 
 def find(image: np.ndarray) -> list[Found]:
-    """The objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
+    """Return the objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
     saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
     found = patches(saturation >= SATURATED)
     return [_describe(image, patch) for patch in found if patch.sum() >= MIN_PIXELS]
 
 
 def find_background(image: np.ndarray) -> str | None:
-    """The background's name, judged by the unsaturated pixels, or None."""
+    """Return the background's name, judged by the unsaturated pixels, or None."""
     saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
     plain = saturation < SATURATED / 3  # edges are part of neither
     if not plain.any():
@@ -169,7 +169,7 @@ def find_background(image: np.ndarray) -> str | None:
 
 
 def _agreement(thing: Thing, found: Found | None) -> tuple[bool, bool, bool, bool]:
-    """Colour, shape, place and size; an object that was not found has none of them right."""
+    """Return whether colour, shape, place and size agree; all are wrong for an object that was not found."""
     if found is None:
         return False, False, False, False
     return found.colour == thing.colour, found.shape == thing.shape, found.cell == thing.cell, found.size == thing.size

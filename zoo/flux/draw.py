@@ -21,7 +21,7 @@ SUPERSAMPLING = 3
 
 
 def background(name: str, height: int = SIDE, width: int = SIDE) -> np.ndarray:
-    """``[height, width, 3]`` uint8: one grey, or upright stripes of two greys."""
+    """Return ``[height, width, 3]`` uint8: one grey, or upright stripes of two greys."""
     light, dark = BACKGROUND_GREYS[name]
     columns = np.where((np.arange(width) // STRIPE) % 2 == 0, light, dark)
     return np.broadcast_to(columns[None, :, None], (height, width, 3)).astype(np.uint8)
@@ -50,7 +50,7 @@ def draw_shape(
 
 
 def shape_mask(shape: str, height: int, width: int) -> np.ndarray:
-    """``[height, width]`` bool: ``shape`` stretched to fill the whole box."""
+    """Return ``[height, width]`` bool: ``shape`` stretched to fill the whole box."""
     side = 240
     image = Image.new("L", (side, side), 0)
     draw_shape(ImageDraw.Draw(image), shape, side / 2, side / 2, side / 2, 255)
@@ -59,7 +59,7 @@ def shape_mask(shape: str, height: int, width: int) -> np.ndarray:
 
 
 def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """The image of a scene, ``[128, 128, 3]`` uint8 RGB, with antialiased edges.
+    """Return the image of a scene, ``[128, 128, 3]`` uint8 RGB, with antialiased edges.
 
     Cells are 40 pixels apart, two centres at least 36, and no thing is wider than 35.7: things never touch.
     """

@@ -29,7 +29,7 @@ WORD = 3  # first word of the seeds here; training uses 0, 1 and 2
 
 
 def held_out_scenes(seed: int, num_things: int, count: int) -> list[Scene]:
-    """``count`` different scenes."""
+    """Return ``count`` different scenes."""
     rng = np.random.default_rng([WORD, seed, num_things])
     scenes: dict[Scene, None] = {}
     while len(scenes) < count:
@@ -58,7 +58,7 @@ def generate(
 
 
 def tally(verdicts: list[Verdict]) -> dict[str, float]:
-    """Share of things (colour, shape, place, size) and of images (count, background, all) that are right."""
+    """Return the share of things (colour, shape, place, size) and of images (count, background, all) that are right."""
 
     def share(values: list[bool]) -> float:
         return round(sum(values) / len(values), 4)
@@ -75,14 +75,14 @@ def tally(verdicts: list[Verdict]) -> dict[str, float]:
 
 @torch.no_grad()
 def through_vae(pipe: FluxPipeline, image: np.ndarray) -> Image.Image:
-    """A true drawing encoded and decoded: what no denoiser can improve on."""
+    """Return a true drawing, encoded and decoded. No denoiser can improve on it."""
     tensor = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].to(pipe.vae.device).float() / 127.5 - 1
     decoded = pipe.vae.decode(pipe.vae.encode(tensor).latent_dist.mean).sample
     return pipe.image_processor.postprocess(decoded, output_type="pil")[0]
 
 
 def ceiling(pipe: FluxPipeline, scenes: list[Scene], seed: int) -> dict[str, float]:
-    """The same figures for true drawings that went through the autoencoder."""
+    """Return the same figures for true drawings that went through the autoencoder."""
     verdicts = []
     for i, scene in enumerate(scenes):
         image = draw(scene, np.random.default_rng([WORD, seed, i]))
@@ -91,7 +91,7 @@ def ceiling(pipe: FluxPipeline, scenes: list[Scene], seed: int) -> dict[str, flo
 
 
 def grid(images: list[np.ndarray], captions: list[str], columns: int = 6, scale: int = 1) -> Image.Image:
-    """Images with their captions below, row by row."""
+    """Return images with their captions below, row by row."""
     font = ImageFont.load_default(size=11)
     side, gap, text_height = SIDE * scale, 16, 78
     rows = -(-len(images) // columns)
@@ -106,7 +106,7 @@ def grid(images: list[np.ndarray], captions: list[str], columns: int = 6, scale:
 
 
 def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
-    """The figures for one, two and three things, and the grid: the first twelve, six and six, as they came."""
+    """Return the figures for one, two and three things, and the grid: the first twelve, six and six, as they came."""
     figures: dict[str, Any] = {}
     shown, said = [], []
     for num_things, count in zip((1, 2, 3), args.counts, strict=True):
@@ -126,7 +126,7 @@ def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, An
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     found = parser(__doc__, "tiny_flux")
     found.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
     return found.parse_args(arguments)

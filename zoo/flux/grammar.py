@@ -87,14 +87,14 @@ def in_training(scene: Scene) -> bool:
 
 
 def triples(*, held_out: bool) -> Iterator[tuple[str, str, str]]:
-    """All (colour, shape, cell) that are held out, or all that are not."""
+    """Yield all (colour, shape, cell) that are held out, or all that are not."""
     for colour, shape, cell in product(COLOURS, SHAPES, CELLS):
         if is_held_out(colour, shape, cell) == held_out:
             yield colour, shape, cell
 
 
 def caption(scene: Scene, rng: np.random.Generator | None = None, *, plain: float = 0.6) -> str:
-    """The words for a scene: the full caption without ``rng``; with it, some words may be left out or moved.
+    """Return the words for a scene: the full caption without ``rng``; with it, some words may be left out or moved.
 
     Args:
         plain: probability that none is, all the same.
@@ -120,7 +120,7 @@ def caption(scene: Scene, rng: np.random.Generator | None = None, *, plain: floa
 
 
 def words() -> list[str]:
-    """Every word and sign that a caption can hold, sorted: the vocabulary of both tokenizers."""
+    """Return every word and sign that a caption can hold, sorted: the vocabulary of both tokenizers."""
     text = " ".join([*COLOURS, *SHAPES, *SIZES, *BACKGROUNDS, *CELLS.values(), *RELATIONS, "a and , on background"])
     return sorted(set(text.split()))
 
@@ -142,7 +142,7 @@ def _random_scene(rng: np.random.Generator, num_things: int) -> Scene:
 
 
 def training_scene(rng: np.random.Generator, weights: tuple[float, float, float] = (0.6, 0.25, 0.15)) -> Scene:
-    """A random scene with one, two or three things (with these probabilities), no thing of it held out."""
+    """Return a random scene with one, two or three things (with these probabilities), no thing of it held out."""
     num_things = 1 + int(rng.choice(3, p=weights))
     while True:
         scene = _random_scene(rng, num_things)
@@ -151,8 +151,8 @@ def training_scene(rng: np.random.Generator, weights: tuple[float, float, float]
 
 
 def crowded_scene(rng: np.random.Generator) -> Scene:
-    """A thing in nearly every cell, none held out: no caption says it, but an autoencoder learns colours from it
-    sooner.
+    """Return a thing in nearly every cell, none of them held out. No caption describes such a scene; an autoencoder
+    learns colours sooner from it.
     """
     allowed = list(triples(held_out=False))
     things = []
@@ -165,7 +165,7 @@ def crowded_scene(rng: np.random.Generator) -> Scene:
 
 
 def held_out_scene(rng: np.random.Generator, num_things: int) -> Scene:
-    """A random scene of which *every* thing is held out.
+    """Return a random scene of which *every* thing is held out.
 
     Raises:
         ValueError: ``num_things`` is not 1, 2 or 3.

@@ -30,7 +30,8 @@ class Tokenizers:
 
 
 def build_clip_tokenizer() -> CLIPTokenizer:
-    """Byte-level BPE in which a word of the grammar is one token, or a few, and any other word is spelled in letters.
+    """Return a byte-level BPE tokenizer. A word of the grammar is one token or a few, and any other word is spelled in
+    letters.
 
     The merges are written down, not trained: `BpeTrainer` breaks ties by a hash that differs from process to process.
     """
@@ -51,19 +52,23 @@ def build_clip_tokenizer() -> CLIPTokenizer:
 
 
 def build_word_tokenizer(words: list[str]) -> T5TokenizerFast:
-    """Each of the words is one token, also with a capital; what is left of other words is ``<unk>``."""
+    """Return a tokenizer in which each of the words, also capitalized, is one token. The rest of other words is
+    ``<unk>``.
+    """
     pieces = [piece for word in words for piece in (f"▁{word}", f"▁{word.capitalize()}") if word != ","] + [","]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((piece, -1.0) for piece in pieces)]
     return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
 def build_tokenizers() -> Tokenizers:
-    """Both tokenizers; nothing in them is random."""
+    """Return both tokenizers; nothing in them is random."""
     return Tokenizers(build_clip_tokenizer(), build_word_tokenizer(grammar.words()))
 
 
 def build_vae() -> AutoencoderKL:
-    """Three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latent pixels of 16 channels, which are 64 tokens."""
+    """Return a VAE with three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latent pixels of 16 channels, which
+    are 64 tokens.
+    """
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -79,7 +84,7 @@ def build_vae() -> AutoencoderKL:
 
 
 class Denoiser(nn.Module):
-    """What flow matching trains, all parts together: the transformer and both text encoders."""
+    """The model that flow matching trains: the transformer and both text encoders."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         super().__init__()
@@ -125,7 +130,7 @@ class Denoiser(nn.Module):
     def forward(
         self, tokens: torch.Tensor, sigma: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor
     ) -> torch.Tensor:
-        """The velocity, noise − data, as FluxPipeline asks for it.
+        """Return the velocity, noise − data, as FluxPipeline asks for it.
 
         Args:
             tokens: noisy packed latents of square images, ``[B, S, 16]``.
@@ -147,7 +152,7 @@ class Denoiser(nn.Module):
 
 
 def build_pipeline(denoiser: Denoiser, vae: AutoencoderKL, tokenizers: Tokenizers) -> FluxPipeline:
-    """The parts as one plain diffusers pipeline; shares their parameters."""
+    """Return the parts as one plain diffusers pipeline. It shares their parameters."""
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=vae,

@@ -1,4 +1,4 @@
-"""What the tiny FLUX learns from: images and captions drawn from seeds, and what of them counts."""
+"""The training data of the tiny FLUX: images and captions drawn from seeds, and the weights of the loss."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CELL_REACH = 22  # pixels from the centre of a cell: its thing is inside, whatev
 
 
 def to_tensor(images: list[np.ndarray]) -> torch.Tensor:
-    """uint8 images to ``[B, 3, height, width]`` in −1 … 1, channels last in memory."""
+    """Convert uint8 images to ``[B, 3, height, width]`` in −1 … 1, channels last in memory."""
     return (torch.from_numpy(np.stack(images)).float() / 127.5 - 1).permute(0, 3, 1, 2)
 
 
 def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Images full of things, ``[batch, 3, 128, 128]`` in −1 … 1.
+    """Return images full of things, ``[batch, 3, 128, 128]`` in −1 … 1.
 
     Training scenes are nine tenths background; an autoencoder trained on those alone had drawn all things grey after
     1,400 steps.
@@ -52,7 +52,7 @@ def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor
 def draw_batch(
     seed: np.random.SeedSequence, batch: int, weights: tuple[float, float, float] = THINGS
 ) -> tuple[torch.Tensor, list[Scene]]:
-    """Images of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and the scenes.
+    """Return images of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and the scenes.
 
     Args:
         weights: probabilities of one, two, three things.
@@ -66,7 +66,7 @@ def draw_batch(
 
 
 def draw_thinned_batch(seed: np.random.SeedSequence, batch: int, grey: float) -> torch.Tensor:
-    """Images with one thing up to a thing in every cell, ``[batch, 3, 128, 128]`` in −1 … 1.
+    """Return images with one thing up to a thing in every cell, ``[batch, 3, 128, 128]`` in −1 … 1.
 
     A lone thing on grey is the hardest: all else is zero there, so normalized over the whole image a thing is many
     times as large as on white. An autoencoder that had seen full images alone told red from blue there, and no more,
@@ -101,7 +101,7 @@ def measure_latents(vae: AutoencoderKL, seed: int, *, batches: int = 16, batch: 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
-    """``[B, 3, height, width]`` in −1 … 1 to packed latents, unit normal, ``[B, S, 4 C]``."""
+    """Encode ``[B, 3, height, width]`` in −1 … 1 to packed latents, unit normal, ``[B, S, 4 C]``."""
     latents = vae.encode(images.to(vae.device)).latent_dist.mean
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
     packed: torch.Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
@@ -109,8 +109,8 @@ def encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of_cell(cell: str, reach: int) -> torch.Tensor:
-    """Tokens with their middle less than ``reach`` pixels from the cell's, along both sides: ``[rows, columns]``,
-    boolean.
+    """Return a boolean mask ``[rows, columns]`` of the tokens whose middle is less than ``reach`` pixels from the
+    cell's, along both sides.
     """
     tokens = torch.arange(TOKEN // 2, SIDE, TOKEN)
     near = [(tokens - centre).abs() < reach for centre in CELL_CENTRES]
@@ -119,7 +119,7 @@ def tokens_of_cell(cell: str, reach: int) -> torch.Tensor:
 
 
 def cell_weights(scene: Scene, weight: float) -> torch.Tensor:
-    """``[S, 1]``: ``weight`` for the tokens that a thing may touch, 1 for others, then scaled to a mean of 1.
+    """Return ``[S, 1]``: ``weight`` for the tokens that a thing may touch, 1 for others, then scaled to a mean of 1.
 
     A weight that follows the caption alone leaves the best answer what it is; where the caption leaves the cell out, it
     pulls a little towards things.
@@ -142,7 +142,7 @@ class DecoderLoss:
     batch: int
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The loss of one step, a scalar."""
+        """Return the loss of one step, a scalar."""
         seed = step_seed(self.seed, DECODER_STAGE, step)
         generator = torch_generator(seed)
         device = next(model.parameters()).device
@@ -171,7 +171,7 @@ def build_pool(
     things: tuple[float, float, float],
     weight: float,
 ) -> Pool:
-    """``count`` training scenes, drawn and encoded; ``weight`` is that of cells which hold a thing."""
+    """Draw and encode ``count`` training scenes. ``weight`` is the weight of cells that hold a thing."""
     scenes, data = [], []
     for start in range(0, count, 64):
         images, part = draw_batch(step_seed(seed, FLOW_STAGE, start), min(64, count - start), things)
@@ -183,8 +183,8 @@ def build_pool(
 def tokenize(
     tokenizers: Tokenizers, captions: list[str], pooled: list[str], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CLIP ids of ``pooled``, ``[B, 77]``, and T5 ids of ``captions``, ``[B, length]``, padded as FluxPipeline pads
-    them.
+    """Return CLIP ids of ``pooled``, ``[B, 77]``, and T5 ids of ``captions``, ``[B, length]``, padded as FluxPipeline
+    pads them.
     """
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     clip_ids = tokenizers.clip(pooled, max_length=tokenizers.clip.model_max_length, **options).input_ids
@@ -193,13 +193,13 @@ def tokenize(
 
 @dataclass(frozen=True)
 class Captions:
-    """What the denoiser is told about scenes: ids for both encoders, all captions padded to one length."""
+    """The conditions of the denoiser: ids of captions for both encoders, padded to one length."""
 
     tokenizers: Tokenizers
     no_pooled_caption: float = NO_POOLED_CAPTION
 
     def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``."""
+        """Return CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``."""
         captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
         longest = max(len(ids) for ids in self.tokenizers.t5(captions).input_ids)
         length = max(longest, int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values()))))

@@ -1,4 +1,4 @@
-"""What the T5 encoder learns before it meets an image: which words of a caption are about the same thing.
+"""The training of the T5 encoder on captions alone: it learns which words are about the same thing.
 
 FLUX takes its text encoders as they come, trained on language long before. Here a minute of captions alone stands in
 for that: the embedding of a thing's colour word and of its shape word must tell the whole thing, its size and place
@@ -40,13 +40,15 @@ class Reader(nn.Module):
         self.heads = nn.ModuleDict({name: nn.Linear(T5_WIDTH, len(values)) for name, values in ATTRIBUTES.items()})
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """T5 ids ``[B, S]`` to embeddings ``[B, S, C]``."""
+        """Return embeddings ``[B, S, C]`` of T5 ids ``[B, S]``."""
         embeddings: torch.Tensor = self.encoder(ids)[0]
         return embeddings
 
 
 def naming_tokens(tokenizer: T5TokenizerFast, ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(caption, thing, position in the caption) of each colour word and each shape word in ``ids``, ``[B, S]``."""
+    """Return (caption, thing, position in the caption) of each colour word and each shape word in ``ids``,
+    ``[B, S]``.
+    """
     found = []
     for name in NAMING:
         words = [f"▁{form}" for word in ATTRIBUTES[name] for form in (word, word.capitalize())]
@@ -59,14 +61,14 @@ def naming_tokens(tokenizer: T5TokenizerFast, ids: torch.Tensor) -> list[tuple[i
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Cross-entropy of each thing's attributes, summed; what a caption leaves out can only be guessed."""
+    """The summed cross-entropy of each thing's attributes. An attribute that a caption omits can only be guessed."""
 
     tokenizer: T5TokenizerFast
     seed: int
     batch: int
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The loss of one step, a scalar."""
+        """Return the loss of one step, a scalar."""
         rng = np.random.default_rng(step_seed(self.seed, TEXT_STAGE, step))
         device = next(model.parameters()).device
         scenes = [grammar.training_scene(rng, THINGS) for _ in range(self.batch)]

@@ -30,7 +30,9 @@ THINGS = (0.2, 0.65, 0.15)  # of the scenes have one, two, three things
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
-    """The averaged autoencoder, with the statistics of its latents in its config; and the seconds it took."""
+    """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds of
+    training.
+    """
     torch.manual_seed(args.seed)
     model = build_vae().to(args.device, memory_format=torch.channels_last)
     seconds = 0.0
@@ -47,7 +49,7 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
 
 
 def train_decoder(args: argparse.Namespace, model: AutoencoderKL) -> tuple[AutoencoderKL, float]:
-    """The autoencoder after its decoder went on alone, which changes no latent; and the seconds it took."""
+    """Train the decoder alone, which changes no latent. Return the autoencoder and the seconds."""
     model.requires_grad_(False).decoder.requires_grad_(True)
     schedule = Schedule(args.decoder_steps, args.decoder_learning_rate, decay=0.6, average=0.99)
     checkpoint = args.checkpoints / "decoder.pt"
@@ -56,7 +58,7 @@ def train_decoder(args: argparse.Namespace, model: AutoencoderKL) -> tuple[Autoe
 
 
 def train_text(args: argparse.Namespace, tokenizers: Tokenizers) -> T5EncoderModel:
-    """The averaged T5 encoder after captions alone."""
+    """Return the averaged T5 encoder after training on captions alone."""
     torch.manual_seed(args.seed + 2)
     model = Reader(Denoiser(tokenizers).text_encoder_2).to(args.device)
     schedule = Schedule(args.text_steps, args.text_learning_rate, decay=0.5, average=0.99)
@@ -90,7 +92,7 @@ def flow(args: argparse.Namespace, vae: AutoencoderKL, vae_seconds: float) -> No
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are the recipe of the published weights."""
+    """Return the command line; the defaults are the recipe of the published weights."""
     parser = build_parser(__doc__, HERE)
     parser.add_argument(
         "--vae", type=Path, help="folder of an autoencoder: instead of training one, its decoder goes on"

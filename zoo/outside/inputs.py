@@ -31,7 +31,7 @@ _DECODER = {**_TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 @dataclass(frozen=True)
 class Builder:
-    """How a model is built, and its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
+    """A function that builds a model, and one that makes its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
 
     cls: str
     make: Callable[[], nn.Module]
@@ -48,7 +48,7 @@ def ids(size: int) -> dict[str, Any]:
 
 
 def padded(size: int) -> dict[str, Any]:
-    """The second prompt is five tokens shorter, padded on the right."""
+    """Return token ids of two prompts. The second is five tokens shorter, padded on the right."""
     mask = torch.ones(2, LENGTHS[size], dtype=torch.long)
     mask[1, -5:] = 0
     return {**ids(size), "attention_mask": mask}
@@ -204,7 +204,7 @@ BUILDERS = {
 
 
 def build(name: str) -> nn.Module:
-    """The model in eval mode, all parameters random, the same in every process."""
+    """Return the model in eval mode, all parameters random, the same in every process."""
     return fill(BUILDERS[name].make(), seed=1)
 
 

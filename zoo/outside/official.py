@@ -153,7 +153,7 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, k_lens: Tensor | None = None) -> Tensor:
-    """``[B, S, H, D]`` in and out: samples one behind the other, keys of each up to its length."""
+    """Attend over ``[B, S, H, D]`` with the samples one after the other, and the keys of each up to its length."""
     batch, num_queries, num_keys = len(q), q.shape[1], k.shape[1]
     lengths = [num_keys] * batch if k_lens is None else k_lens.tolist()
     k, v = (torch.cat([sample[:length] for sample, length in zip(x, lengths, strict=True)]) for x in (k, v))
@@ -265,7 +265,7 @@ def attention(
     max_seqlen_kv: int,
     batch_size: int = 1,
 ) -> Tensor:
-    """``[B, S, H, D]`` in, ``[B, S, H * D]`` out."""
+    """Attend over ``[B, S, H, D]``; return ``[B, S, H * D]``."""
     rows = (x.flatten(0, 1) for x in (q, k, v))
     out = flash_attn_varlen_func(*rows, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     return out.view(batch_size, max_seqlen_q, HEADS, HEAD_DIM).flatten(2)

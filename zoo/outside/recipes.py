@@ -108,7 +108,7 @@ def token_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def encoder_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """An encoder, padded."""
+    """Run an encoder on padded token ids."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     positions = torch.arange(ids.shape[1])[None]
     with UnifiedAttnMode(mesh) as cp:
@@ -118,7 +118,7 @@ def encoder_ids(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def global_mask(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """A decoder with a sliding window, and a 4-D mask over all tokens that says so."""
+    """Run a decoder with a sliding window, given as a 4-D mask over all tokens."""
     ids = inputs["input_ids"]
     length = ids.shape[1]
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).tril().triu(1 - WINDOW)
@@ -182,7 +182,7 @@ def comfy(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def wan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """The rotary function is called inside of attention with the whole grid, so its table is made once and sharded."""
+    """Run Wan with its rotary table sharded: the rotary function is called inside attention with the whole grid."""
     rope_apply, length = official.rope_apply, inputs["seq_len"]
     ones = torch.zeros(1, length, 1, official.HEAD_DIM)
     ones[..., 0::2] = 1  # rotated by rope_apply, 1 + 0i is the table itself
@@ -232,13 +232,13 @@ MOCHI_PLAN = Plan(
 
 
 def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
-    """In place of HunyuanVideo's ``attention``: without padding, flash_attn needs no lengths."""
+    """Replace HunyuanVideo's ``attention``: without padding, flash_attn needs no lengths."""
     return flash_attn_func(q, k, v).flatten(2)
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """The text is trimmed to its valid tokens, of one prompt: the rest of it is attended to by nothing that is
-    returned.
+    """Run HunyuanVideo with the text cut to its valid tokens (one prompt). No returned token attends to the rest of the
+    text.
     """
     valid = int(inputs["text_mask"].sum())
     inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
@@ -256,7 +256,9 @@ def mochi(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 @cache
 def proposed_plan(name: str) -> Plan | None:
-    """The plan that ``propose_plan`` finds from two calls of other lengths; or from one, of a model of one size."""
+    """Return the plan that ``propose_plan`` finds from two calls of other lengths, or from one call if the model has
+    one size.
+    """
     examples = (inputs_of(name),) if name in ONE_SIZE else (inputs_of(name, 0), inputs_of(name, 1))
     return propose_plan(build(name), examples).plan
 
@@ -275,7 +277,7 @@ def proposed(model: str) -> Recipe:
 
 
 def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Logits of four tokens after a prompt: each rank keeps the keys of its part of the prompt, and all of the
+    """Return logits of four tokens after a prompt. Each rank keeps the keys of its part of the prompt, and of the whole
     answer.
     """
     ids = inputs["input_ids"]
@@ -296,7 +298,7 @@ def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def generated(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Logits of ``generate()`` under a plan, whose cache every rank holds whole."""
+    """Return logits of ``generate()`` under a plan. Every rank holds the whole key cache."""
     plan = proposed_plan("Llama, decoding")
     assert plan is not None
     apply_context_parallel(model, ContextParallelConfig(mesh=mesh), plan)
@@ -321,7 +323,7 @@ def decoded_alone(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def trained(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Loss and gradients of one step; gradients of the gathered loss are averaged over the ranks."""
+    """Return loss and gradients of one step. Gradients of the gathered loss are averaged over the ranks."""
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1])[None]
     model.requires_grad_().zero_grad()

@@ -12,7 +12,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def fill(module: Module, seed: int) -> Module:
-    """Random values in every parameter, of a size that keeps activations near 1; ``module`` in eval mode."""
+    """Set random values, which keep activations near 1, in every parameter. Returns ``module`` in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):

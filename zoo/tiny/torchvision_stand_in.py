@@ -23,7 +23,7 @@ class _Interpolation(Enum):
 
 
 def _to_tensor(image: Image.Image) -> Tensor:
-    """``[C, H, W]``, from 0 to 1."""
+    """Return ``[C, H, W]``, from 0 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 

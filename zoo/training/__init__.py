@@ -1,1 +1,1 @@
-"""What the trained tiny pipelines share: the loop, the losses, the command line."""
+"""Shared training code of the tiny pipelines: the loop, the losses, the command line."""

@@ -1,4 +1,4 @@
-"""What the evaluations of the tiny models share: the command line, and the files that are written."""
+"""Shared code of the evaluations of the tiny models: the command line, and the files that are written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(
 
 
 def environment(device: str) -> dict[str, str]:
-    """Where and with what the figures were made."""
+    """Return the device, the date and the versions."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     return {
         "device": name,

@@ -20,7 +20,7 @@ MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks."
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast one stage trains."""
+    """The number of steps and the learning rates of one stage."""
 
     steps: int
     learning_rate: float
@@ -32,7 +32,8 @@ class Schedule:
     export_every: float = 600.0  # seconds
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: a linear warmup, a plateau, and over the last part a line down to zero.
+        """Return the learning rate of a step: a linear warmup, a plateau, and over the last part a linear decay to
+        zero.
 
         Before the decay begins the rate does not depend on ``steps``: until then a run may be resumed with another end
         and is still the run that had this end from its start.
@@ -42,23 +43,25 @@ class Schedule:
         return self.learning_rate * min(1.0, up, down)
 
     def rate_of(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """The learning rate of one of the optimizers."""
+        """Return the learning rate of one of the optimizers."""
         return self.rate(step) * (self.boost if isinstance(optimizer, torch.optim.Muon) else 1.0)
 
 
 def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:
-    """The source of all randomness of one step, so that a resumed run draws what a straight one would have drawn."""
+    """Return the source of all randomness of one step. A resumed run draws what an uninterrupted one would
+    have drawn.
+    """
     return np.random.SeedSequence([seed, stage, step])
 
 
 def torch_generator(seed: np.random.SeedSequence) -> torch.Generator:
-    """A CPU generator; numbers are drawn on the CPU and moved, so a GPU trains on the same data."""
+    """Return a CPU generator. Numbers are drawn on the CPU and moved, so that a GPU trains on the same data."""
     return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
 
 
 @dataclass
 class State:
-    """All that a checkpoint holds. ``seconds`` is the time spent training so far."""
+    """The content of a checkpoint. ``seconds`` is the time spent training so far."""
 
     model: nn.Module
     averaged: nn.Module
@@ -99,9 +102,7 @@ class State:
 
 
 def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim.Optimizer]:
-    """Muon, unless ``muon`` is false, for the matrices inside blocks, AdamW for all else (embeddings, convolutions,
-    norms, first and last layers).
-    """
+    """Return Muon for the matrices inside blocks, unless ``muon`` is false, and AdamW for all other parameters."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

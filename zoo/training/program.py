@@ -19,7 +19,9 @@ from zoo.training.losses import FlowLoss
 
 
 def build_parser(description: str | None, home: Path) -> argparse.ArgumentParser:
-    """Options of all training programs; ``home`` holds the checkpoints and the pipeline folder."""
+    """Return a parser of the options of all training programs. ``home`` holds the checkpoints and the
+    pipeline folder.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -33,14 +35,14 @@ def build_parser(description: str | None, home: Path) -> argparse.ArgumentParser
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Threads, and warnings that say nothing here."""
+    """Set the number of threads, and silence warnings that do not matter here."""
     torch.set_num_threads(args.threads)
     # Under autocast RMSNorm sees bfloat16 input and float32 weight; it says so once and computes all the same.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 
 def record(args: argparse.Namespace, state: State, vae_seconds: float) -> dict[str, Any]:
-    """How the weights came about; ``seconds`` are wall-clock, others' load on the machine included."""
+    """Return how the weights were trained. ``seconds`` are wall-clock time, which other processes lengthen."""
     options = {
         name: value for name, value in vars(args).items() if not isinstance(value, Path) and name != "stop_after"
     }
@@ -54,7 +56,6 @@ def record(args: argparse.Namespace, state: State, vae_seconds: float) -> dict[s
 
 
 def count_parameters(module: nn.Module) -> int:
-    """The number of weights."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

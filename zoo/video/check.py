@@ -22,7 +22,7 @@ MAX_STRAY = 3.0  # pixels, median distance of a frame's centre from the straight
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a scene a video shows."""
+    """The parts of a scene that a video shows."""
 
     colour: bool
     shape: bool
@@ -38,14 +38,15 @@ class Verdict:
 
 
 def most(values: Iterable[str | None]) -> str | None:
-    """The value of at least `MOST` of the frames, or None."""
+    """Return the value of at least `MOST` of the frames, or None."""
     values = list(values)
     value, count = Counter(values).most_common(1)[0]
     return value if count >= MOST * len(values) else None
 
 
 def line(objects: list[Found | None]) -> tuple[np.ndarray, float] | None:
-    """Pixels (x, y) per frame of the best straight line through the centres, and the median distance from it.
+    """Return the pixels (x, y) per frame of the best straight line through the centres, and the median distance from
+    it.
 
     None where fewer than `MOST` of the frames have an object.
     """
@@ -59,7 +60,7 @@ def line(objects: list[Found | None]) -> tuple[np.ndarray, float] | None:
 
 
 def direction_of(way: np.ndarray) -> str | None:
-    """The direction of a way (x, y) in pixels, or None: too short, or between two."""
+    """Return the direction of a motion (x, y) in pixels; None if it is too short or between two directions."""
     length = float(np.linalg.norm(way))
     if length < MIN_WAY:
         return None

@@ -21,7 +21,9 @@ CENTRE_JITTER = 6.0  # pixels, of the middle of the way, each way
 def _draw(
     background_name: str, things: list[tuple[str, str, np.ndarray, float]], numbers: range = range(FRAMES)
 ) -> np.ndarray:
-    """These frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Antialiased."""
+    """Return frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Edges are
+    antialiased.
+    """
     k = SUPERSAMPLING
     empty = Image.fromarray(background(background_name, SIDE * k, SIDE * k))
     frames = []
@@ -36,7 +38,7 @@ def _draw(
 
 
 def _move(direction: str, middle: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Centres ``[FRAMES, 2]`` of a steady motion with ``middle`` halfway."""
+    """Return centres ``[FRAMES, 2]`` of a steady motion with ``middle`` halfway."""
     way = WAY * (1 + rng.uniform(-WAY_JITTER, WAY_JITTER))
     return middle + np.linspace(-0.5, 0.5, FRAMES)[:, None] * way * np.array(DIRECTIONS[direction])
 
@@ -46,15 +48,15 @@ def _radius(rng: np.random.Generator) -> float:
 
 
 def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """The frames of a scene, ``[17, 64, 64, 3]`` uint8 RGB. The shape is whole in all of them."""
+    """Return the frames of a scene, ``[17, 64, 64, 3]`` uint8 RGB. The shape is whole in all of them."""
     middle = SIDE / 2 + rng.uniform(-CENTRE_JITTER, CENTRE_JITTER, size=2)
     thing = scene.colour, scene.shape, _move(scene.direction, middle, rng), _radius(rng)
     return _draw(scene.background, [thing])
 
 
 def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
-    """Frames, those of these numbers, with six things that cross each other: no caption says it, but an autoencoder
-    learns colours sooner.
+    """Return frames with six things that cross each other. No caption describes such a scene; an autoencoder learns
+    colours sooner from it.
     """
 
     def choose(options: list[str] | tuple[str, ...]) -> str:

@@ -33,7 +33,7 @@ SHOWN_FRAMES = range(0, FRAMES, 2)
 
 
 def held_out_scenes(seed: int, count: int) -> list[Scene]:
-    """``count`` different scenes."""
+    """Return ``count`` different scenes."""
     rng = np.random.default_rng([WORD, seed])
     scenes: dict[Scene, None] = {}
     while len(scenes) < count:
@@ -64,7 +64,7 @@ def generate(
 
 
 def tally(verdicts: list[Verdict]) -> dict[str, float]:
-    """Share of videos in which each attribute, and all of them, are right."""
+    """Return the share of videos in which each attribute, and all of them, are right."""
     rows = np.array([astuple(verdict) for verdict in verdicts])
     shares = dict(zip([field.name for field in fields(Verdict)], rows.mean(axis=0).round(4).tolist(), strict=True))
     return {**shares, "all": round(float(rows.all(axis=1).mean()), 4)}
@@ -72,7 +72,7 @@ def tally(verdicts: list[Verdict]) -> dict[str, float]:
 
 @torch.no_grad()
 def ceiling(pipe: WanPipeline, scenes: list[Scene], seed: int) -> dict[str, float]:
-    """The same figures for true videos that went through the autoencoder: what no denoiser can improve on."""
+    """Return the same figures for true videos, encoded and decoded. No denoiser can improve on them."""
     verdicts = []
     for i, scene in enumerate(scenes):
         video = to_tensor([draw(scene, np.random.default_rng([WORD, seed, i]))])
@@ -83,7 +83,7 @@ def ceiling(pipe: WanPipeline, scenes: list[Scene], seed: int) -> dict[str, floa
 
 
 def strips(videos: list[np.ndarray], captions: list[str], scale: int = 2) -> Image.Image:
-    """Every second frame of each video in a row, its caption to the left."""
+    """Return every second frame of each video in a row, its caption to the left."""
     font = ImageFont.load_default(size=13)
     side, gap, text_width = SIDE * scale, 8, 190
     width, height = text_width + len(SHOWN_FRAMES) * (side + gap) + gap, len(videos) * (side + gap) + gap
@@ -100,7 +100,7 @@ def strips(videos: list[np.ndarray], captions: list[str], scale: int = 2) -> Ima
 
 
 def evaluate(pipe: WanPipeline, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
-    """The figures with guidance and without, and the strips: the first with guidance, as they came."""
+    """Return the figures with guidance and without, and the strips: the first with guidance, as they came."""
     scenes = held_out_scenes(args.seed, args.count)
     captions = [grammar.caption(scene) for scene in scenes]
     figures: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def evaluate(pipe: WanPipeline, args: argparse.Namespace) -> tuple[dict[str, Any
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     found = parser(__doc__, "tiny_video")
     found.add_argument("--guidance", type=float, default=2.0)
     found.add_argument("--count", type=int, default=100, help="captions")

@@ -30,7 +30,7 @@ BACKGROUNDS = ("white", "grey", "black")
 
 @dataclass(frozen=True)
 class Scene:
-    """What is seen; ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
+    """The content of a video; ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
 
     colour: str
     shape: str
@@ -49,20 +49,20 @@ def is_held_out(colour: str, shape: str, direction: str) -> bool:
 
 
 def triples(*, held_out: bool) -> Iterator[tuple[str, str, str]]:
-    """All (colour, shape, direction) that are held out, or all that are not."""
+    """Yield all (colour, shape, direction) that are held out, or all that are not."""
     for colour, shape, direction in product(COLOURS, SHAPES, DIRECTIONS):
         if is_held_out(colour, shape, direction) == held_out:
             yield colour, shape, direction
 
 
 def random_scene(rng: np.random.Generator, *, held_out: bool) -> Scene:
-    """A scene whose triple is held out, or is not."""
+    """Return a scene whose triple is held out, or is not."""
     options = list(triples(held_out=held_out))
     return Scene(*options[int(rng.integers(len(options)))], BACKGROUNDS[int(rng.integers(len(BACKGROUNDS)))])
 
 
 def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
-    """The words for a scene: the full caption without ``rng``; with it, direction or background may be left out.
+    """Return the words for a scene: the full caption without ``rng``; with it, direction or background may be left out.
 
     >>> caption(Scene("red", "circle", "up left", "white"))
     'a red circle moving up left on a white background'
@@ -74,6 +74,6 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
 
 
 def words() -> list[str]:
-    """Every word that a caption can hold, sorted: the vocabulary of the tokenizer."""
+    """Return every word that a caption can hold, sorted: the vocabulary of the tokenizer."""
     text = " ".join([*COLOURS, *SHAPES, *DIRECTIONS, *BACKGROUNDS, "a moving on background"])
     return sorted(set(text.split()))

@@ -19,12 +19,12 @@ VAE_PATCH = 2  # pixels, each way: joined to channels before the first convoluti
 
 
 def build_tokenizer() -> T5TokenizerFast:
-    """Each word of the grammar is one token."""
+    """Return a tokenizer in which each word of the grammar is one token."""
     return build_word_tokenizer(grammar.words())
 
 
 def build_vae() -> AutoencoderKLWan:
-    """17 × 64 × 64 pixels to 5 × 8 × 8 latent pixels: 8 × in space, 4 × in time, as Wan's.
+    """Return a VAE that makes 5 × 8 × 8 latent pixels of 17 × 64 × 64 pixels: 8 × in space, 4 × in time, as Wan's.
 
     With PyTorch's own initialisation the biases drown what differs from pixel to pixel, which no norm here removes:
     after 1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak
@@ -56,7 +56,7 @@ def build_vae() -> AutoencoderKLWan:
 
 
 class Denoiser(nn.Module):
-    """What flow matching trains: the transformer and the text encoder."""
+    """The model that flow matching trains: the transformer and the text encoder."""
 
     def __init__(self, tokenizer: T5TokenizerFast) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class Denoiser(nn.Module):
         )
 
     def encode_text(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``[B, S_text, C]``: past the end of a caption zeros, as in WanPipeline."""
+        """Return ``[B, S_text, C]``, zeros past the end of a caption, as in WanPipeline."""
         text: torch.Tensor = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
         return text
 
     def forward(
         self, latents: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """The velocity, noise − data, as WanPipeline asks for it.
+        """Return the velocity, noise − data, as WanPipeline asks for it.
 
         Args:
             latents: noisy, ``[B, C, 5, 8, 8]``.
@@ -111,7 +111,7 @@ class Denoiser(nn.Module):
 
 
 def build_pipeline(denoiser: Denoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
-    """The parts as one plain diffusers pipeline; shares their parameters."""
+    """Return the parts as one plain diffusers pipeline. It shares their parameters."""
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=denoiser.text_encoder,

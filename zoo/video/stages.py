@@ -1,4 +1,4 @@
-"""What the tiny video pipeline learns from: videos and captions drawn from seeds, and their latents."""
+"""The training data of the tiny video pipeline: videos and captions drawn from seeds, and their latents."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ TEXT_LENGTHS = {16: 0.75, 32: 0.17, 226: 0.05, 512: 0.03}
 
 
 def to_tensor(videos: list[np.ndarray]) -> torch.Tensor:
-    """uint8 videos ``[frames, height, width, 3]`` to ``[B, 3, frames, height, width]`` in −1 … 1."""
+    """Convert uint8 videos ``[frames, height, width, 3]`` to ``[B, 3, frames, height, width]`` in −1 … 1."""
     return torch.from_numpy(np.stack(videos)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
 
 def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[Scene]]:
-    """Videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
+    """Return videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     scenes = [grammar.random_scene(rng, held_out=False) for rng in rngs]
     return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
 
 
 def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Videos for the autoencoder: half of them full of things, half training scenes. ``[batch, 3, 17, 64, 64]``."""
+    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: half of them full of things, half
+    training scenes.
+    """
     half = batch // 2
     crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
     return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
 
 
 def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from these
-    soonest.
+    """Return frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from
+    these soonest.
     """
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
@@ -48,7 +50,7 @@ def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tenso
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, videos: torch.Tensor) -> torch.Tensor:
-    """``[B, 3, 17, 64, 64]`` in −1 … 1 to latents as the transformer gets them, ``[B, C, 5, 8, 8]``."""
+    """Encode ``[B, 3, 17, 64, 64]`` in −1 … 1 to latents as the transformer gets them, ``[B, C, 5, 8, 8]``."""
     latents = vae.encode(videos.to(vae.device)).latent_dist.mean
     mean, std = (
         torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
@@ -69,7 +71,7 @@ def measure_latents(vae: AutoencoderKLWan, seed: int, *, batches: int = 16, batc
 
 
 def build_pool(vae: AutoencoderKLWan, seed: int, count: int) -> Pool:
-    """``count`` training scenes, drawn and encoded; nothing in them weighs more than another."""
+    """Draw and encode ``count`` training scenes, all of equal weight."""
     scenes, data = [], []
     for start in range(0, count, 32):
         videos, part = draw_batch(step_seed(seed, FLOW_STAGE, start), min(32, count - start))
@@ -80,12 +82,12 @@ def build_pool(vae: AutoencoderKLWan, seed: int, count: int) -> Pool:
 
 @dataclass(frozen=True)
 class Captions:
-    """What the denoiser is told about scenes: ids and mask, all captions padded to one length."""
+    """The conditions of the denoiser: ids and mask of captions, padded to one length."""
 
     tokenizer: T5TokenizerFast
 
     def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and mask, each ``[B, S_text]``."""
+        """Return ids and mask, each ``[B, S_text]``."""
         captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
         length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
         said = self.tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt")

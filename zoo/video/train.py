@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
-    """The averaged autoencoder, with the statistics of its latents in its config; and the seconds it took.
+    """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds of training.
 
     Images first, as Wan's was trained (arXiv:2503.20314, section 4.1): a step on eight of them takes half as long as
     one on two videos.
@@ -59,7 +59,7 @@ def flow(args: argparse.Namespace, vae: AutoencoderKLWan, vae_seconds: float) ->
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults are the recipe of the published weights."""
+    """Return the command line; the defaults are the recipe of the published weights."""
     parser = build_parser(__doc__, HERE)
     parser.add_argument("--vae-image-steps", type=int, default=3000, help="of the autoencoder on images")
     parser.add_argument("--vae-steps", type=int, default=2500, help="of the autoencoder on videos, after that")

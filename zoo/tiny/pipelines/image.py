@@ -42,7 +42,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def qwen_image(cls: str = "QwenImagePipeline", *, layers: bool = False, **components: Any) -> Any:
-    """``layers``: whether the pipeline separates an image with transparency into layers."""
+    """Build Qwen-Image; with ``layers`` the pipeline separates an image with transparency into layers."""
     config = {"use_additional_t_cond": True, "use_layer3d_rope": True, "in_channels": 32, "out_channels": 8}
     # Colours, and transparency.
     channels = {"input_channels": 4 if layers else 3, "latent_channels": 8 if layers else 4}

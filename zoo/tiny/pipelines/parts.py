@@ -32,7 +32,7 @@ LATENT_CHANNELS = 4
 
 
 def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
-    """Two downsamplings: an image of 64 × 64 pixels is 16 × 16 latent pixels, tokens enough for four ranks."""
+    """Return a VAE with two downsamplings: 64 × 64 pixels are 16 × 16 latent pixels, enough tokens for four ranks."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -61,7 +61,7 @@ class TinyPipeline:
     without: tuple[str, ...] = ()
 
     def call(self, **options: Any) -> dict[str, Any]:
-        """Arguments of a short call that gives latents: few tokens, an odd number of them, three steps, a seed."""
+        """Return the arguments of a short call that gives latents: an odd number of few tokens, three steps, a seed."""
         defaults = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "latent", **self.options}
         given = {**defaults, "generator": torch.Generator().manual_seed(7), **options}
         return {name: value for name, value in given.items() if name not in self.without}
@@ -94,7 +94,8 @@ _CHAT = (
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words of the grammar, punctuation, line ends, and the marks of chat templates are one token each.
+    """Return a tokenizer in which words of the grammar, punctuation, line ends, and the marks of chat templates are one
+    token each.
 
     Cut this way, the templates of the pipelines have about as many tokens as the pipelines cut off: the prompt is left.
     Each pipeline has its own: LTX-2 turns its padding to the left.

@@ -69,7 +69,7 @@ def _scheduler() -> Any:
 def stable_diffusion(
     cls: str = "StableDiffusionPipeline", *, unet: dict[str, Any] | None = None, **components: Any
 ) -> Any:
-    """``unet``: changes to the config of the UNet."""
+    """Build Stable Diffusion 1.5; ``unet`` holds changes to the config of the UNet."""
     return whole_pipe(
         cls,
         unet=random_model("UNet2DConditionModel", 1, **{**_SD, **(unet or {})}),

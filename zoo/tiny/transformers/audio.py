@@ -49,7 +49,9 @@ STABLE_AUDIO = {
 
 
 def stable_audio3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """A short sequence: over a long one the difference that its attention takes hardly depends on other tokens."""
+    """Return a short sequence: over a long one the difference that this attention takes hardly depends on
+    other tokens.
+    """
     latents = noise(2, 4, max(frames * height * width // 12, 1))
     mask = valid((9, 4), dtype=torch.int64)
     return inputs(latents, 0.6, global_hidden_states=noise(2, 20), encoder_attention_mask=mask)(frames, height, width)

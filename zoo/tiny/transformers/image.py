@@ -58,7 +58,7 @@ COGVIEW = {"time_embed_dim": 16, "sample_size": 32, "pos_embed_max_size": 32}
 
 
 def dit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Square images."""
+    """Return square images."""
     return {
         "hidden_states": noise(2, 4, width, width),
         "timestep": torch.tensor([600, 600]),
@@ -99,7 +99,7 @@ HUNYUAN_DIT = {
 
 
 def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Patches; the second sample has fewer images."""
+    """Return patches. The second sample has fewer images."""
     shape = (1, height // 2, width // 2)
     make = inputs(
         noise(2, num_patches(frames, height, width), 4, 1, 2, 2),
@@ -113,7 +113,7 @@ def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 
 def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cached: bool = False) -> dict[str, Any]:
-    """Text around ``images`` given images of 2 × 2 tokens. Each image takes one position of the text.
+    """Return text around ``images`` given images of 2 × 2 tokens. Each image takes one position of the text.
 
     Args:
         cached: A later step, which is given the keys of the text and of the given images.
@@ -142,7 +142,9 @@ QWEN21 = {**PACKED, "mlp_ratio": 2}
 
 
 def sana_inputs(frames: int, height: int, width: int, *, pixels: int = 1, **more: Any) -> dict[str, Any]:
-    """An image of as many rows of tokens as all frames together, each token of ``pixels`` × ``pixels`` latents."""
+    """Return an image of as many rows of tokens as all frames together, each token of ``pixels`` × ``pixels``
+    latents.
+    """
     latents = image(frames, height * pixels, width * pixels)
     make = inputs(latents, encoder_attention_mask=valid((9, 4), dtype=torch.int64), **more)
     return make(frames, height, width)

@@ -13,7 +13,7 @@ from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, to
 
 
 def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = False) -> dict[str, Any]:
-    """Text and image are each padded to a multiple of 32 tokens."""
+    """Return inputs whose text and image are each padded to a multiple of 32 tokens."""
     total = 32 + -(-num_patches(frames, height, width) // 32) * 32
     return {
         "x": [noise(4, 1, frames * height, width, seed=i) for i in range(2)],
@@ -24,7 +24,7 @@ def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = F
 
 
 def z_image_edit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Each sample has a given image, and the one that is generated."""
+    """Return samples that have a given image, and the one that is generated."""
     return {
         "x": [[noise(4, 1, 4, 4, seed=i), noise(4, 1, frames * height, width, seed=i)] for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
@@ -54,7 +54,7 @@ FIBO2 = {
 
 
 def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = False) -> dict[str, Any]:
-    """Text, padded on the left, and image in tensors of one length."""
+    """Return text, padded on the left, and image in tensors of one length."""
     positions = grid(frames, height, width).long()
     total = 9 + len(positions)
     timestep = torch.tensor([0.6, 0.6])
@@ -72,7 +72,9 @@ IDEOGRAM = {"in_channels": 16, "adaln_dim": 16, "llm_features_dim": 24, "mrope_s
 
 
 def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Text with a given image of four tokens, the time, and the image. Text is causal, all else sees everything."""
+    """Return text with a given image of four tokens, the time, and the image. Text is causal; the rest sees
+    all tokens.
+    """
     total = 10 + num_patches(frames, height, width)
     seen = torch.ones(total, total).tril()
     seen[10:] = 1.0

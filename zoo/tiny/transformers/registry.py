@@ -42,7 +42,7 @@ def first_frame_given(frames: int, height: int, width: int) -> torch.Tensor:
 
 
 def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """The first frame is the given image; each further one has four frames of a face."""
+    """Return inputs whose first frame is the given image. Each further frame has four frames of a face."""
     make = inputs(
         noise(2, 12, frames + 1, height, width),
         pose_hidden_states=noise(2, 4, frames, height, width, seed=1),
@@ -53,7 +53,9 @@ def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int = 1) -> dict[str, Any]:
-    """A time step for each frame; ``block`` times as many frames. One sample: diffusers takes no more with ``fps``."""
+    """Return a time step for each of ``block`` times as many frames. One sample: diffusers takes no more with
+    ``fps``.
+    """
     frames *= block
     timestep = torch.linspace(900, 500, frames).long().expand(2, -1)
     both = inputs(video, lambda *_: timestep)(frames, height, width)
@@ -81,7 +83,7 @@ _GUIDANCE = {"guidance": torch.tensor([3.5, 3.5])}
 
 
 def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-    """An image as high as all frames together."""
+    """Return an image as high as all frames together."""
     positions = {"img_ids": grid(1, frames * height, width), "txt_ids": torch.zeros(text, 3)}
     make = inputs(tokens(16), 0.6, pooled_projections=noise(2, 20), **_GUIDANCE, **positions)
     return make(frames, height, width, text=text)
@@ -175,7 +177,7 @@ def framepack_inputs(frames: int, height: int, width: int, *, batch: int = 2) ->
 
 
 def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-    """Text, video and sound in one packed sequence."""
+    """Return text, video and sound in one packed sequence."""
     seen, sound = frames * height * width, 7
     total = seen + text + sound
     tags = torch.tensor([1] * text + [0] * seen + [2] * sound)

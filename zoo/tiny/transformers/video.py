@@ -23,7 +23,7 @@ def kandinsky_positions(frames: int, height: int, width: int) -> list[Tensor]:
 
 
 def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Rows and columns are multiples of 8."""
+    """Return inputs whose rows and columns are multiples of 8."""
     size = 8 * -(-height // 8), 8 * -(-width // 8)
     return {"hidden_states": noise(2, frames, *size, 9), "timestep": torch.tensor([600.0, 600.0])}
 
@@ -54,7 +54,7 @@ COSMOS = {
 
 
 def cosmos3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Text, then video. The first of several frames is given."""
+    """Return text, then video. The first of several frames is given."""
     shape = (frames, height // 2, width // 2)
     text, patches = 7, num_patches(frames, height, width)
     noisy = torch.arange(1 if frames > 1 else 0, frames)
@@ -89,7 +89,7 @@ anyflow_inputs = partial(
 
 
 def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """The reference pass of one sample, which keeps keys for the following steps."""
+    """Return the inputs of the reference pass of one sample, which stores keys for the following steps."""
     return {
         "hidden_states": [noise(4, frames, height, width)],
         "condition_latents": [noise(4, frames, height, width, seed=1)],
@@ -104,7 +104,9 @@ def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 
 def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimate2KVCache) -> dict[str, Any]:
-    """A denoising step after :func:`wan_animate_2_inputs`, with one frame more that has no reference frame."""
+    """Return the inputs of a denoising step after :func:`wan_animate_2_inputs`. Its additional frame has no reference
+    frame.
+    """
     inputs = wan_animate_2_inputs(frames + 1, height, width)
     inputs.pop("offset_grid_sizes")
     return {
@@ -118,7 +120,7 @@ def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimat
 
 
 def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Four times as many tokens as elsewhere: the model fails on a single one."""
+    """Return four times as many tokens as other models get, because the model fails on a single token."""
     height, width = 4 * height, 2 * width
     shape = (frames, height // 2, width // 2)
     angles = [noise(size, 4) for size in shape]
@@ -135,7 +137,7 @@ def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def sana_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Twice as many frames, the first of them given: a time step for each token."""
+    """Return twice as many frames, the first of them given by a time step for each token."""
     timestep = torch.full((2, 1, 2 * frames, height // 2, width // 2), 600.0)
     timestep[:, :, 0] = 0
     mask = valid((9, 4), dtype=torch.int64)
