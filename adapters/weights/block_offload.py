@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
 from para_core.adapters.components import stack_of
@@ -118,6 +117,9 @@ class _Block:
         self._state = self._current_state()
 
     def _offload(self) -> None:
+        # Imported here, because a machine without diffusers can parallelize its own transformer.
+        from diffusers.hooks.group_offloading import ModuleGroup
+
         host = torch.device("cpu")
         self.module.to(host)
         self._group = ModuleGroup(
