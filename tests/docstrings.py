@@ -1,4 +1,4 @@
-"""Check how docstrings of the library begin, and draw random samples of its text for a reader.
+"""Check how docstrings begin, and draw random samples of text for a reader.
 
 python -m tests.docstrings             # fails if a docstring begins with one of the words below; part of `make lint`
 python -m tests.docstrings --sample 1  # prints 100 docstrings and comments, drawn by this seed, for someone to judge
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = ("para_core", "adapters", "kernels", "fleet", "cli", "parallel_examples", "cache_examples")
+FOLDERS = ("para_core", "adapters", "kernels", "fleet", "cli", "parallel_examples", "cache_examples", "tests")
 # A docstring that begins so is a fragment: it names a thing or a condition instead of saying what a function does.
 FORBIDDEN_OPENINGS = ("What", "Of", "By", "How", "Before", "Who", "Where", "Which")
 
@@ -83,10 +83,10 @@ def files(paths: list[Path]) -> list[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="files or folders; default: the library")
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders; default: library, examples, tests")
     parser.add_argument("--sample", type=int, metavar="SEED", help="print 100 random items")
     arguments = parser.parse_args()
-    paths = files(arguments.paths or [ROOT / folder for folder in LIBRARY])
+    paths = files(arguments.paths or [ROOT / folder for folder in FOLDERS])
     if arguments.sample is not None:
         items = [item for path in paths for item in (*docstrings_of(path), *comments_of(path))]
         for number, item in enumerate(random.Random(arguments.sample).sample(items, min(100, len(items))), 1):

@@ -152,7 +152,7 @@ def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: Attn
 
 @contextmanager
 def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
-    """What the operator of attention runs on a GPU; a mode gives meta tensors their shape and is done."""
+    """Run what the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
     text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 

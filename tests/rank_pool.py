@@ -95,7 +95,7 @@ class _Rank:
 
 @dataclass
 class _Report:
-    """What one rank says about a job that ended on it."""
+    """The result or the error of a job on one rank."""
 
     value: Any = None
     error: BaseException | None = None
@@ -433,7 +433,7 @@ def heartbeat() -> None:
 
 
 class _JobClock:
-    """How long the current job has been importing its module and compiling."""
+    """Seconds that the current job has spent importing its module and compiling."""
 
     def __init__(self) -> None:
         self.start()

@@ -1,5 +1,5 @@
-"""Running a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, alone, or
-under torchrun.
+"""Run a script as a user does: on the ranks of the pool, which have imported torch and diffusers already, on one rank,
+or under torchrun.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def under_torchrun(script: Path, *arguments: str) -> str:
-    """What two ranks print."""
+    """Run ``script`` on two ranks under torchrun; return what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(
         [*command, *arguments],
@@ -35,7 +35,9 @@ def under_torchrun(script: Path, *arguments: str) -> str:
 
 
 def run_script(script, arguments, environment):
-    """As the main program of this rank; without an ``environment`` of the first alone. Returns what it prints."""
+    """Run ``script`` as the main program of this rank, or on rank 0 only if ``environment`` is None. Return what it
+    prints.
+    """
     rank = dist.get_rank()
     # It makes its own. Not before all ranks have made this one: a rank that leaves closes what the others are still
     # connecting.
@@ -72,7 +74,7 @@ def meeting_point() -> Iterator[dict[str, str]]:
 
 
 def on_ranks(rank_pool, script, *arguments, ranks=2):
-    """What rank 0 prints."""
+    """Run ``script`` on the ranks of the pool; return what rank 0 prints."""
     with meeting_point() as place:
         return rank_pool.run(run_script, ranks, script, arguments, place, timeout=300)[0]
 

@@ -108,7 +108,7 @@ def test_examples_in_docstrings(name):
 
 
 def taken_as_equal_steps(forecast, stored, distance):
-    """What ``forecast`` makes of residuals (newest first) that are one step apart, so many steps later."""
+    """Return ``forecast`` of residuals (newest first) that are taken to be one step apart, ``distance`` steps later."""
     times = -torch.arange(len(stored), dtype=torch.float64)
     now, known = (torch.tensor(x, dtype=torch.float64) for x in (distance, len(stored)))
     return float(forecast.weights(times, now, known) @ torch.tensor(stored, dtype=torch.float64))

@@ -81,7 +81,7 @@ def model_of(name, folder):
 
 
 def unmodified(cls, model, prompt, **options):
-    """What diffusers alone gives."""
+    """Generate with diffusers alone."""
     pipe = getattr(diffusers, cls).from_pretrained(model, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What each rank sends, counted, is what one run of the unmodified model on one device foretells:
+"""Bytes that each rank sends, against the prediction from one run of the unmodified model on one device:
 benchmarks.pipelines.generation.
 """
 
@@ -113,7 +113,7 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
 
 
 def test_a_model_of_real_size_needs_no_weights():
-    """By hand: 57 attention calls of 24 heads × 128 among 4096 + 512 tokens; 4096 tokens of 64 channels gathered."""
+    """57 attention calls of 24 heads × 128 over 4096 + 512 tokens; 4096 tokens of 64 channels are gathered."""
     calls = {1: call_of(REAL["FLUX.1-dev, 1024 × 1024"], 1)}
     tokens, heads = 4608 // 2, 24 // 2
     expected = (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2

@@ -1,4 +1,4 @@
-"""What exceptions of other libraries mean: by type, and else by the sentences of each version."""
+"""The meaning of other libraries' exceptions, from the type, or from the message of each version."""
 
 from datetime import timedelta
 

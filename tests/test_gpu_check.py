@@ -1,6 +1,4 @@
-"""What `make gpu-check` would run on a GPU runs here on the CPU, at tiny sizes; and what becomes of a section that
-fails or hangs.
-"""
+"""The sections of `make gpu-check` at tiny sizes on the CPU, and the handling of a section that fails or hangs."""
 
 import importlib
 import importlib.metadata
@@ -114,7 +112,7 @@ def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
 
 @pytest.mark.parametrize("kernel", list(gradients_16_bit.CUDA_KERNELS))
 def test_cuda_s_backward_operators_take_what_they_are_given(kernel):
-    """On meta tensors: the arguments alone, not what is computed."""
+    """Meta tensors check the arguments only, not the results."""
     inputs = exact.make_inputs((2, 4, 32, 64), torch.float16, torch.device("meta"))
     for lay_out in gradients_16_bit.LAYOUTS.values():
         found = gradients_16_bit.CUDA_KERNELS[kernel](inputs, lay_out)

@@ -34,7 +34,7 @@ def observe(module, first=()):
 
 @pytest.fixture(scope="module")
 def changes():
-    """What importing para_core.adapters, which imports para_core, changes once all modules of other packages are
+    """Return what importing para_core.adapters, which imports para_core, changes once all modules of other packages are
     imported.
     """
     return observe("para_core.adapters", first=observe("para_core.adapters")["modules"])

@@ -1,4 +1,4 @@
-"""What one instance does when called changes, and nothing else of it, or of its class."""
+"""A wrapper changes the call of one instance, and nothing else of the instance or its class."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""No room imports a room above it, so no rooms import each other in a cycle. Imports inside of functions count, too."""
+"""No room imports a room above it, so there are no import cycles. Imports inside functions count too."""
 
 import ast
 from collections import defaultdict
@@ -117,7 +117,7 @@ def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("top", ["adapters", "fleet", "cli"])
 def test_imports_of_files_have_no_cycle(top):
-    """At import time, files of one folder do not import each other in a cycle either."""
+    """Files of one folder have no import cycle at import time either."""
     graph = {path: {target for target, _ in imported_by(path)} for path in FILES.values() if path.parts[0] == top}
     done, under_way = set(), []
 

@@ -48,7 +48,7 @@ def after(source):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Of plain diffusers on one device: without a cache, and with its First Block Cache."""
+    """Generate with plain diffusers on one device, without a cache and with its First Block Cache."""
     pipe = load()
     plain = latents(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))

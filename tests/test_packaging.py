@@ -80,7 +80,7 @@ def run(*args: str | Path, cwd: Path) -> str:
 
 
 def copy_checkout(target: Path) -> Path:
-    """What packaging reads, without what it would leave behind in the real one (build/lib, *.egg-info)."""
+    """Copy the files that packaging reads, so that it leaves no build/lib or *.egg-info in the real checkout."""
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):

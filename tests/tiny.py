@@ -182,7 +182,7 @@ def relative_errors(out: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def cpu_mesh(ring: int, ulysses: int, *, batch: int = 1) -> DeviceMesh:
-    """All ranks, ``ring × ulysses``, or ``batch × ring × ulysses``."""
+    """Return a mesh of all ranks, ``ring × ulysses`` or ``batch × ring × ulysses``."""
     if batch > 1:
         return init_device_mesh("cpu", (batch, ring, ulysses), mesh_dim_names=("batch", "ring", "ulysses"))
     return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))

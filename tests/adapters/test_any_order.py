@@ -62,7 +62,7 @@ def generate(pipe):
 
 
 def small_pipe():
-    """One block of each kind: less to compile."""
+    """Return a pipeline with one block of each kind, because this test compiles it."""
     transformer = flux_transformer(num_layers=1, num_single_layers=1)
     return flux_pipe(shared_parts=False, transformer=transformer)
 

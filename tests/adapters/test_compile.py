@@ -26,14 +26,14 @@ WAYS = {"torch.compile": (compile_whole, 1), "in place": (compile_in_place, 1), 
 
 
 def small_pipe(way):
-    """One block of each kind where they are compiled together: half the time."""
+    """Return a pipeline with one block of each kind if its blocks are compiled together, which halves compile time."""
     return (
         flux_pipe() if way == "blocks" else flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
     )
 
 
 def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
-    """Two images with the graphs after each, then one on each further mesh, and one after all is undone."""
+    """Return two images and the graphs after each, then an image on each further mesh, and one after undoing."""
     compile_transformer, _ = WAYS[way]
     counter = CompileCounterWithBackend(backend)
     pipe = small_pipe(way)

@@ -93,7 +93,7 @@ def build(name):
 
 
 def draw_with(name):
-    """On Ulysses, then with the ring."""
+    """Generate with Ulysses, then with a ring."""
     pipe = build(name)
     outs = []
     for ring, ulysses in ((1, 2), (2, 1)):
@@ -171,7 +171,7 @@ def test_controlnets_kontext_and_guidance_are_exact_on_four_ranks(rank_pool):
 
 
 def draw_without_rerouting():
-    """What each rank would get if it attended to its own tokens only."""
+    """Generate with attention over this rank's own tokens only, as a negative control."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
     with each_rank_alone():
@@ -186,7 +186,7 @@ def test_these_images_depend_on_what_other_ranks_hold(rank_pool):
 
 
 def pipe_with_ip_adapters():
-    """Two of them, on images of 20 features."""
+    """Return a pipeline with two IP adapters, for images of 20 features."""
     pipe = flux_pipe()
     generator = torch.Generator().manual_seed(11)
 

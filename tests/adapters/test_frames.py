@@ -1,4 +1,4 @@
-"""How many Python frames of para_core lie between a call of a pipeline and what it is for, and whom warnings name."""
+"""The number of para_core's Python frames below a pipeline call, and the line that warnings point to."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ def own_files():
 
 
 def files_at(owner, function, pipe):
-    """Those under way when ``function`` of a class or module is first called."""
+    """Return the files of the frames that are active at the first call of ``function`` of a class or module."""
     found, original = [], getattr(owner, function)
 
     def watched(*args, **kwargs):

@@ -145,7 +145,7 @@ def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
 
 
 def add_lora(transformer):
-    """Also on the layer behind which tokens are gathered, in the middle of the model."""
+    """Add a LoRA in the middle of the model and on the layer after which tokens are gathered."""
     transformer.add_adapter(
         LoraConfig(r=3, target_modules=["proj_out", "attn1.to_q", "attn2.to_v"], init_lora_weights=False)
     )

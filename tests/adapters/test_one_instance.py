@@ -1,4 +1,4 @@
-"""Only the instance that was parallelized changes, and it can be given back."""
+"""parallelize_pipe changes one instance only, and can be undone."""
 
 import copy
 import io

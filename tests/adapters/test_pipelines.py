@@ -113,7 +113,7 @@ def test_guidance_over_ranks_is_exact_on_four(rank_pool, name):
 
 
 def draw_unaware_and_undone(name, shape):
-    """What ranks generate that are unaware of each other, and what they generate once the pipe is as before."""
+    """Generate without communication between the ranks, and after the pipeline was restored."""
     pipe = build(name, meshes_of([shape])[shape])
     with each_rank_alone():
         unaware = generate(pipe, name)
@@ -330,7 +330,7 @@ def calls_of(name):
 
 
 def draw_calls(name, shapes):
-    """By mesh and call."""
+    """Return the outputs by mesh shape and call."""
     pipe, outs = build(name), {}
     for shape, mesh in meshes_of(shapes).items():
         parallelize_pipe(pipe, mesh=mesh)

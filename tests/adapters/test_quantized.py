@@ -74,7 +74,7 @@ def test_quantized_weights_are_exact_on_every_family(rank_pool, mesh_shape):
 
 
 def change_by_float_order(transformer, name):
-    """How much the result of the model alone changes with its input, when that changes by what float32 rounds off."""
+    """Return how much the model's output changes if its input changes by a float32 rounding error."""
     expected, errors = compute(transformer, name), []
     given = inputs_of(name)["hidden_states"]
     for seed in range(3):
@@ -139,7 +139,7 @@ def test_quantized_they_are_one_graph(rank_pool, cases):
 
 
 def add_lora(transformer):
-    """On quantized layers."""
+    """Add a LoRA to quantized layers."""
     transformer.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "attn2.to_v"], init_lora_weights=False))
     generator = torch.Generator().manual_seed(11)
     for name, parameter in sorted(transformer.named_parameters()):

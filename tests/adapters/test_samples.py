@@ -1,4 +1,4 @@
-"""What each rank along a batch mesh dim is given: its samples of every tensor, or an error that names the tensor."""
+"""Ranks along a batch mesh dim get their samples of every tensor, or an error that names the tensor."""
 
 import inspect
 import re
@@ -41,7 +41,7 @@ SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transfor
 
 
 def call_with_more():
-    """By way of calling: the error, or what comes out."""
+    """Return, for each way of calling, the error or the output."""
     model = MODELS["sd3"]
     transformer, inputs = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2)), model.inputs(3, 6, 10)
     tokens = inputs.pop("hidden_states")
@@ -79,8 +79,8 @@ def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
 
 
 def call_with_lists():
-    """Of Z-Image with captions of two lengths: latents of each sample, with and without a ControlNet's; and how many
-    this rank computed.
+    """Run Z-Image on captions of two lengths, with and without a ControlNet's samples. Return the latents, and how many
+    samples this rank computed.
     """
     model, computed = MODELS["z-image"], []
     transformer, inputs = model.build(), model.inputs(2, 6, 10)

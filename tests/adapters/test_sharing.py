@@ -1,4 +1,4 @@
-"""Two pipelines with one transformer: the second is parallel too, and says what it needs."""
+"""Two pipelines that share a transformer: the second becomes parallel too, and its errors say what it needs."""
 
 import re
 from unittest import mock
@@ -80,7 +80,7 @@ def test_from_pipe_shares_sharded_transformer(rank_pool, weights):
 
 
 def denoise_by_hand(parallel):
-    """Two steps of a loop as a user writes it, with the timestep as a view of stride 0."""
+    """Run two steps of a user's denoising loop, with the timestep as a view of stride 0."""
     pipe = PIPELINES["wan"].build()
     model = parallelize_transformer(pipe.transformer, mesh=cpu_mesh(1, 2)) if parallel else pipe.transformer
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def changed(x, how):
 
 
 def call_with_another_bit():
-    """For each difference what rank 0 and 1 raise; at the end a call in which all inputs are equal, NaNs included."""
+    """Return the errors of ranks 0 and 1 for each difference; then call with equal inputs, NaNs included."""
     transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     plain = flux_transformer()
     inputs = flux_inputs(37, 7)

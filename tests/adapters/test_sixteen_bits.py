@@ -20,7 +20,7 @@ NAMES = [
 
 
 def draw_in_bfloat16(name, shapes=None):
-    """On each mesh ring × ulysses; without ``shapes``, alone."""
+    """Generate on each mesh ring × ulysses, or on one device if ``shapes`` is None."""
     pipe, options, outs = in_bfloat16(build(name)), cast(PIPELINES[name].options), []
     with noise_of_float32():
         for shape in shapes or [None]:

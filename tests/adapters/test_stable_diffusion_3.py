@@ -30,7 +30,7 @@ def build(what):
 
 
 def attach_ip_adapter(transformer):
-    """As load_ip_adapter does, but small."""
+    """Attach a small IP adapter as ``load_ip_adapter`` does."""
     heads, width = transformer.config.num_attention_heads, transformer.inner_dim
     image_proj = IPAdapterTimeImageProjection(20, 24, 16, depth=1, dim_head=8, heads=2, num_queries=3)
     transformer.image_proj = fill(image_proj, seed=11)

@@ -23,7 +23,7 @@ SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]
 
 
 def tensors(output):
-    """What a model returned, as tensors."""
+    """Return the tensors of a model's output."""
     return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
 
@@ -140,7 +140,7 @@ def test_batched_branches_are_shared_over_sequence_ranks(rank_pool, name):
 
 
 def samples_of_blocks(num_samples):
-    """How many samples the first block sees, of two."""
+    """Return outputs of a batch of ``num_samples`` on two ranks, the samples that the first block saw, and warnings."""
     model = MODELS["cogvideox"]
     transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2))
     inputs = model.inputs(3, 6, 10)

@@ -41,7 +41,7 @@ DEAF = ["mochi", "cogvideox", "sd3"]
 
 @contextmanager
 def backends_restored():
-    """What set_attention_backend sets for all models of the process is as before, behind this."""
+    """Restore what ``set_attention_backend`` sets for all models of the process."""
     with mock.patch.object(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE):
         yield
 
@@ -51,7 +51,7 @@ ON_CPU = ("_native_math", "_native_flash")
 
 
 def call_native(name, backend, mesh_shape=None):
-    """What the model computes, or how it fails; alone without a mesh."""
+    """Return the model's output, or the text of its error; on one device if there is no mesh."""
     with backends_restored():
         transformer = MODELS[name].build()
         transformer.set_attention_backend(backend)
@@ -95,7 +95,7 @@ def test_native_backends_equal_one_device(rank_pool):
 
 
 def attend_by_hand(query, key, value, attn_mask=None, scale=None):
-    """As a kernel of flash_attn: ``[B, S, H, D]``, and no scaled_dot_product_attention."""
+    """A stand-in for a kernel of flash_attn: ``[B, S, H, D]``, without scaled_dot_product_attention."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.ndim == 4 else attn_mask[:, None, None]
@@ -151,7 +151,7 @@ expected_of = cache(lambda name: generate(build(name), name))
 
 
 def set_flash(transformer):
-    """For this one alone: what is set for all models, and so for those without a backend of their own, is as before."""
+    """Set the backend of this transformer only; restore the process-wide one, which models without their own use."""
     with backends_restored():
         transformer.set_attention_backend("flash")
 
@@ -183,7 +183,7 @@ def test_pipes_refuse_other_backends_and_recover(rank_pool):
 
 
 def draw_partly_unseen():
-    """One attention alone has another backend; other ways to set one."""
+    """Set another backend on one attention only, and by other ways."""
     model = MODELS["wan"]
     with flash_attn_installed():
         pipe = build("wan", cpu_mesh(1, 2))

@@ -77,7 +77,9 @@ def test_offloaded_videos_are_exact(rank_pool, names):
 
 
 def lora_weights(name):
-    """As files hold them: of linear layers of the first block, and of those behind which tokens are gathered."""
+    """Return LoRA weights in file format: for linear layers of the first block, and for layers after which tokens are
+    gathered.
+    """
     generator = torch.Generator().manual_seed(11)
     transformer = build(name).transformer
     linears = [place for place, part in transformer.named_modules() if isinstance(part, nn.Linear)]

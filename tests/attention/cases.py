@@ -52,7 +52,9 @@ class Mask:
         return mask if set(self.dims) & {"b", "h"} else mask[0, 0]
 
     def local_dims(self, query_layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, SequenceLayout]]:
-        """Which dims a rank gets its own part of. Not where each rank has one token: that part would mean broadcast."""
+        """Return the dims of which a rank gets its own part, except where each rank has one token: size 1 would
+        broadcast.
+        """
         asked = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
         return [
             (dim, layout)
@@ -112,7 +114,7 @@ class Case:
         return sdpa_with_both(q, k, v, mask, **self.options)
 
     def weight(self, rank: int | None = None) -> Tensor:
-        """Of each element of out in the loss of ``rank``, for the whole sequence."""
+        """Return the weights of the output in the loss of ``rank``, for the whole sequence."""
         S, D_v = self.qkv()[0].shape[-2], self.qkv()[2].shape[-1]
         return make_qkv(S, self.H, D_v, B=self.B, seed=7 if rank is None else 100 + rank)[0]
 
@@ -140,7 +142,7 @@ def lay_out(x: Tensor, memory: str) -> Tensor:
 
 
 def held(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
-    """What ``rank`` holds of ``x``, by positions written out."""
+    """Return the part of ``x`` that ``rank`` holds, from positions written out."""
     positions = [start + i for start, length in layout.runs(rank) for i in range(length)]
     return x.index_select(dim, torch.tensor(positions, dtype=torch.long))
 
@@ -204,7 +206,7 @@ def gradients(
     compile_with: str | None = None,
     mode_options: dict[str, Any] | None = None,
 ) -> list[list[Tensor]]:
-    """Of each case this rank's gradients of query, key, value and, if it is a float, mask; every rank has its own
+    """Return, for each case, this rank's gradients of query, key, value and of a float mask. Each rank has its own
     loss.
     """
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
@@ -230,7 +232,7 @@ def gradients(
 
 
 def gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
-    """Of the sum of all ranks' losses; the mask's too, if it is a float."""
+    """Return the gradients of the sum of all ranks' losses, including that of a float mask."""
     query_layout, _ = case.layouts(ranks)
     weights = [held(case.weight(rank), -2, query_layout, rank) for rank in range(ranks)]
     weight = put_together(weights, -2, query_layout)

@@ -59,7 +59,7 @@ class DrawnCall:
     gradients: bool
 
     def layouts(self, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:
-        """Of queries and keys: the same value where they are sharded alike."""
+        """Return the layouts of queries and keys; the same object if both are sharded in the same way."""
         queries = SequenceLayout(self.query_segments, ranks)
         return queries, queries if self.key_segments is None else SequenceLayout(self.key_segments, ranks)
 
@@ -111,7 +111,9 @@ def draw(seed: int) -> DrawnCall:
 
 
 def _segments(dice: random.Random) -> tuple[Segment, ...]:
-    """One to three, of 1 to 31 tokens together at least one: SDPA's answer for no key at all depends on the backend."""
+    """Draw one to three segments of 1 to 31 tokens in total, because SDPA's result without any key depends on the
+    backend.
+    """
     kinds = [(False, False), (False, False), (True, False), (False, True)]
     found = [
         Segment(str(place), dice.choice([0, 1, 3, dice.randint(2, 31)]), *dice.choice(kinds))
@@ -150,7 +152,9 @@ def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) 
 
 
 def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
-    """What this rank holds of query, key, value and mask; leaves, where gradients are asked for."""
+    """Return this rank's parts of query, key, value and mask, as leaves that require gradients if the call asks for
+    these.
+    """
     queries, keys = call.layouts(mesh.size())
     query, key, value, *masks = call.tensors
     parts = [_held(x, 2, layout, mesh) for x, layout in ((query, queries), (key, keys), (value, keys))]
@@ -161,9 +165,7 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:
-    """Which dim of the mask a rank gets its own part of. None where that has one token on each: it would mean
-    broadcast.
-    """
+    """Return the mask dim of which a rank gets its part, or None if each rank has one token: size 1 would broadcast."""
     if call.mask is None or not call.mask.local or call.mask.local not in call.mask.dims:
         return None
     queries, keys = call.layouts(ranks)
@@ -203,7 +205,9 @@ def _norms_over_ranks(*parts: Tensor) -> list[float]:
 
 
 def _errors_of_gradients(call: DrawnCall, parts: list[Tensor], weight: Tensor, mesh: DeviceMesh) -> list[float]:
-    """Of the sum of all ranks' losses, with respect to the whole tensors: what a rank holds of them adds up."""
+    """Return the errors of the gradients of the sum of all ranks' losses. Gradients of replicated tokens add up over
+    ranks.
+    """
     queries, keys = call.layouts(mesh.size())
     whole = _sum_over_ranks(weight, (2, queries), [*weight.shape[:2], queries.total, weight.shape[3]], mesh)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in call.tensors]

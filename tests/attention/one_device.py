@@ -1,4 +1,4 @@
-"""What one device computes: the inputs, and the measure that a parallel result is held to."""
+"""Inputs of attention on one device, and the error measure of a parallel result."""
 
 import torch
 from torch import Tensor

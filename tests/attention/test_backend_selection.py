@@ -1,4 +1,4 @@
-"""Which backend computes attention on one device, and the Triton kernel as one of them."""
+"""The choice of a backend for attention on one device, including the Triton kernel."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_flash_on_cuda_refuses_masks_and_rectangles():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
-    """With a mask, shared heads and more keys than queries, and its gradient."""
+    """Covers a mask, shared heads, more keys than queries, and gradients."""
     query, key, value = make(5, 7, key_heads=1)
     query.requires_grad_()
     mask = torch.ones(5, 7, dtype=torch.bool).tril(1)

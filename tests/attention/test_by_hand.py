@@ -1,4 +1,4 @@
-"""What host cost is compared with is attention."""
+"""The hand-written baselines of the host-cost benchmark compute attention."""
 
 import pytest
 import torch

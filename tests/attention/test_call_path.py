@@ -1,6 +1,4 @@
-"""What one eager attention call passes through, from the mode to its result: files of para_core, and calls in
-Python.
-"""
+"""The path of one eager attention call from the mode to its result: files of para_core, and calls in Python."""
 
 import sys
 from pathlib import Path

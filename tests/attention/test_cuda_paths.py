@@ -208,7 +208,7 @@ SIZES = ((H, 64, 64), (H, 37, 37), (H, 37, 53), (H // 2, 64, 64), (H // 2, 37, 3
 
 
 def takes(backend: str, dtype: torch.dtype, head_dim: int, mask: str) -> bool:
-    """What SDPA's choice (transformers/cuda/sdp_utils.cpp) lets through to ``backend``."""
+    """Return whether SDPA's own choice (transformers/cuda/sdp_utils.cpp) allows ``backend``."""
     if dtype not in BACKENDS[backend][1]:
         return False
     if backend == "flash":
@@ -262,7 +262,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[SDPBackend], None]:
 
 
 def mask_copies(mask: str, dtype: torch.dtype) -> int:
-    """How often a mask of aligned rows has to be written anew: as a bias, or in query's dtype."""
+    """Return how often a mask with aligned rows is copied: to a bias, or to query's dtype."""
     return {"bool": 1, "bool rows": 1, "float32": int(dtype != F32)}.get(mask, 0)
 
 

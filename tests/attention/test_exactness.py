@@ -260,8 +260,8 @@ def test_any_attention_on_any_mesh_equals_one_device(rank_pool, mesh, cases):
 
 
 def is_readable_in_a_graph(case, ranks):
-    """In a graph, where nothing is exchanged, a mask's local dim must not be 1 on any rank, nor any dim all of it on
-    just one.
+    """Return whether a graph can tell the mask's extents without an exchange: no local dim of size 1 on any rank, and
+    no dim that one rank alone holds whole.
     """
     if case.mask is None:
         return True

@@ -35,7 +35,7 @@ CASES = [
 
 
 def as_on_gpu(function, cases, ring, ulysses, *options):
-    """What it gives, and how often one launch has packed, and unpacked."""
+    """Return the result of ``function``, and how often one launch packed and unpacked."""
     with (
         mock.patch.object(transfer, "takes_kernels", lambda _: not torch.is_grad_enabled()),
         mock.patch.object(exchange_reference, "pack", wraps=exchange_reference.pack) as pack,

@@ -41,7 +41,7 @@ def attend(low, kind, is_causal, ring, ulysses):
 
 
 def on_one_device(low, kind, is_causal):
-    """In float64, from the scores as float32 has them: the mean over the keys of the row's highest bias."""
+    """Return the float64 result from float32 scores: the mean over the keys with the row's highest bias."""
     q, k, v = (x.requires_grad_() for x in make_qkv(S, H))
     mask = make_mask(low, kind).expand(2, 1, S, S)
     if is_causal:

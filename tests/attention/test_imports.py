@@ -1,4 +1,4 @@
-"""What exact attention imports: nothing that approximates, until an option asks for it."""
+"""Exact attention imports no approximate module until an option asks for one."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""How many kernels the host launches for one attention call, and that they are counted rightly."""
+"""The number of kernels that the host launches for one attention call, and the counter itself."""
 
 import pytest
 import torch

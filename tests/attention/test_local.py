@@ -46,7 +46,7 @@ def make_mask(kind: str, dtype: torch.dtype) -> Tensor | None:
 def in_float64(
     qkv: list[Tensor], mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Leaves of autograd, out and lse, from the definition."""
+    """Return leaves, output and lse in float64, from the definition."""
     leaves = [x.detach().double().requires_grad_() for x in qkv]
     query, key, value = leaves
     group = query.shape[1] // key.shape[1]

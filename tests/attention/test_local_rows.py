@@ -1,4 +1,4 @@
-"""Whose rows a mask has: what is found in its values, and the verdict over all ranks. No ranks are needed."""
+"""Ownership of a mask's rows, inferred from its values, and the verdict over all ranks. These tests need no ranks."""
 
 import pytest
 import torch

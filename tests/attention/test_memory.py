@@ -1,4 +1,4 @@
-"""How many blocks of keys and values a ring holds at once, and what a gather copies."""
+"""The number of key and value blocks that a ring holds at once, and the copies that a gather makes."""
 
 import time
 import weakref

@@ -1,4 +1,4 @@
-"""What else a call can be given: attention of the user's own, chunks of heads, replicated keys, torch.func."""
+"""Further options of a call: a user's own attention, chunks of heads, replicated keys, torch.func."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How many collectives an attention call makes and how many bytes it sends: against the formulas in the docstrings."""
+"""Collectives and bytes of an attention call, against the formulas in the docstrings."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ class Pipe:
     device = torch.device("cpu")
 
     def __call__(self, first, rest=None, *, size=(1, TOKENS, WIDTH), fail_at=None, dtype=torch.float32):
-        """Of each step, of each branch, the model's output."""
+        """Return the model's outputs of each step and each branch."""
         branches = first if isinstance(first, dict) else {"cond": first}
         rest = rest or {}
         text = {name: torch.full((size[0], 3, size[2]), float(i), dtype=dtype) for i, name in enumerate(branches)}

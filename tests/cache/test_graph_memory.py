@@ -1,6 +1,4 @@
-"""What a cache keeps from step to step must not lie in memory of a CUDA graph, which the next replay of the graph
-overwrites.
-"""
+"""State of a cache is not kept in memory of a CUDA graph, which the next replay overwrites."""
 
 import pytest
 import torch

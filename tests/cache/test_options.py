@@ -1,4 +1,4 @@
-"""What is skipped, by every option: on a model whose residuals are written down, in eager code and in a graph."""
+"""The steps that each option skips, on a model with known residuals, in eager code and in a graph."""
 
 import inspect
 import math
@@ -53,7 +53,7 @@ def run(request):
 
 
 def added(outputs):
-    """What the blocks added at each step."""
+    """Return what the blocks added at each step."""
     start = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
     return [(out - start).mean().item() for out in outputs]
 
@@ -168,7 +168,7 @@ def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
 
 
 def linear_in_time(steps):
-    """Of each step of the scripted pipe's schedule."""
+    """Return one value per step of the scripted pipe's schedule, linear in time."""
     pipe = Pipe()
     pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     return (3 + pipe.scheduler.timesteps / 1000).tolist()

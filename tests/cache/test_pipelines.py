@@ -143,7 +143,7 @@ def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
 
 
 def pause_guidance(pipe, step, timestep, tensors):
-    """Of eight steps, the third to fifth do not guide."""
+    """Turn guidance off from the third to the fifth of eight steps."""
     pipe._guidance_scale = 1.0 if step in (1, 2, 3) else 5.0
     return tensors
 

@@ -62,7 +62,7 @@ def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
 
 
 def generate_two_prompts():
-    """Two replicas of two ranks each."""
+    """Generate on two replicas of two ranks each."""
     mesh = torch.distributed.device_mesh.init_device_mesh(
         "cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses")
     )
@@ -192,7 +192,7 @@ def generate_batch(batch, threshold, compiled=False, mesh=None):
 
 
 def threshold_at_which_samples_differ(batch):
-    """At a step, one sample of the batch is below it, and another is above."""
+    """Return a threshold that, at some step, lies between the differences of two samples."""
     _, rows = generate_batch(batch, 1e-9)
     samples = [[x for row in rows if row[0] == step for x in row[3]] for step in range(2, 5)]
     apart = max(samples, key=lambda values: max(values) / min(values))

@@ -28,7 +28,7 @@ def state_of(pipe):
 
 
 def removals():
-    """What is removed from, how it was compiled, and what was applied first; in the default run, each of these once."""
+    """Yield models, ways of compiling and orders; the default run has each of these values once."""
     short = [("wan", "in place", True), ("wan", "in its place", False), ("stable diffusion 3", "eager", False)]
     for case in product(
         ["wan", "qwen-image", "stable diffusion 3"], ["in place", "in its place", "eager"], [False, True]

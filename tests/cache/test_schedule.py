@@ -1,4 +1,4 @@
-"""Where in its schedule a cache takes a call to be, against the timesteps that the pipeline gives its scheduler."""
+"""The step that a cache assigns to a call, against the timesteps that the pipeline gives its scheduler."""
 
 import inspect
 from itertools import pairwise
@@ -24,7 +24,9 @@ IN_PART += ["ltx, condition", "flux2 klein, inpainting"]
 
 
 def followed(pipe, call):
-    """Of each step that the scheduler took: the timestep, and what the cache took the call before it for."""
+    """Return, for each step of the scheduler, the timestep and the position that the cache assigned to the call before
+    it.
+    """
     taken, seen = [], []
     take, position_of = type(pipe.scheduler).step, SchedulerTracker.position
 

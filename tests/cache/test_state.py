@@ -1,4 +1,4 @@
-"""What a cache holds, for whom, and how long."""
+"""The state of a cache: its content, owner and lifetime."""
 
 import gc
 import re
@@ -90,7 +90,7 @@ def test_branches_have_separate_states(named):
 
 
 def test_unnamed_branches_are_identified_by_text():
-    """As where guidance is off at some steps, and where the text is made anew at each."""
+    """Guidance is off at some steps, or the text tensors are new at each step."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     x = torch.ones(1, 6, 8)
     text = {"a": torch.zeros(1, 3, 8), "b": torch.ones(1, 3, 8)}
@@ -224,7 +224,7 @@ def test_second_thread_in_a_pipe_raises():
 
 
 class Callback(PipelineCallback):
-    """As diffusers has them: asked of what class it is."""
+    """A callback class of diffusers, which checks its type."""
 
     tensor_inputs = ("latents",)
 

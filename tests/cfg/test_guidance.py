@@ -36,7 +36,7 @@ def combine_at_once(model, x):
 
 
 def cut_first(model, x):
-    """As Qwen-Image's pipelines do: the first result is sharded before the second is called."""
+    """Shard the first result before the second call, as Qwen-Image's pipelines do."""
     cond = model(x, 0)[0][:, :3].unsqueeze(0).to(torch.float64).squeeze(0)
     first, second = model(x, 1)[0].chunk(2, dim=1)
     return torch.cat([cond.float() + first, second], dim=1)
@@ -49,7 +49,7 @@ def scaled_first(model, x):
 
 
 def between_latents_changed_in_place(model, x):
-    """As Cosmos's pipelines mix results with latents; these go on meanwhile."""
+    """Mix results with latents that change in place meanwhile, as Cosmos's pipelines do."""
     x = x.clone()
     cond = torch.where(x > 0, x * (1 - torch.tensor(0.5)), model(x, 0)[0])
     x.add_(1.0)

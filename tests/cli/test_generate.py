@@ -49,7 +49,7 @@ def pixels(path):
 
 
 def plain_pixels(**call):
-    """What diffusers generates alone."""
+    """Generate with diffusers alone."""
     pipe = FluxPipeline.from_pretrained(TINY_FLUX, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     seed = call.pop("seed")

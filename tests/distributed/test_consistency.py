@@ -122,7 +122,7 @@ class Devices(TorchDispatchMode):
 
 
 def groups_without_a_cpu():
-    """What is exchanged over two groups that take CUDA tensors only, and the groups that exist afterwards."""
+    """Return what is exchanged over two groups that take CUDA tensors only, and the groups that exist afterwards."""
     timeout = timedelta(seconds=123)
     groups = [
         dist.new_group(backend="cuda:gloo", timeout=timeout),

@@ -35,7 +35,7 @@ def compute(parts, attend):
 
 
 def traced_anew():
-    """Inside, a graph is not taken from the disk, where it may lie as an earlier version of the code traced it."""
+    """Return a context without the graph cache on disk, which may hold a trace of an earlier version of the code."""
     return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
@@ -92,9 +92,7 @@ def test_and_so_do_their_gradients(rank_pool, seed):
 
 
 def attend_to_one_token(ring, ulysses, backward):
-    """Which the first rank holds: what the other computes has no elements, and its compiler drops whatever gives
-    such.
-    """
+    """Attend to one token, held by rank 0. Rank 1 computes tensors without elements, which its compiler would drop."""
     mode = UnifiedAttnMode(init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses")))
     x, weight = make_inputs([(2, 1, 8), (2, 8, 8)])
 
@@ -130,8 +128,8 @@ def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward
 
 
 def trace(ring, ulysses, backward=True):
-    """Of each graph that a compiler gets, forward and backward: our operators, what each waits for, and what is waited
-    for.
+    """Return, for each forward and backward graph that a compiler gets, our operators, the token that each waits for,
+    and the tokens that are waited for in the end.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

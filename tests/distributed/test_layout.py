@@ -1,4 +1,4 @@
-"""Who holds which tokens: against torch.tensor_split, and against tokens written out one by one."""
+"""The tokens of each rank, against torch.tensor_split and against tokens written out one by one."""
 
 import doctest
 from importlib import import_module

@@ -181,7 +181,7 @@ def on_gpus(gpus, backend="nccl", counting=None):
 
 
 def make_all_kinds(device_type):
-    """Everything that takes a mesh of the user's, by name; each maker takes nothing."""
+    """Return makers, by name, of all that accepts a user's mesh. A maker has no arguments."""
     square = init_device_mesh(device_type, (2, 2), mesh_dim_names=("ring", "ulysses"))
     line = init_device_mesh(device_type, (4,), mesh_dim_names=("batch",))
     flux = flux_transformer()
@@ -261,9 +261,7 @@ def test_sequence_rank_is_ring_major(rank_pool):
 
 
 def groups_made(shapes):
-    """By shape of the mesh (batch, ring, ulysses): the sizes of the groups that are new, and how many were asked
-    for.
-    """
+    """Return, by mesh shape (batch, ring, ulysses), the sizes of new groups and how many groups were requested."""
     c10d, made = dist.distributed_c10d, {}
     make, known = c10d._new_process_group_helper, c10d._world.pg_map
     names, world = ("batch", "ring", "ulysses"), dist.get_world_size()

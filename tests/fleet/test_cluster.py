@@ -13,7 +13,7 @@ from para_core.fleet import group
 
 
 class StandIn:
-    """Of ``ray.init``: what a machine has of clusters, and what was asked for."""
+    """A stand-in for ``ray.init`` on a machine with or without clusters; records what was started."""
 
     def __init__(self, monkeypatch, *, noted=False, alive=False):
         self.noted, self.alive, self.started = noted, alive, []

@@ -103,7 +103,7 @@ def pixels(data):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What diffusers generates alone."""
+    """Generate with diffusers alone."""
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     call = {"height": 48, "width": 64, "num_inference_steps": 2, "max_sequence_length": 64}

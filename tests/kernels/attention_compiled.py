@@ -86,7 +86,7 @@ def compile_attention(
 
 
 def _arguments_of_launch(*call: Any, **more: Any) -> dict[str, Any]:
-    """What ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes it."""
+    """Return the arguments that ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes them."""
     found: dict[str, Any] = {}
 
     class Kernel:
@@ -145,7 +145,7 @@ def compile_hopper(
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one tile of keys of the loop without comparisons, for a program of BLOCK_M queries.
+    """Work of a program of BLOCK_M queries on one tile of keys, in the loop without comparisons.
 
     Args:
         flops: of the matrix instructions, 2 per multiplication.

@@ -10,7 +10,7 @@ from benchmarks.attention.compiled import Launch, launches
 
 
 def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:
-    """Those of these kernels, as values of a test's parameter; ``rounded``: of an exchange in 8 bits."""
+    """Return the launches of ``kernels`` as test parameters; ``rounded`` selects those of an 8-bit exchange."""
     return [
         pytest.param(launch, id=launch.name, marks=pytest.mark.slow if _is_short(launch) else pytest.mark.long)
         for launch in launches()

@@ -142,7 +142,9 @@ def test_in_16_bits_the_error_is_not_above_sdpas(dtype, slack, kind):
 
 
 def in_parts(tensors: list[Tensor], cuts: list[int], **options) -> tuple[Tensor, Tensor]:
-    """One call for each part of the keys, each continuing from the one before; the last one in query's dtype."""
+    """Call the kernel for each part of the keys; each call continues the one before, and the last returns query's
+    dtype.
+    """
     query, key, value = tensors
     so_far = None
     edges = [0, *cuts, key.shape[2]]

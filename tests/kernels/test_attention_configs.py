@@ -1,6 +1,4 @@
-"""Which block sizes a call takes: the table's row for its shape, with room for what comes beside query, key and
-value.
-"""
+"""Block sizes of a call: the table's row for its shape, with room for inputs besides query, key and value."""
 
 from __future__ import annotations
 

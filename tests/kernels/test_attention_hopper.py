@@ -40,7 +40,7 @@ def tensors_of(num_queries: int, num_keys: int, **options) -> list[Tensor]:
 
 
 def check(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
-    """Of float16: weights and the result are rounded once each."""
+    """Compare float16 results with exact ones; weights and output are rounded once each."""
     assert error(found[0], exact[0]) < 5e-4
     check_lse(found[1], exact[1], 1e-5)
 

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def partial_results(shape, dtype=torch.float32, *, seed=0):
-    """Two sides; the first row saw no key, the second only a's, the third only b's."""
+    """Return two sides. The first row saw no key, the second only a's, the third only b's."""
     generator = torch.Generator().manual_seed(seed)
     outs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
     lses = [3 * torch.randn(shape[:3], generator=generator) for _ in range(2)]
@@ -122,7 +122,7 @@ def test_any_strides_are_read_and_written(interpreter, data):
 
 
 def merge_four(query_dtype, count):
-    """What a ring does, on kernels all the way: the operators' CPU form is the GPU's."""
+    """Merge four results as a ring does, by kernels only: the operators' CPU form is the GPU's."""
     LIBRARY.impl("merge", merge_on_gpu, "CPU", allow_override=True)
     LIBRARY.impl("merge_", merge_on_gpu_in_place, "CPU", allow_override=True)
     parts = [partial_results((1, 2, 13, 8), query_dtype, seed=seed)[:2] for seed in range(count)]

@@ -31,13 +31,13 @@ def spread(shape, dtype, seed=0):
 
 
 def whole(x):
-    """One region of all of it, and the bytes of the buffer."""
+    """Return one region that covers ``x``, and the bytes of the buffer."""
     row = x.shape[1] * row_bytes(x.shape[3])
     return [CopyRegion(0, 0, x.shape[2], 0, x.shape[1], 0, row)], x.shape[0] * x.shape[2] * row
 
 
 def rows_of(x, buffer):
-    """What was packed of all of ``x``: ``[B, H, S, D]`` bits of float8_e4m3fn, and scales ``[B, H, S]``."""
+    """Return the packed numbers ``[B, H, S, D]``, as bits, and the scales ``[B, H, S]`` of all of ``x``."""
     batch, heads, tokens, width = x.shape
     rows = buffer.view(tokens, batch, heads, width + 4).permute(1, 2, 0, 3)
     return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
@@ -105,7 +105,7 @@ SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((70,), (1,)), ((1, 1, 1, 1)
 
 
 def boxes_for_ranks(tensors, tokens, heads, *, one_table):
-    """As :func:`for_ranks`, of rows in 8 bits."""
+    """Return :func:`for_ranks` for rows in 8 bits."""
     wide = [x.new_empty(*x.shape[:3], row_bytes(x.shape[3])) for x in tensors]
     return for_ranks(wide, tokens, heads, one_table=one_table)
 

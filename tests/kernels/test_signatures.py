@@ -1,4 +1,4 @@
-"""Each kernel is called as its reference in plain PyTorch: one contract, and either can stand in for the other."""
+"""A kernel and its plain PyTorch reference have the same signature, so that either can replace the other."""
 
 from importlib import import_module
 from inspect import Parameter, signature

@@ -229,7 +229,7 @@ def test_unfitting_masks_raise_on_every_rank(rank_pool):
 
 
 def gradients(ring, ulysses):
-    """Of the operator itself, since flex_attention takes no gradient on a CPU."""
+    """Return gradients of the operator itself, because flex_attention computes none on a CPU."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
     S, mesh = 13, make_mesh(ring, ulysses)

@@ -1,4 +1,4 @@
-"""Which sequence a length belongs to: against all choices of what is known, written out one by one."""
+"""The sequence that a length belongs to, against all candidates written out one by one."""
 
 import re
 from itertools import combinations

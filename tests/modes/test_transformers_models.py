@@ -74,7 +74,7 @@ def mesh_of(kind):
 
 
 def outcome(function):
-    """What it returns, or the error that it raises."""
+    """Return the result of ``function``, or the text of its error."""
     try:
         return function()
     except (ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What a mode intercepts, remembers and forgets."""
+"""Calls that a mode intercepts, and sequences that it remembers and forgets."""
 
 import gc
 import re
@@ -293,7 +293,7 @@ def test_an_exception_inside_leaves_no_state(rank_pool, kind):
 
 
 def attend_in_two_threads():
-    """Each thread has a mode, a group and data of its own; the one that entered first leaves first."""
+    """Attend in two threads with a mode, a group and data each. The thread that enters first leaves first."""
     # Groups, because torch gives every mesh dim that spans all ranks one and the same group.
     modes = [RingAttnMode(dist.new_group([0, 1])), UlyssesAttnMode(dist.new_group([0, 1]))]
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -539,7 +539,7 @@ def attend_causally_to_two_joint_orders():
 
 
 def test_is_causal_over_a_concatenation_never_guesses_the_order(rank_pool):
-    """Two sequences may be joined in two orders, and lengths cannot tell which: right, or an error."""
+    """Two sequences can be joined in two orders of equal length: the result is right, or an error."""
     for rank, results in enumerate(rank_pool.run(attend_causally_to_two_joint_orders, 2)):
         for name, order in (("in order", (10, 4)), ("reversed", (4, 10))):
             if isinstance(results[name], str):

@@ -1,4 +1,5 @@
-"""What a user starts on each host: ``torchrun --nnodes=2 --nproc_per_node=2 … -m tests.nodes.generate flux wan``
+"""The program that a user starts on each host: ``torchrun --nnodes=2 --nproc_per_node=2 … -m tests.nodes.generate flux
+wan``
 
 Generates one image of each pipeline named on all ranks, with the mesh that para_core makes by itself. Each rank writes
 what it got, and where the ranks of its mesh dims are, under ``--output``.
@@ -21,7 +22,7 @@ from para_core.adapters import parallelize_pipe
 
 
 def hosts_of_dims(mesh: Any) -> dict[str, list[int]]:
-    """Of each mesh dim with several ranks, the hosts of this rank's group, in its order."""
+    """Return, for each mesh dim with several ranks, the hosts of this rank's group in its order."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, int(os.environ["GROUP_RANK"]))
     groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}

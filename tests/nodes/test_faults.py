@@ -18,7 +18,7 @@ def test_fault_table_has_150_distinct_cells():
 
 
 def result(**changed):
-    """Of a cell in which rank 3 raised and the others told so."""
+    """Return the result of a cell in which rank 3 raised and the other ranks received its error."""
     told = {"raised": "RuntimeError", "message": "rank 3 raised: something that only this rank found", "seconds": 0.5}
     left = {"processes": [], "sockets": 0, "files": []}
     return {"fault": "raises", "struck": True, "ranks": [dict(told) for _ in range(4)], "left": left, **changed}

@@ -22,7 +22,7 @@ def namespaces_or_skip(num_hosts):
 
 
 def generated(hosts, folder, *pipelines):
-    """What each rank wrote."""
+    """Return the files that the ranks wrote."""
     torchrun(hosts, "tests.nodes.generate", *pipelines, "--output", str(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2 * hosts.num_hosts)]
 

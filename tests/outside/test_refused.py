@@ -122,7 +122,7 @@ class Decoding(nn.Module):
 
 @pytest.mark.parametrize(("window", "exact"), [(64, True), (24, False)])
 def test_decoding_past_a_window_in_the_mode_is_reported(window, exact):
-    """Each rank's cache drops keys by its own number of them, so the page says that this is not for windows."""
+    """Each rank's cache drops keys by its own number of keys, so the page excludes windows."""
 
     def forward(cp, model, ids):
         total, ranks = ids.shape[1], len(cp.sequence(ids.shape[1]).sizes())

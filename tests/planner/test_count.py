@@ -1,4 +1,4 @@
-"""What is counted without data is what a whole model does, and what ranks then hold and send."""
+"""Counts without data equal those of the whole model, and what ranks then hold and send."""
 
 from functools import partial
 
@@ -155,7 +155,7 @@ FUSED = MeshShape(pipe=4, pipefusion=PipeFusion(num_patches=2, warmup_steps=7))
 
 
 def run_rows():
-    """Of each row, the result of a pipeline that is run as it says, and how many calls were on patches."""
+    """Run a pipeline as each row says; return the results by row, and the number of calls on patches."""
     results = {}
     for shape in (*ROWS, FUSED):
         names = {

@@ -36,7 +36,7 @@ def examine_all():
 
 
 def examine_with_wrong_attention():
-    """Where one rank adds a little to what it attends to."""
+    """Examine the mesh while the attention of one rank is slightly wrong."""
     mesh = cpu_mesh(1, 2)
     attend = mesh_checks._attend
 

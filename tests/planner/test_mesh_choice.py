@@ -100,7 +100,7 @@ def test_ulysses_stays_on_a_host_and_is_logged():
 
 
 class KeyHeads(torch.overrides.TorchFunctionMode):
-    """How many heads the keys of attention calls have, and how many keys there are."""
+    """A mode that records ``(num_keys, num_key_heads)`` of attention calls."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ def test_guidance_that_grows_from_frame_to_frame_is_guidance():
 
 
 def choose_by_prediction(device):
-    """What a FLUX gets on two ranks, as if they had such devices: the mesh, and the log line."""
+    """Return the mesh and the log line of FLUX on two ranks, as if these had the given device."""
     lines = []
     with (
         gpu_named(device),
@@ -260,7 +260,7 @@ def test_failed_prediction_is_a_warning(rank_pool, error):
 
 
 def run_as_planned():
-    """As if two dims were predicted to be fastest."""
+    """Run as if a mesh of two dims were predicted to be fastest."""
     planned = mock.patch.object(default_mesh, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
     with planned, mock.patch.object(default_mesh.logger, "info") as said:
         pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")

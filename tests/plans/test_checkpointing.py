@@ -61,7 +61,7 @@ class Model(nn.Module):
         return self.last(image)
 
     def nested(self, block, image, text):
-        """What is kept of the second inner checkpoint is computed from the result of the first."""
+        """Call ``block`` with nested checkpoints. The input kept by the second inner one depends on the first."""
         image = image + checkpoint(block.attn1, image, image, use_reentrant=False).tanh()
         return image + checkpoint(block.attn2, image, text, use_reentrant=True).sin()
 

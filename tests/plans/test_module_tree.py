@@ -1,4 +1,4 @@
-"""What a plan looks up at every call of its model: whether modules were replaced, and whether some were compiled."""
+"""Lookups of a plan at every call of its model: replaced modules, and compiled ones."""
 
 import torch
 from torch import nn

@@ -59,7 +59,7 @@ def attend_linearly(x):
 
 
 def attend_over_frames(x):
-    """As HunyuanVideo's VAE: tokens in the order (T, H, W), causal by frames, by a mask of the sizes that are seen."""
+    """Attend as HunyuanVideo's VAE: tokens in the order (T, H, W), causal by frame, by a mask of local sizes."""
     frames, rows, columns = x.shape[2:]
     q = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
     of_token = torch.arange(frames).repeat_interleave(rows * columns)
@@ -69,7 +69,7 @@ def attend_over_frames(x):
 
 
 def attend_within_pixels(x):
-    """As Mochi's VAE: over time, every pixel a sample."""
+    """Attend as Mochi's VAE: over time, with each pixel as a sample."""
     batch, _, _, rows, columns = x.shape
     q = x.permute(0, 3, 4, 2, 1).flatten(0, 2).unflatten(-1, (2, 4)).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
@@ -85,8 +85,8 @@ def patchify(x):
 
 
 def stft_of_columns(x):
-    """Of each line of pixels along the longer side, windows of 4 pixels, as real numbers
-    ``[..., windows, frequencies]``.
+    """Return the STFT, windows of 4 pixels, of each line along the longer side, as real numbers ``[..., windows,
+    frequencies]``.
     """
     lines = x if x.shape[-1] > x.shape[-2] else x.transpose(-2, -1)
     samples = F.pad(lines.flatten(0, 2), (1, 1))
@@ -106,7 +106,7 @@ def write_a_frame(x):
 
 
 def numbers_of(size):
-    """What Python can make of a size."""
+    """Return numbers that Python code may compute from a size."""
     return [
         *(2.0 * size, size * 0.5, 3 - size, size - 3, -size % 5, divmod(size, 4)[1], size & 1, size**-0.5, size / 3),
         *(math.sqrt(size), float(size), int(size), round(size / 3), len(range(size)), len(str(size)), max(size, 9)),
@@ -364,7 +364,7 @@ class CopiesAndIndices(TorchDispatchMode):
 
 
 def resize_again(mode):
-    """Per call the operators that prepare indices and weights, and the whole result."""
+    """Return, for each call, the operators that prepare indices and weights, and the whole result."""
     dtype = torch.float64
     image = make_inputs(-2)["image"].to(dtype)
     results = []

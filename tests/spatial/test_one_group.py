@@ -14,8 +14,8 @@ from zoo.tiny.vaes import TINY_VAES
 
 
 def row_groups(ranks):
-    """Of a ring × Ulysses mesh of ``ranks``: for each number of first ranks, its ranks and the mesh dim whose group it
-    is, on this rank.
+    """Return, for each number of first ranks of a ring × Ulysses mesh of ``ranks``, the group's ranks and the mesh dim
+    whose group it is, on this rank.
     """
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
     vae = parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh)

@@ -1,4 +1,4 @@
-"""Whole pipelines whose VAE runs on all ranks, too."""
+"""Pipelines whose VAE also runs on all ranks."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def ask_for_no_vae():
 
 
 def decode_in_a_callback():
-    """How many images were decoded after steps, as for a preview."""
+    """Return how many images a callback decoded after steps, as for a preview."""
     pipe = parallelize_pipe(PIPELINES["ovis"].build(), mesh=cpu_mesh(1, 2), vae=True)
     shown = []
 
@@ -72,7 +72,7 @@ def test_preview_in_callback_is_decoded_on_all_ranks(rank_pool):
 
 
 def demo_images():
-    """By the FLUX that was trained here, on two ranks: with the VAE on one of them, and on both."""
+    """Generate by the trained FLUX on two ranks, with the VAE on one of them and on both."""
     pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     images = []

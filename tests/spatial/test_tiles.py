@@ -16,7 +16,7 @@ NAMES = [
 
 @torch.no_grad()
 def both_ways(name, method):
-    """What is decoded and encoded, and how many calls of the decoder and the encoder this rank computed."""
+    """Decode and encode; return the results and how many decoder and encoder calls this rank computed."""
     tiny, vae = TINY_VAES[name], TINY_VAES[name].make_tiled()
     if method is not None:
         parallelize_vae(vae, method=method)

@@ -1,4 +1,4 @@
-"""What a decode sends, counted, against a formula over the unmodified VAE's layers."""
+"""Bytes that a decode sends, against a formula over the unmodified VAE's layers."""
 
 import pytest
 import torch

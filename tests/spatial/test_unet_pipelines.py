@@ -1,4 +1,4 @@
-"""Whole pipelines on UNets: Stable Diffusion 1.5, XL, Stable Video Diffusion; rows over ranks, guidance over ranks."""
+"""Pipelines with UNets (Stable Diffusion 1.5, XL, Stable Video Diffusion): rows and guidance over ranks."""
 
 import re
 import warnings
@@ -54,7 +54,7 @@ def of_size(**size):
 
 
 def generate_on(name, shapes, **size):
-    """What each mesh gives, and the same pipeline when it is given back."""
+    """Generate on each mesh, and once more after the pipeline was restored."""
     found, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
     before = {path: (type(module), dict(vars(module))) for path, module in unets_of(pipe).items()}
     for shape, mesh in meshes_of(shapes).items():
@@ -94,7 +94,7 @@ def test_few_rows_leave_ranks_idle_with_the_image(rank_pool, size):
 
 
 def generate_in_other_ways():
-    """With a LoRA, the VAE on rows, sliced attention, offloaded: each against one rank."""
+    """Generate with a LoRA, the VAE on rows, sliced attention, and offloaded; each against one rank."""
     pipe, errors = UNET_PIPELINES["sd"].build(), {}
 
     def compare(what, **options):

@@ -24,7 +24,7 @@ ROWS = [name for name in NAMES if name not in BY_TILES]
 
 @torch.no_grad()
 def both_ways(names, wide, parallel, **options):
-    """What each autoencoder decodes and encodes: ``{(name, "decode"): tensor}``."""
+    """Decode and encode with each autoencoder: ``{(name, "decode"): tensor}``."""
     found = {}
     for name in names:
         tiny = TINY_VAES[name]
@@ -374,7 +374,7 @@ def test_untiled_minimax_encodes_but_does_not_decode(rank_pool):
 
 @torch.no_grad()
 def longer_clip(name, parallel):
-    """Two frames of latents more than elsewhere: caches of frames are filled, used and passed on."""
+    """Process two latent frames more than elsewhere, so that caches of frames are filled, used and passed on."""
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     batch, channels, frames, *size = tiny.latents
@@ -399,7 +399,7 @@ def test_longer_clips_on_two_ranks_equal_one_device(rank_pool, name):
 
 @torch.no_grad()
 def one_frame(name, parallel):
-    """What caches hold of no frame has no element, and rows all the same."""
+    """Process one frame. Caches of no frame have no elements, but they have rows."""
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     (batch, channels, _, *latents), (*_, height, width) = tiny.latents, tiny.pixels

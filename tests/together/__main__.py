@@ -27,7 +27,7 @@ from tests.together.summary import write_summary
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """By case, what came of it last."""
+    """Return the latest outcome of each case."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["case"]: row for row in rows}
 

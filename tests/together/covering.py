@@ -26,13 +26,13 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs_of(values: Mapping[str, str]) -> Iterator[Pair]:
-    """All pairs of ``(axis, value)`` in ``values``, in the order of the axes."""
+    """Return all pairs of ``(axis, value)`` in ``values``, in the order of the axes."""
     ordered = [(axis, values[axis]) for axis in AXES if axis in values]
     return itertools.combinations(ordered, 2)
 
 
 def admissible_pairs() -> list[Pair]:
-    """All pairs that some case may hold."""
+    """Return all pairs that a case may hold."""
     found = []
     for first, second in itertools.combinations(AXES, 2):
         for a, b in itertools.product(AXES[first], AXES[second]):
@@ -84,8 +84,7 @@ def _pair(axis: str, value: str, other: str, taken: str) -> Pair:
 
 
 def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable[Case] = ()) -> list[Case]:
-    """At least ``num_cases`` cases, none of them excluded, that hold every admissible pair. The same for the same
-    arguments.
+    """Return at least ``num_cases`` cases, none of them excluded, that hold every admissible pair. Deterministic.
 
     Args:
         start: cases that come first: what is not excluded of an array that was made before an option was added.
@@ -162,7 +161,7 @@ def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
 
 
 def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
-    """For each refused combination, a few cases that hold it, no other excluded combination, and defaults otherwise."""
+    """Return, for each refused combination, a few cases that hold it, no other excluded one, and defaults otherwise."""
     found = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:

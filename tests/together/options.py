@@ -165,7 +165,7 @@ class Exclusion:
 
 
 def other(axis: str, *values: str) -> tuple[str, ...]:
-    """All values of ``axis`` but these."""
+    """Return all values of ``axis`` except ``values``."""
     return tuple(value for value in AXES[axis] if value not in values)
 
 

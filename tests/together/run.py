@@ -1,4 +1,4 @@
-"""Running one case: on its ranks, and without para_core on one process; and judging what came out."""
+"""Run one case on its ranks, and without para_core on one process, and judge the results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Raised:
 
 @dataclass
 class Reference:
-    """What one process generates without ranks.
+    """The outputs of one process without ranks.
 
     Args:
         plain: the outputs of the untouched pipeline.
@@ -80,7 +80,7 @@ class Reference:
 
 @dataclass
 class Outcome:
-    """What came of a case.
+    """The verdict on a case.
 
     Args:
         status: ``exact``, ``refused``, ``wrong``, ``obscure``, ``hang``, or ``alone``: it fails without para_core, too.
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def _initial_latents(pipe: Any, case: Case) -> list[Any]:
-    """What ``prepare_latents`` draws in each call."""
+    """Return what ``prepare_latents`` draws in each call."""
     drawn, draw = [], pipe.prepare_latents
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _initial_latents(pipe: Any, case: Case) -> list[Any]:
 
 
 def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
-    """In float32, from latents that bfloat16 drew: a generator draws others for another dtype."""
+    """Generate in float32 from latents that bfloat16 drew, because a generator draws others for another dtype."""
     left = iter(drawn)
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
 
 
 def reference(case: Case) -> Reference:
-    """Without ranks and without compiling."""
+    """Generate without ranks and without compiling."""
     with user.quiet():
         pipe = _untouched(case)
         plain = user.generate(pipe, case)
@@ -214,8 +214,8 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
-    """What this rank generates in parallel and after all is undone, and what is then on the pipeline; or what it
-    raised.
+    """Generate in parallel and after everything was undone. Return both outputs and what is left on the pipeline, or
+    the error.
     """
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
@@ -387,7 +387,7 @@ def reason_of(detail: str) -> str:
 
 
 def _compiled_alone(case: Case) -> str | None:
-    """What raises when one process compiles the untouched pipeline as the case does."""
+    """Return the error of one process that compiles the untouched pipeline as the case does, or None."""
     torch.compiler.reset()
     try:
         with user.quiet():

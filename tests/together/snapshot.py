@@ -17,7 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def snapshot(pipe: Any) -> dict[str, str]:
-    """By a path, a description. Two pipelines that were built and changed alike have equal snapshots."""
+    """Return descriptions by path. Two pipelines that were built and changed in the same way have equal snapshots."""
     found = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
     found.update(_object(pipe, "pipe"))
     for name, component in pipe.components.items():
@@ -30,7 +30,7 @@ def snapshot(pipe: Any) -> dict[str, str]:
 
 
 def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """What is on one of two pipelines only, or differs."""
+    """Return paths that only one snapshot has, or whose descriptions differ."""
     return [
         f"{path}: {found.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
         for path in sorted(found.keys() | expected.keys())

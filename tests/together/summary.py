@@ -1,4 +1,4 @@
-"""What came of all cases, as one JSON: benchmarks/results/together.json."""
+"""Write the outcomes of all cases to one JSON: benchmarks/results/together.json."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_each_refused_combination_is_tried_alone():
 
 
 def judged(**changed):
-    """What is said of two ranks of which the second differs from an exact one in ``changed``."""
+    """Return the verdict on two ranks, of which the second differs from an exact one in ``changed``."""
     case, out = parse("flux+ulysses2"), torch.arange(1.0, 5.0)
     exact = {"outs": [out], "undone": [out], "kept": [], "state": {"pipe": "FluxPipeline"}, "stage": "done"}
     alone = Reference([out], [out], None, {"pipe": "FluxPipeline"})

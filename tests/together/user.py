@@ -1,5 +1,5 @@
-"""What a user does with a tiny pipeline without para_core: builds it, changes it (LoRA, offload, dtype, int8,
-compiling) and calls it.
+"""Steps of a user without para_core: build a tiny pipeline, change it (LoRA, offload, dtype, int8, compiling) and call
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = {"guidance_scale": 1.0}
 
 
 class _Pipeline:
-    """How to build a tiny pipeline, and its arguments.
+    """The builder of a tiny pipeline, and its arguments.
 
     Args:
         plain, guided: arguments without and with classifier-free guidance.
@@ -90,7 +90,7 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
 
 
 def _cast_weights(pipe: Any, dtype: torch.dtype) -> None:
-    """As ``from_pretrained(dtype=...)``: some modules stay in float32."""
+    """Cast as ``from_pretrained(dtype=...)`` does: some modules stay in float32."""
     cast: dict[nn.Parameter, nn.Parameter] = {}  # encoders tie weights
     for part in pipe.components.values():
         kept = getattr(part, "_keep_in_fp32_modules", None) or []
@@ -239,7 +239,7 @@ def uncompile(pipe: Any) -> None:
 
 
 def before(pipe: Any, case: Case) -> None:
-    """What a user does before para_core is applied."""
+    """Apply the user's changes that come before para_core."""
     if case["compile"] != "eager" and case["compile order"] == "compile-first":
         compile_denoisers(pipe, case["compile"])
     if case["quantized"] == "int8":
@@ -252,7 +252,7 @@ def before(pipe: Any, case: Case) -> None:
 
 
 def after(pipe: Any, case: Case) -> None:
-    """What a user does after it."""
+    """Apply the user's changes that come after para_core."""
     if case["lora"] == "lora-after":
         add_lora(pipe)
     if case["lora"] == "lora-fused-after":

@@ -35,6 +35,6 @@ def generate(pipe, name, **options):
 
 
 def bytes_of(*modules):
-    """Of what parameters are in, on this rank."""
+    """Return the bytes of parameters that this rank holds."""
     held = [x.to_local() if isinstance(x, DTensor) else x for module in modules for x in module.parameters()]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())

@@ -27,8 +27,8 @@ def mesh_of(shape):
 
 
 def share(name, shape):
-    """What comes out with replicated weights and with sharded ones, twice, and undone; bytes of the blocks with
-    both.
+    """Generate with replicated weights, twice with sharded ones, and after undoing; return these outputs, and the bytes
+    of the blocks replicated and sharded.
     """
     pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
     whole = generate(pipe, name)
@@ -78,7 +78,7 @@ def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shap
 
 
 def in_order(order):
-    """With a cache that hits, in any order of what is applied."""
+    """Generate with a cache that hits, applied in the given order."""
     pipe, outs = make("flux"), []
     mesh = init_context_parallel_mesh("cpu")
     does = {
@@ -196,7 +196,7 @@ def test_parts_may_lie_in_host_memory(rank_pool):
 
 
 def over_all_ranks(kind):
-    """Two replicas with prompts of their own, on weights that all ranks share."""
+    """Run two replicas with prompts of their own on weights that all ranks share."""
     everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     if kind == "hsdp":
         everywhere = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -266,7 +266,9 @@ def is_gathered(block):
 
 
 def watch_blocks(shape):
-    """Which blocks are gathered while each computes; bytes of the blocks with replicated and with sharded weights."""
+    """Return the blocks that are gathered while each block computes, and the bytes of the blocks replicated and
+    sharded.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     transformer = flux_transformer(num_layers=2, num_single_layers=3)
     whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]

@@ -116,7 +116,7 @@ def test_slice_of_sharded_container_is_plain(rank_pool, wrapped):
 
 
 def compiled_blocks(order):
-    """How many of the blocks of a transformer ``compile_repeated_blocks`` compiles, and how many there are."""
+    """Return how many blocks ``compile_repeated_blocks`` compiles, and how many the transformer has."""
     pipe = make("flux")
     mesh = init_context_parallel_mesh("cpu")
     for step in order:

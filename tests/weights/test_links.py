@@ -139,7 +139,7 @@ def test_messages_of_failed_generation_are_dropped(rank_pool, nccl, sent_by, tak
 
 
 def fail_and_generate(kind, where, nccl, calls):
-    """What a generation gives after one that failed, and the unmodified pipeline after removal."""
+    """Generate after a generation that failed, and with the unmodified pipeline after removal."""
     if nccl:
         with as_nccl(), mock.patch.object(point_to_point, "_GRACE", 0.3):
             return fail_and_generate(kind, where, False, calls)

@@ -84,7 +84,7 @@ def shared(pipe, method):
 
 
 def state_of(pipe):
-    """What undoing has to bring back."""
+    """Return the state that undoing must restore."""
     transformer = pipe.transformer
     return {
         "values": {name: x.detach().clone() for name, x in transformer.state_dict().items()},
@@ -200,7 +200,7 @@ def trainable(name):
 
 
 def gradients_after(name, method):
-    """Which weights take gradients once all is undone, of a LoRA that came while they were shared."""
+    """Return the weights that require gradients after undoing, for a LoRA loaded while weights were sharded."""
     pipe = shared(trainable(name), method)
     pipe.load_lora_weights(lora_weights(name))
     generate(pipe, name)

@@ -98,7 +98,7 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
 
 
 def fused(num_patches, *, pipe=None, mesh=None, **options):
-    """With PipeFusion, and what it reports."""
+    """Generate with PipeFusion; return the output and the report."""
     settings = {name: options.pop(name) for name in ("warmup_steps", "cooldown_steps") if name in options}
     pipe = pipe or flux_pipe(shared_parts=False)
     parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches, **settings))
@@ -136,14 +136,14 @@ def test_with_every_step_whole_nothing_changes():
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a model's tokens are, for patches by hooks.
+    """The dims of a model's token tensors, for patches by hooks.
 
     Args:
-        first: its first block, whose ``hidden_states`` is cut.
-        given: of which modules what output is cut, along which dim.
-        dim: of latents and output, along which patches follow.
-        text_first: in a joint sequence.
-        behind_text: ``patch_embed`` returns text and video, of which the latter is cut.
+        first: the first block, whose ``hidden_states`` is cut.
+        given: further outputs to cut: the module, the index of its output, and the dim.
+        dim: the dim of latents and output that is cut into patches.
+        text_first: whether text comes first in a joint sequence.
+        behind_text: whether ``patch_embed`` returns text and video in one tensor, of which the video is cut.
     """
 
     first: str
@@ -375,7 +375,7 @@ def model_over_stages(name, num_stages):
     ],
 )
 def test_of_other_models_stages_compute_what_one_process_does(rank_pool, name, size):
-    """On 4 ranks, branches of guidance or the samples of a batch are shared by two."""
+    """On 4 ranks, two share the guidance branches or the samples of a batch."""
     exact = latents_of(PIPELINES[name].build(), name)
     expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)
     for whole, found, report in rank_pool.run(model_over_stages, size, name, 2):

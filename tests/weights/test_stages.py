@@ -95,14 +95,16 @@ def test_ranks_of_a_stage_are_neighbours(rank_pool):
 
 
 def cached(transformer, name):
-    """Of a second, similar call, whose blocks are skipped, and a third, which is computed."""
+    """Return the outputs of three calls of a cached model: the second is skipped, the third is computed."""
     apply_cache_on_transformer(transformer, residual_diff_threshold=10.0, max_consecutive_hits=1)
     reset_cache(transformer)
     return [call(transformer, name, change) for change in (0.0, 0.01, 0.02)]
 
 
 def in_stages(names, shape, cache=False):
-    """Of each model, whether the bits are those without stages, and what share of the weights this rank holds."""
+    """Return, for each model, whether the bits equal those without stages, and which share of the weights this rank
+    holds.
+    """
     mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=DIMS), {}
     for name in names:
         transformer, whole = build(name), build(name)
@@ -164,7 +166,7 @@ def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
 
 
 def whole_pipelines(name, shape):
-    """Also with a cache, undone, and once more."""
+    """Generate without stages and in stages, with and without a cache, after undoing, and in stages again."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
     # Of so few steps.
     warnings.filterwarnings("ignore", message=".*cache ")
@@ -228,7 +230,7 @@ def test_staged_blocks_compile_and_whole_does_not(rank_pool):
 
 
 class Broken(RuntimeError):
-    """Of a block."""
+    """The error of a block."""
 
 
 def one_stage_raises():

@@ -92,7 +92,7 @@ DIFFERENCES = {
 
 
 def call_differently():
-    """On each rank the error, and seconds until it came; then a call in which all agree."""
+    """Return each difference's error and the seconds until it was raised; then call with equal arguments."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     errors = {}
     for name, options in DIFFERENCES.items():
@@ -154,7 +154,7 @@ def test_replicas_generate_different_images(rank_pool):
 
 
 class Subclassed(FluxPipeline):
-    """Somebody's own pipeline."""
+    """A user's own pipeline class."""
 
     def __call__(self, *args, **kwargs):
         return super().__call__(*args, **kwargs)

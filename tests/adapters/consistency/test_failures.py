@@ -1,4 +1,4 @@
-"""Which rank did not answer, and why."""
+"""Reports of ranks that did not answer, and of the reason."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What is compared over the ranks beside arguments: dtypes, LoRAs, versions, and what callbacks change."""
+"""Comparison over ranks of state other than arguments: dtypes, LoRAs, versions, and changes by callbacks."""
 
 import re
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What is known of a call before it is computed: what it gives, with nothing of the model touched."""
+"""The output of a model call is predicted, before it is computed, without touching the model."""
 
 import copy
 

@@ -63,7 +63,7 @@ def image_of(pipe):
 
 
 def changes_since(before, pipe):
-    """What differs from ``before``, groups apart that were made since: they are found again by later calls."""
+    """Return what differs from ``before``, except new process groups: later calls reuse these."""
     now = {path: value for path, value in state_of(pipe).items() if not path.startswith("group ") or path in before}
     return differences(now, before)
 
@@ -178,7 +178,7 @@ RANKS = [pytest.param(None, marks=pytest.mark.long), 1]
 
 
 class Injected(Exception):
-    """What a step raises."""
+    """The error of a step that a test makes fail."""
 
 
 def fails_here(rank):
@@ -187,7 +187,7 @@ def fails_here(rank):
 
 @contextmanager
 def failing(step, rank, after=0):
-    """Let the function ``step`` raise on ``rank`` (None: on all), from its call number ``after`` on."""
+    """Make the function ``step`` raise on ``rank`` (None: on all ranks), from its call number ``after`` on."""
     owner, _, name = step.rpartition(".")
     original, calls = getattr(__import__(owner, fromlist=[name]), name), []
 
@@ -205,7 +205,7 @@ def failing(step, rank, after=0):
 
 
 def fail_in(earlier, steps, rank):
-    """Let each of ``steps`` fail, and compare the pipe before and after."""
+    """Make each of ``steps`` fail, and compare the pipeline before and after."""
     pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
     if earlier is not None:
         parallelize_pipe(pipe, mesh=mesh, **earlier)
@@ -382,7 +382,7 @@ def test_a_failing_step_of_parallelize_unet_changes_nothing(rank_pool, rank):
 
 
 def fail_in_stages(rank):
-    """Let PipeFusion on stages fail; fresh, and on a pipe that runs in stages with PipeFusion already."""
+    """Make PipeFusion on stages fail, on a new pipeline and on one that already runs in stages with PipeFusion."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
         f"{PARALLEL}.resolve.FusedPipe",
@@ -408,7 +408,7 @@ def test_a_failing_step_in_stages_changes_nothing(rank_pool, rank):
 
 
 def adapters_with_perturbed_guidance():
-    """What PipeFusion and the cache see of the user's adapter if the pipeline perturbs attention."""
+    """Return the batched inputs of the plan, and whether blocks run in stages, if the pipeline perturbs attention."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     pipe.pag_applied_layers = []
     known = adapter_for(pipe.transformer)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of ``[B, S, 2 × 8]`` each, two heads."""
+    """Return attention of two heads over ``[B, S, 2 × 8]`` inputs."""
     q, k, v = (x.unflatten(2, (2, 8)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Painter(nn.Module):
-    """Two streams, joined with text first; positions are passed in, for text and image together."""
+    """A model of two streams, joined with text first. Positions of text and image are one argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Painter(nn.Module):
 
 
 class Centred(Painter):
-    """Takes the mean of all tokens off between blocks, which no plan can say."""
+    """Subtracts the mean of all tokens between blocks, which no plan can express."""
 
     def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
         latents = self.embed(latents)
@@ -101,7 +101,7 @@ class UnplacedLayer(Layer):
 
 
 class Weighted(Painter):
-    """Each word has a weight, and no token a position."""
+    """Has a weight for each word and no positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Compared(Painter):
 
 
 class OfTwo(Weighted):
-    """Takes two samples, and no other number."""
+    """Accepts batches of two samples only."""
 
     def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
         if latents.shape[0] != 2:

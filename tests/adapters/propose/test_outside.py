@@ -116,7 +116,7 @@ def test_nested_lists_are_found_by_their_parent():
 
 
 def test_lists_of_norms_are_no_blocks():
-    """To cache them would skip norms."""
+    """A cache of these would skip norms."""
     model = fill(ListVit(lists=NormLists), seed=1).eval()
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
     assert_exact(model, proposal, image(20, 24))

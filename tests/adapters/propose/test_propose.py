@@ -39,7 +39,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def adapter_of(source):
-    """What the text of a module describes."""
+    """Return the adapter that the text of a module defines."""
     names = {}
     exec(source, names)
     return names["ADAPTER"]

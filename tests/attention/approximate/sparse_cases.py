@@ -33,7 +33,7 @@ class SparseCase:
 def _attend(
     items: list[SparseCase], ring: int, ulysses: int, compile_with: str | None
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Of each item the whole result, and this rank's gradients."""
+    """Return the whole result and this rank's gradients of each item."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     rank, results = mesh.get_rank(), []
     for item in items:

@@ -152,7 +152,7 @@ class HostReadings(TorchDispatchMode):
 
 
 def count_readings(options):
-    """How often the host would wait in one attention call."""
+    """Return how often the host would wait for the device in one attention call."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(26, 3, 8)]
     mask = options.pop("mask", None)

@@ -1,4 +1,4 @@
-"""What travels in 8 bits: half the bytes of 16-bit tensors, and how far off the result is."""
+"""Tensors sent in 8 bits: half the bytes of 16-bit tensors, and a bound on the error."""
 
 import pytest
 import torch

@@ -227,9 +227,7 @@ def test_each_thing_has_one_colour_and_shape_word():
 
 
 class TellsThingsApart(nn.Module):
-    """Its embeddings are 1 where the words of one thing stand; from that it knows the cells of two, and nothing
-    else.
-    """
+    """Has embeddings of 1 at the words of one thing, which tell the cells of two things and nothing else."""
 
     def __init__(self, words: list[int], cells: list[int]) -> None:
         super().__init__()
