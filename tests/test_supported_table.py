@@ -1,9 +1,7 @@
-"""The table of docs/pipelines.md is that of the installed diffusers, and knows all of its transformers."""
+"""The table of docs/pipelines.md covers all transformers of the installed diffusers."""
 
 import pytest
 
-from benchmarks.harness import ROOT
-from benchmarks.pages import render
 from benchmarks.pipelines.supported import pipelines_of, row, transformer_classes
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
@@ -20,10 +18,6 @@ def test_every_transformer_has_adapter_or_reason():
 def test_undescribed_class_names_the_folder():
     with pytest.raises(ValueError, match=r"NewTransformer.* adapters/models "):
         row("NewTransformer")
-
-
-def test_the_page_holds_the_table_of_the_installed_diffusers():
-    assert render("docs/pipelines.md") == (ROOT / "docs/pipelines.md").read_text(), "run python -m benchmarks.pages"
 
 
 def test_pipelines_are_found_by_what_they_take():

@@ -1,6 +1,4 @@
-"""What computes a pipeline's attention, and how it travels: resolve_backend where the pipe is parallelized, on one rank
-as well.
-"""
+"""Attention backends and wire dtypes of a parallel pipeline; resolve_backend in it, on one rank as well."""
 
 from unittest import mock
 
@@ -18,7 +16,7 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 class ByHand:
-    """As ``attn_func=``; counts its calls."""
+    """An ``attn_func`` that counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -30,7 +28,7 @@ class ByHand:
 
 
 def named_backends(function):
-    """What it gives, and the backends that attention on one device was asked for."""
+    """Return the result of ``function`` and the backends that local attention was called with."""
     with mock.patch.object(local, "resolve_backend", wraps=local.resolve_backend) as resolve_backend:
         found = function()
     return found, {call.args[0] for call in resolve_backend.call_args_list}
@@ -91,7 +89,7 @@ def test_a_pipeline_runs_on_the_triton_kernel():
 
 
 def small_pipe():
-    """One block of each kind: half the time to compile."""
+    """Return a pipeline with one block of each kind, which halves compile time."""
     return flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
 
 
@@ -102,7 +100,7 @@ def compiled(ranks):
     return draw(pipe)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
     expected = draw(small_pipe())
     for out in rank_pool.run(compiled, ranks, ranks):

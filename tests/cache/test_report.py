@@ -1,4 +1,4 @@
-"""What a user sees of what a cache did."""
+"""Reports, logs and errors by which a user sees what a cache did."""
 
 import json
 import re
@@ -55,7 +55,6 @@ def test_good_threshold_does_not_warn(options, first):
 def test_a_report_is_read_written_and_plotted(tmp_path):
     pipe = cached(warmup_steps=2)
     assert cache_report(pipe).rows == []
-    assert len(str(cache_report(pipe)).splitlines()) == 1
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
     report = cache_report(pipe)
     assert (report.computed, report.hits, len(report.rows)) == (5, 3, 8)
@@ -64,9 +63,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     lines = str(report).splitlines()
     assert lines[0].split() == ["step", "branch", "difference", "threshold", "seconds"]
     assert lines[5].split()[:5] == ["2", "cond", "0.0500", "0.1000", "hit"]
-    assert re.match(r"5 of 8 .*3 .*\(38%\)", lines[-1])
-    assert lines[-1].endswith("first_block")
-    assert lines[-1].endswith("taylor 1, rule first_block")
+    assert re.search(r"5 of 8 .*3 .*38%.*taylor 1.*first_block", lines[-1])
     assert ["forecast" in line and "2" in line.rpartition("forecast")[2] for line in lines[5:9]] == [
         True,
         True,

@@ -11,6 +11,7 @@ from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import CopyRegion
 from tests.kernels.launches import by_use
+from tests.pairwise import long_beyond_pairs
 
 # -- what is right, by loops over elements
 
@@ -71,10 +72,12 @@ def round_trip(tensors, regions, numel):
 SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((5,), (4,)), ((1, 1, 1, 1), (1, 1, 1, 1))]
 
 
-@pytest.mark.parametrize("one_table", [False, True])
-@pytest.mark.parametrize(("tokens", "heads"), SPLITS)
-@pytest.mark.parametrize("widths", [(16, 16, 16), (5, 5), (12,), (8, 4, 24)])
-def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, tokens, heads, one_table):
+@pytest.mark.parametrize(
+    ("widths", "split", "one_table"),
+    long_beyond_pairs([(16, 16, 16), (5, 5), (12,), (8, 4, 24)], SPLITS, [False, True]),
+)
+def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, split, one_table):
+    tokens, heads = split
     shape = 2, sum(heads), sum(tokens)
     tensors = [counted(*shape, width, start=10_000 * place) for place, width in enumerate(widths)]
     regions, numel = for_ranks(tensors, tokens, heads, one_table=one_table)

@@ -42,9 +42,10 @@ def with_kernels(*args):
 # -- interpreted
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 12, 2, 3, 5), (1, 4, 1, 1), (1, 2, 180, 131)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "last"),
+    long_beyond_pairs([(2, 6, 5, 7), (1, 12, 2, 3, 5), (1, 4, 1, 1), (1, 2, 180, 131)], DTYPES, [False, True]),
+)
 def test_moments_are_those_of_float64(interpreter, shape, dtype, last):
     x = image(*shape, dtype=dtype, last=last)
     found = interpreter(norm.moments, x, 2)

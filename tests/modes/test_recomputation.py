@@ -67,7 +67,7 @@ def call_bound(cp, block, x, reentrant):
 
 
 def call_nested(cp, block, x, reentrant, outer=None):
-    """What is kept of the second inner checkpoint is computed from the result of the first."""
+    """Call ``block`` with nested checkpoints. The input kept by the second inner one depends on the first."""
 
     def run(x):
         y = checkpoint(block, x, use_reentrant=reentrant)
@@ -109,7 +109,7 @@ def learn(ring, ulysses):
     return grads
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool, ring, ulysses):
     expected = gradient()
     for grads in rank_pool.run(learn, 2, ring, ulysses):

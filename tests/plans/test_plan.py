@@ -116,7 +116,12 @@ def tokens(num):
 
 @pytest.mark.parametrize(
     "compiled",
-    ["no", pytest.param("blocks before", marks=pytest.mark.long), "blocks after", "blocks replaced", "whole"],
+    [
+        "no",
+        "blocks replaced",
+        "whole",
+        *[pytest.param(x, marks=pytest.mark.long) for x in ("blocks before", "blocks after")],
+    ],
 )
 def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
     model = fill(Model(), seed=1)

@@ -22,7 +22,7 @@ PATCHES = {"qwen-image": 4}
 
 # Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
 @torch._dynamo.config.patch(recompile_limit=32)
-def eager_and_compiled(name, order=("apply", "compile"), shape=None):
+def eager_and_compiled(name, order=("apply", "compile"), shape=None, backend="aot_eager"):
     """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a
     plain one.
     """
@@ -30,7 +30,7 @@ def eager_and_compiled(name, order=("apply", "compile"), shape=None):
     mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses"))
     options = {"mesh": mesh, "pipefusion": PipeFusion(PATCHES.get(name, 2))}
     expected = generate(parallelize_pipe(make(name), **options), name, num_inference_steps=STEPS)
-    pipe, counter = make(name), CompileCounterWithBackend("aot_eager")
+    pipe, counter = make(name), CompileCounterWithBackend(backend)
     for step in order:
         if step == "apply":
             parallelize_pipe(pipe, **options)
@@ -54,18 +54,19 @@ def check(expected, found, graphs, undone):
 
 
 @pytest.mark.parametrize(
-    ("name", "order"),
+    ("name", "order", "backend"),
     [
-        ("flux", ("compile", "apply")),
-        pytest.param("flux", ("apply", "compile"), marks=pytest.mark.long),
+        ("flux", ("compile", "apply"), "eager"),
+        pytest.param("flux", ("compile", "apply"), "aot_eager", marks=pytest.mark.long),
+        pytest.param("flux", ("apply", "compile"), "aot_eager", marks=pytest.mark.long),
         *[
-            pytest.param(name, ("apply", "compile"), marks=pytest.mark.long)
+            pytest.param(name, ("apply", "compile"), "aot_eager", marks=pytest.mark.long)
             for name in ("wan", "qwen-image", "hunyuan", "cogvideox", "mochi")
         ],
     ],
 )
-def test_compiled_blocks_give_the_bits_of_eager_patches(name, order):
-    check(*eager_and_compiled(name, order))
+def test_compiled_blocks_give_the_bits_of_eager_patches(name, order, backend):
+    check(*eager_and_compiled(name, order, backend=backend))
 
 
 @pytest.mark.long

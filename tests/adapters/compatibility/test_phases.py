@@ -1,4 +1,4 @@
-"""What cannot run in parallel is an error that says so, on every rank, and what to do instead."""
+"""Configurations that cannot run in parallel raise on every rank and say what to do instead."""
 
 import builtins
 from dataclasses import replace
@@ -64,7 +64,7 @@ class OtherTransformer(DiffusionPipeline):
 
 
 def lumina_next():
-    """Its processor scales attention by the number of tokens."""
+    """Return a model whose processor scales attention by the number of tokens."""
     return LuminaNextDiT2DModel(
         hidden_size=16, num_layers=1, num_attention_heads=2, num_kv_heads=1, cross_attention_dim=8
     )
@@ -81,7 +81,7 @@ def test_unknown_unet_is_refused():
 
 
 class OtherModel(ModelMixin, ConfigMixin):
-    """Nobody described it."""
+    """A model without an adapter."""
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def compiled_in_place(module):
 
 
 def with_scores_of_its_own(model):
-    """One attention of several, so that others still call scaled_dot_product_attention."""
+    """Replace one attention of several, so that the others still call scaled_dot_product_attention."""
     model.transformer_blocks[1].attn2.set_processor(AttnProcessor())
     return model
 
@@ -303,7 +303,7 @@ def in_stages(mesh):
 
 
 def compiled_stages(mesh):
-    """In place, behind the split."""
+    """Compile in place, after the split into stages."""
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
     return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
@@ -342,180 +342,180 @@ def quantized_late(mesh):
     return case(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
-# Of each check, by what it refuses: a phase that runs it, a case of it, and its message.
+# For each check: a phase that runs it, a case that it refuses, and the message.
 CASES = {
-    "a pipeline without a transformer, in parallel": (
+    "refuse_missing_transformer": (
         check_parallelize,
         lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*transformer.*" + SUPPORTED,
     ),
-    "a pipeline without a transformer, with a cache": (
+    "refuse_cache_without_transformer": (
         check_cache,
         lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*cached.* transformer",
     ),
-    "an unsupported UNet": (
+    "refuse_unsupported_unet": (
         check_parallelize,
         lambda _: case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
     ),
-    "an attention processor that computes scores itself": (
+    "refuse_scores_of_processor": (
         check_parallel_call,
         lambda mesh: case(*[with_scores_of_its_own(MODELS["pixart"].build())] * 2, mesh=mesh),
         r"AttnProcessor in 'transformer_blocks\.1\.attn2', .*set_attn_processor\(AttnProcessor2_0\(\)\)",
     ),
-    "a UNet on ranks along tensor": (
+    "refuse_tensor_ranks_of_unet": (
         check_parallelize,
         lambda mesh: case(
             *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
         ),
         r"^.* 2 ranks .*'tensor'.*UNet2DConditionModel .*'ulysses'",
     ),
-    "a cache on a UNet": (
+    "refuse_cache_on_unet": (
         check_cache,
         lambda _: case(*[UNET_PIPELINES["sd"].build().unet] * 2),
         "^UNet2DConditionModel .*First Block Cache",
     ),
-    "an adapter= that is not an Adapter": (
+    "refuse_other_type_of_adapter": (
         check_parallelize,
         lambda _: case(flux_pipe(), flux_transformer(), adapter={}),
         r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
-    "a transformer class that cannot have a plan": (
+    "refuse_class_without_plan": (
         check_parallelize,
         lambda _: case(lumina_next(), lumina_next()),
         "^LuminaNextDiT2DModel .*processor ",
     ),
-    "a transformer without a plan": (
+    "refuse_missing_plan": (
         check_parallelize,
         lambda _: case(OtherModel(), OtherModel()),
         r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
-    "a cache on blocks that cannot be skipped": (
+    "refuse_uncached_blocks": (
         check_cache,
         lambda _: case(far := MODELS["anyflow far"].build(), far),
         "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
-    "a cache on blocks that no adapter describes": (
+    "refuse_unknown_blocks": (
         check_cache,
         lambda _: case(OtherModel(), OtherModel()),
         "^OtherModel .*cached.* blocks .*FLUX",
     ),
-    "a cache that follows a schedule, without a scheduler": (
+    "refuse_missing_scheduler": (
         check_cached_call,
         without_scheduler,
         "^always_compute_last .*scheduler, .*FluxPipeline ",
     ),
-    "a transformer or pipeline on several devices": (
+    "refuse_several_devices": (
         check_shard,
         lambda mesh: case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
         r"pipeline .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
-    "weights that accelerate moves layer by layer": (
+    "refuse_moved_weights": (
         check_shard,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
-    "stages of a model whose blocks pass on more than tokens": (
+    "refuse_unchained_stages": (
         check_parallelize,
         lambda mesh: case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
         r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
-    "stages of weights that are moved or sharded otherwise": (
+    "refuse_moved_stages": (
         check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
-    "stages in one graph": (
+    "refuse_compiled_stages": (
         check_parallel_call,
         compiled_stages,
         r"^pipe\.transformer .*compiled .*transformer\.compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "PipeFusion in one graph": (
+    "refuse_compiled_pipefusion": (
         check_parallel_call,
         fused_and_compiled,
         r"^pipe\.transformer .*PipeFusion, .*compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "a cache that stages do not support": (
+    "refuse_cache_on_stages": (
         check_cached_call,
         cached_stages,
         r"^pipe\.transformer .*stages, .*cached.* rule ",
     ),
-    "weights sharded over ranks that may run different blocks": (
+    "refuse_shards_beyond_sequence": (
         check_cached_call,
         sharded_and_cached,
         r"^pipe\.transformer .*weights .*2 ranks, .* 1\W.*cache",
     ),
-    "a cache in one graph over sharded weights": (
+    "refuse_cached_graph_of_shards": (
         check_cached_call,
         sharded_and_compiled,
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "one graph over weights that FSDP2 shards": (
+    "refuse_graph_of_fsdp": (
         check_parallel_call,
         fsdp_without_breaks,
         r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
-    "weights that were quantized after FSDP2 sharded them": (
+    "refuse_late_quantization": (
         check_parallel_call,
         quantized_late,
         r"^transformer_blocks\.0\.attn\.to_q\.weight .*pipe\.transformer .*Int8Tensor ",
     ),
-    "heads sharded over other ranks than those along tensor": (
+    "refuse_other_tensor_ranks": (
         check_parallel_call,
         lambda mesh: on_flux(
             lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())
         ),
         r"^pipe\.transformer .*heads .*no ranks, .*'tensor' .*\[0, 1\]",
     ),
-    "diffusers' own parallelism": (
+    "refuse_parallelism_of_diffusers": (
         check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
         "diffusers.* enable_parallelism",
     ),
-    "perturbed attention over joint tokens": (
+    "refuse_perturbed_joint_attention": (
         check_parallelize,
         perturbed,
         "perturbed attention",
     ),
-    "another transformer than the one that was parallelized": (
+    "refuse_replaced_model": (
         check_parallel_call,
         replaced,
         r"^pipe\.transformer .*another .*parallelized",
     ),
-    "another transformer than the one that was cached": (
+    "refuse_replaced_cached_model": (
         check_cached_call,
         replaced,
         r"^pipe\.transformer .*another .*cache",
     ),
-    "a transformer whose plan was replaced or removed": (
+    "refuse_other_mesh": (
         check_parallel_call,
         lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
         r"^pipe\.transformer .*mesh, .*unparallelized",
     ),
-    "a compiled UNet": (
+    "refuse_compiled_unet": (
         check_parallel_call,
         lambda mesh: case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
-    "attention that does not call scaled_dot_product_attention": (
+    "refuse_unseen_attention": (
         check_parallel_call,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
         ),
         r"'flash' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
     ),
-    "a cache of diffusers": (
+    "refuse_cache_of_diffusers": (
         check_parallel_call,
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
         r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
     ),
-    "a hook of diffusers that may need tokens of other ranks": (
+    "refuse_hooks_of_diffusers": (
         check_parallel_call,
         lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
         r"^pipe\.transformer .*diffusers.* \w+ at '.*': .*drops",
     ),
-    "a guider that adds such a hook": (
+    "refuse_guider": (
         check_parallel_call,
         guided_by_blur,
         r"^pipe\.guider .*SmoothedEnergyGuidance: .*blurs",
@@ -524,14 +524,13 @@ CASES = {
 
 
 def all_checks():
-    checks = dict.fromkeys(check for phase in PHASES.values() for check in checks_of(phase))
-    return {check.__doc__.splitlines()[0].removeprefix("Refuse ").removesuffix("."): check for check in checks}
+    return {check.__name__: check for phase in PHASES.values() for check in checks_of(phase)}
 
 
-@pytest.mark.parametrize("title", all_checks())
-def test_each_check_has_a_case(title):
-    phase, make, message = CASES[title]
-    check = all_checks()[title]
+@pytest.mark.parametrize("name", all_checks())
+def test_each_check_has_a_case(name):
+    phase, make, message = CASES[name]
+    check = all_checks()[name]
     assert check in checks_of(phase)
     with fake_group(2):
         of_case = make(guided_mesh(cpu_mesh(1, 2)))
