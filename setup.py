@@ -19,35 +19,37 @@ PACKAGES = [
     "para_core.kernels",
 ]
 
-_VERSION = re.search(
-    r'^__version__ = "(.+)"$', Path(__file__).with_name("para_core").joinpath("version.py").read_text(), re.M
-)
+# Address of the repository once it is published (https://github.com/owner/para_core). Metadata links to it then.
+REPOSITORY: str | None = None
 
-setup(
-    name="para_core",
-    version=_VERSION[1],
-    description="Context parallelism and first-block caching for diffusion transformers, without touching model code",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    python_requires=">=3.11",
-    packages=PACKAGES,
-    package_dir={
-        "para_core": "para_core",
-        **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
-    },
-    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html"]},
-    entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
-    install_requires=["torch>=2.11"],
-    extras_require={
-        "diffusers": ["diffusers>=0.42", "transformers", "accelerate", "sentencepiece", "protobuf"],
-        "cli": ["typer>=0.15", "rich", "pydantic>=2.5"],
-        "fleet": ["ray[serve]>=2.60", "typer>=0.15", "rich"],
-        "calibrate": ["matplotlib", "scikit-image", "tqdm"],
-        "triton": ["triton>=3.5"],
-        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
-        "test": [
+# Packages of each extra, and what they are for. An extra brings all that its commands need, those of other extras too.
+EXTRAS = {
+    "diffusers": (
+        ["diffusers>=0.42", "transformers", "accelerate", "peft", "sentencepiece", "protobuf"],
+        "pipelines, with LoRAs: `para_core.adapters`",
+    ),
+    "cli": (
+        [
+            "para_core[diffusers]",
+            "typer>=0.15",
+            "rich",
+            "pydantic>=2.5",
+            "pillow",
+            "imageio",
+            "imageio-ffmpeg",
+            "matplotlib",
+        ],
+        "`para_core generate`, `plan`, `doctor`, `calibrate`",
+    ),
+    "fleet": (
+        ["para_core[cli]", "ray[serve]>=2.60", "fastapi", "prometheus-client"],
+        "`para_core serve`, `generate --replicas`",
+    ),
+    "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),
+    "triton": (["triton>=3.5"], "the kernels; CUDA builds of torch bring it on Linux"),
+    "docs": (["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"], "`make docs`"),
+    "test": (
+        [
             "build",
             "fastapi",
             "hypothesis",
@@ -72,9 +74,48 @@ setup(
             "uvicorn",
             "wheel",
         ],
+        "`make test`",
+    ),
+}
+
+_VERSION = re.search(
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("para_core").joinpath("version.py").read_text(), re.M
+)
+
+setup(
+    name="para_core",
+    version=_VERSION[1],
+    description="Context parallelism and first-block caching for diffusion transformers, without touching model code",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords=["diffusion", "sequence parallelism", "context parallelism", "diffusers", "pytorch"],
+    project_urls={
+        name: f"{REPOSITORY}{path}"
+        for name, path in (
+            ("Source", ""),
+            ("Documentation", "/blob/main/README.md"),
+            ("Changelog", "/blob/main/CHANGELOG.md"),
+            ("Issues", "/issues"),
+        )
+        if REPOSITORY is not None
     },
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=PACKAGES,
+    package_dir={
+        "para_core": "para_core",
+        **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
+    },
+    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html"]},
+    entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
+    install_requires=["torch>=2.11"],
+    extras_require={name: packages for name, (packages, _) in EXTRAS.items()},
     classifiers=[
+        "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

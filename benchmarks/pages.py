@@ -1,4 +1,4 @@
-"""Writes the tables of all pages from the JSON of benchmarks/results, between their markers.
+"""Writes the tables of all pages between their markers, from the JSON of benchmarks/results and from setup.py.
 
     python -m benchmarks.pages [PAGE ...]
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from benchmarks.attention import compiled, low_precision
 from benchmarks.cache import forecasts, quality
@@ -144,11 +146,29 @@ def refusals() -> dict[str, list[str]]:
     }
 
 
+def extras() -> dict[str, list[str]]:
+    """Return the table of docs/install.md: the extras of setup.py, with the packages of an extra inside another."""
+    with mock.patch("setuptools.setup") as setup:
+        known: dict[str, tuple[list[str], str]] = runpy.run_path(str(ROOT / "setup.py"))["EXTRAS"]
+    always = ", ".join(map(_requirement, setup.call_args.kwargs["install_requires"]))
+    rows = [["none", always, "`UnifiedAttnMode`, `init_context_parallel_mesh`, the planner"]]
+    for name, (packages, purpose) in known.items():
+        if name != "test":
+            rows.append([f"`{name}`", ", ".join(map(_requirement, packages)), purpose])
+    return {"extras": markdown_table(["extra", "brings", "for"], rows)}
+
+
+def _requirement(text: str) -> str:
+    own = re.fullmatch(r"para_core\[(.+)\]", text)
+    return f"all of `{own[1]}`" if own else re.sub(r"\[.*\]", "", text).replace(">=", " ≥ ")
+
+
 # The programs whose parts a page has; a program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, speed.parts),
     "docs/any_model.md": (outside.parts,),
     "docs/cache.md": (forecasts.parts,),
+    "docs/install.md": (extras,),
     "docs/kernels.md": (low_precision.parts, compiled.parts),
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),

@@ -191,11 +191,9 @@ def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:
 
 
 def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
-    try:
-        from para_core.fleet.batch import generate_lines
-        from para_core.fleet.group import ReplicaShape
-    except ModuleNotFoundError as error:
-        raise ImportError(f"--replicas needs {error.name}: pip install 'para_core[fleet]'.") from error
+    from para_core.fleet.batch import generate_lines
+    from para_core.fleet.group import ReplicaShape
+
     done: list[int] = []
     bars: Bars | NoBars = Bars(len(task.lines), steps=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,8 @@ def make_recipe(
     """
     from para_core.fleet.recipe import Recipe, read_mesh_sizes
 
+    if lora and find_spec("peft") is None:
+        raise ModuleNotFoundError("--lora needs peft", name="peft")
     threshold: Any = cache
     if cache is not None and cache != "default":
         try:

@@ -60,11 +60,9 @@ def serve(
     api_key = os.environ.get(api_key_env) or None
     if api_key is None and host not in _LOOPBACK:
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
-    try:
-        from para_core.fleet import serving
-        from para_core.fleet.group import ReplicaShape
-    except ModuleNotFoundError as error:
-        raise ImportError(f"serve needs {error.name}: pip install 'para_core[fleet]'.") from error
+    from para_core.fleet import serving
+    from para_core.fleet.group import ReplicaShape
+
     pipeline = find_model(model)
     recipe = options.make_recipe(
         pipeline.name,

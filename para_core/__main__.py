@@ -10,13 +10,11 @@ import sys
 def main() -> None:
     """Run the command line of this process."""
     try:
-        import rich
-        import typer
+        from para_core.cli.app import run
     except ModuleNotFoundError as error:
-        sys.exit(f"the command needs {error.name}, which is not installed: pip install 'para_core[cli,diffusers]'.")
-    del rich, typer
-    from para_core.cli.app import run
+        from para_core.fleet.failures import sentence
 
+        sys.exit(f"error: {sentence(error)}")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -5,7 +5,9 @@ The environments made here see the packages of the one that runs the tests throu
 downloaded.
 """
 
+import importlib.metadata
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,8 +16,11 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+import para_core
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +144,33 @@ def test_wheel_holds_every_file_and_only_para_core(distributions):
     assert any(name.endswith("LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"para_core"}
+
+
+def test_metadata_is_what_an_index_shows(distributions):
+    metadata = next(iter(importlib.metadata.distributions(path=[str(distributions[1])]))).metadata
+    assert metadata["Name"] == "para_core"
+    assert metadata["Version"] == "0.1.0" == para_core.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Summary"] and str(metadata.json["description"]).startswith("# para_core")
+    assert {"diffusers", "cli", "fleet"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_links_of_a_published_repository(tmp_path):
+    setup = copy_checkout(tmp_path / "checkout") / "setup.py"
+    text = setup.read_text()
+    assert "REPOSITORY: str | None = None" in text
+    setup.write_text(text.replace("str | None = None", 'str | None = "https://example.org/para_core"'))
+    with mock.patch("setuptools.setup") as call:
+        runpy.run_path(str(setup))
+    urls = call.call_args.kwargs["project_urls"]
+    assert urls["Source"] == "https://example.org/para_core"
+    assert all(url.startswith("https://example.org/para_core") for url in urls.values())
+    # Each names a file of the repository, or one of its pages.
+    for url in urls.values():
+        file = url.partition("/blob/main/")[2]
+        assert not file or (ROOT / file).is_file()
 
 
 def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):

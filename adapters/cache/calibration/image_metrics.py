@@ -46,7 +46,7 @@ def _load_ssim() -> ImageMetric:
         from skimage.metrics import structural_similarity
     except ImportError as error:
         raise ImportError(
-            "metric='ssim' needs scikit-image: pip install 'para_core[calibrate]'. metric='psnr' needs nothing."
+            "metric='ssim' needs scikit-image: pip install scikit-image. metric='psnr' needs nothing."
         ) from error
 
     def ssim(images: Images, references: Images) -> float:
