@@ -128,7 +128,7 @@ def compile_kernel(
     ):
         knobs.cache.dir = str(Path(cache))
         knobs.nvidia.dump_ptxas_log = True
-        # As a launch does, until Triton 3.10; unset, 3.9 warns of it.
+        # A launch sets it until Triton 3.10; if it is unset, 3.9 warns.
         launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
         found = compile_source(source, target=GPUTarget("cuda", arch, 32), options=launch)
     return Compiled(

@@ -120,7 +120,7 @@ def measure_sent() -> list[dict[str, Any]]:
 
 # -- tables
 
-# Of the head dims in the JSON, the one that the page shows.
+# The head dim of the JSON that the page shows.
 SHOWN_DIM = 128
 
 

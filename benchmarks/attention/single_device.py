@@ -25,7 +25,7 @@ from benchmarks.harness import RESULTS, environment, parser_of
 
 # The gaps between them are what matters: PyTorch's are measured in the same run.
 PYTORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-# Of the keys in float64, for the error: all queries of a long sequence would need more memory than there is.
+# Queries that are compared with float64: all queries of a long sequence would need too much memory.
 QUERIES_OF_ERROR = 256
 
 

@@ -114,7 +114,7 @@ def forecasts(generator: Generator) -> list[dict[str, Any]]:
     return found
 
 
-# Of each rule, thresholds that compute about 5 to 16 of 28 steps.
+# Thresholds of each rule that compute about 5 to 16 of 28 steps.
 RULES = {
     "first_block": (0.08, 0.11, 0.14, 0.17, 0.21, 0.26, 0.33, 0.4),
     "modulated_input": (0.045, 0.06, 0.075, 0.09, 0.11, 0.135, 0.16, 0.2),
@@ -187,7 +187,7 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
     return found
 
 
-# Of 4 and 8 steps: the steps that are computed.
+# The computed steps of generations of 4 and 8 steps.
 FEW = {
     4: ([0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 2]),
     8: ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 6, 7], [0, 1, 2, 3, 5, 7], [0, 1, 3, 5, 7], [0, 2, 4, 6], [0, 3, 6]),

@@ -18,7 +18,7 @@ from zoo.flux.check import check
 from zoo.flux.evaluate import held_out_scenes
 from zoo.flux.grammar import Scene
 
-# As in zoo/flux/evaluate.py, of whose captions with one thing these are the first.
+# The values of zoo/flux/evaluate.py: these are the first of its captions with one thing.
 SEED, THINGS = 0, 1
 DECODED_AT_ONCE = 16
 MOST_DECIBELS = 100.0  # of two images that are equal

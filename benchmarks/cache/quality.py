@@ -81,7 +81,7 @@ def _key(count: int, name: str) -> str:
 # -- tables
 
 Row = dict[str, Any]
-# What all others are compared with, at as many computed steps.
+# The caches with which all others are compared at equal computed steps.
 BASELINES = {"first_block": "para_core first_block", "forecast": "para_core first_block, forecast_order=1"}
 
 

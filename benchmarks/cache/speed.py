@@ -95,7 +95,7 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
         counters.clear()
         pipe = load()
         again = way.put(pipe, STEPS)
-        # What counts steps would be in the graph; eager code without it is as long.
+        # The hook that counts steps would be part of the graph; in eager code it takes no measurable time.
         counter = None if compiled else Computed(pipe)
         if compiled:
             pipe.transformer = torch.compile(pipe.transformer, fullgraph=fullgraph)

@@ -281,7 +281,7 @@ def _to_bfloat16(pipe: FluxPipeline, steps: int) -> None:
     pipe.vae.to(torch.float32)
 
 
-# What rounding alone does to an image: differences are read beside it.
+# The effect of rounding alone on an image, for comparison.
 IN_BFLOAT16 = Way("no cache, text encoders and transformer in bfloat16", "", _to_bfloat16)
 
 # In the order in which they are measured: para_core's, with which the others are compared, come first.

@@ -46,7 +46,7 @@ WAYS: tuple[tuple[str, int, dict[str, int], float | None], ...] = (
     ("2 ranks, ring", 2, {"max_ring_dim_size": 2}, None),
     ("cached", 1, {}, 0.12),
 )
-# By how much a difference from one rank is multiplied before it is shown.
+# Factor of the shown differences from one rank.
 AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
 
 

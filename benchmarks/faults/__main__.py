@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     cells = [cell for cell in cells if args.again or cell.name not in found["cells"]]
     version.version_and_sources()  # once, for all ranks: sources may be edited while this runs
     expected = {name: expected_image(name) for name in PIPELINES}
-    # What stays for good is not walked by each rank's garbage collector, which would copy its pages.
+    # The garbage collector of each forked rank would walk these objects, and so copy their pages.
     gc.freeze()
     with open_hosts(NUM_HOSTS) as hosts:
         found |= {"environment": environment("diffusers"), "timeout": TIMEOUT, "sleep": SLEEP}

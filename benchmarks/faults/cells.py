@@ -13,7 +13,7 @@ from benchmarks.pipelines.generation import PIPELINES as TINY_PIPELINES
 
 RANKS_PER_HOST = 2
 NUM_HOSTS = 2
-# Of it, as of its host, all faults are. Not the first of anything: not of its host, of its ring or of the world.
+# The rank of all faults, and its host. It is not the first rank of its host, its ring or the world.
 FAULTY_RANK = 3
 FAULTY_HOST = FAULTY_RANK // RANKS_PER_HOST
 
@@ -26,11 +26,11 @@ BEFORE, ATTENTION, STEPS, VAE, END = (
 )
 MOMENTS = (BEFORE, ATTENTION, STEPS, VAE, END)
 
-# What happens to a rank's process, or to the link of its host; at any moment.
+# Faults of a rank's process, or of the link of its host, at any moment.
 PROCESS_FAULTS = ("killed", "stopped", "raises", "sleeps", "out of memory")
 LINK_FAULTS = ("link cut", "link delayed by 2 s", "link drops 5 %")
-# What a rank is given otherwise than the others, and when it can be: with the call's arguments; by a callback; before
-# the VAE; before the next call, after one that went well.
+# Inputs of the faulty rank that differ from those of the others, and the moments: in the arguments of the call, by a
+# callback, before the VAE, or before the next call after a successful one.
 GIVEN_FAULTS = {
     "another prompt": (BEFORE, STEPS, END),
     "another seed": (BEFORE, STEPS, END),

@@ -10,7 +10,7 @@ from benchmarks.harness import markdown_table, read_results
 
 # Relative norm of an image's error against one process.
 EXACT = 1e-4
-# What a message must say to name the cause.
+# Parts of messages that name the cause.
 SIGNS = {
     "killed": ["rank 3 (process"],
     "stopped": ["rank 3 (process"],
@@ -39,7 +39,7 @@ def verdict(result: dict[str, Any]) -> str:
         bad.append("hang")
     if any(rank.get("error", 0.0) > EXACT for rank in result["ranks"]):
         bad.append("wrong image")
-    # Where every rank that lives has its image, there is nothing to tell.
+    # If every living rank has its image, no rank has an error to raise.
     if not all("error" in rank for rank in survivors) and not _named(result):
         bad.append("cause not named")
     if result["left"]["sockets"] or result["left"]["files"]:

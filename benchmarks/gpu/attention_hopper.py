@@ -12,7 +12,7 @@ from benchmarks.attention.single_device import HOPPER_WAY, TINY_HOPPER, Size, ho
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped
 from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 
-# What decides most first: each kind of call is compiled for each way, which takes seconds.
+# The most important sizes come first: each kind of call is compiled for each way, which takes seconds.
 SIZES = (Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False), Size(4096, 256, False))
 
 

@@ -142,7 +142,7 @@ def slack(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps / 16, 1e-6)
 
 
-# Of SDPA's own error in 16 bits, times three: what is further off is no rounding, and is no excuse for ours.
+# Three times SDPA's usual error in 16 bits. A larger error of SDPA is not rounding, so it does not raise our bound.
 OWN_AT_MOST = 0.01
 
 

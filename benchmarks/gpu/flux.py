@@ -21,7 +21,7 @@ from benchmarks.gpu.processes import group_of_one
 from benchmarks.gpu.timing import milliseconds, synchronize
 from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
 
-# As published: 4,096 tokens of the image and 512 of text, 24 heads × 128.
+# The published sizes: 4,096 tokens of the image and 512 of text, 24 heads × 128.
 REAL: dict[str, Any] = {
     "in_channels": 64,
     "num_layers": 19,
@@ -51,8 +51,8 @@ BLOCKS = 2 * 10.0 + STEPS
 ONE_GRAPH = 2 * 67.4 + STEPS
 # 12 billion parameters of 2 bytes are 23.8 GB; activations, workspaces and CUDA graphs need the rest.
 LEAST_FREE = 30e9  # bytes
-# Of bfloat16: compiled kernels round in other places, and 57 blocks add it up. A step that attends wrongly is off by
-# more.
+# Bound for bfloat16: compiled kernels round in other places, which adds up over 57 blocks. A step with wrong attention
+# has a larger error.
 BOUND = 0.1
 
 
@@ -198,7 +198,7 @@ def compiled(transformer: Any, kind: str, device: torch.device) -> Iterator[Call
 
 
 Way = Callable[[Any, torch.device], Any]
-# What users run most comes first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a
+# The most common variants come first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a
 # graph, which the next run of that graph overwrites.
 VARIANTS: tuple[tuple[Way, str], ...] = (
     (plain, "eager"),

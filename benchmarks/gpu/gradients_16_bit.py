@@ -99,5 +99,5 @@ def _flash_cpu(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
 
 
 CUDA_KERNELS: dict[str, Kernel] = {"efficient": _efficient, "flash": _flash, "cudnn": _cudnn}
-# What the CPU has not, it refuses.
+# The CPU refuses the layouts that its kernels do not have.
 CPU_KERNELS: dict[str, Kernel] = {"flash": _flash_cpu, "efficient": _efficient}

@@ -19,7 +19,7 @@ from benchmarks.harness import environment
 # Verdicts of rows; a row that only reports a measurement has none. WRONG: a number outside its bound. FAILED: no
 # number, because the call raised, was refused, or waited although it must not. REFUSED: PyTorch refuses the same call.
 OK, WRONG, FAILED, REFUSED = "ok", "wrong", "failed", "refused"
-# Where rows come by the hundred the file is written that often, in seconds; at once where there are few.
+# The file is written after each of the first rows, and of hundreds of rows every half second.
 _BETWEEN_WRITES = 0.5
 _FEW = 100
 

@@ -73,7 +73,7 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
     elif len(found) == 2:
         verdict = OK
     else:
-        # Where SDPA does not compute, we need not.
+        # A call that SDPA refuses may be refused here too.
         verdict = REFUSED if sdpa_refused is not None else FAILED
     return {"verdict": verdict, "errors": errors, "without lse": alone, "SDPA": own, **row}
 

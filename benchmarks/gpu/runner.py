@@ -25,10 +25,10 @@ from benchmarks.gpu.job import FAILED, WRONG, Job, SectionSkipped, section_envir
 
 # Characters of a process's last output that are kept in the JSON of a section that did not end well.
 _LAST_WORDS = 4000
-# After its limit a process has so long to print its stacks.
+# Time that a process has after its limit to print its stacks.
 _PATIENCE = 2.0  # seconds
-# What a section's limit holds beside the NEEDS of its module: starting Python and importing torch (10 s from a cold
-# disk) and creating a CUDA context, and the seconds at the end in which nothing new begins.
+# Parts of a section's limit in addition to the NEEDS of its module: the start (Python, the import of torch, which takes
+# 10 s from a cold disk, and a CUDA context), and the end, in which no new step begins.
 START, END = 20.0, 3.0  # seconds
 # A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this,
 # never.
@@ -244,7 +244,7 @@ def run_here() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--end", type=float, required=True, help="time.monotonic() at which this process ends itself")
     args = parser.parse_args()
-    # Where it hangs, if it does: the runner keeps the end of what is printed.
+    # Print the stacks of a process that hangs; the runner stores the end of the output.
     faulthandler.dump_traceback_later(max(0.1, args.end - time.monotonic()), exit=True)
     use_no_network()
     device = torch.device(args.device)
@@ -253,7 +253,7 @@ def run_here() -> None:
     else:
         device = torch.device(device.type, device.index or 0)
         torch.cuda.set_device(device)
-    # What has begun should end, and be written, before the limit.
+    # Steps that have begun should end and be written before the limit.
     job = Job(args.name, device, args.tiny, args.file, args.end - END, args.part)
     job.write("began")
     try:

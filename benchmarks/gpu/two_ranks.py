@@ -21,12 +21,12 @@ from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.distributed.mesh import find_or_make_group
 from para_core.spatial.mode import SpatialShardMode
 
-# Of float32 without TF32, over a few blocks and steps; PipeFusion is compared with itself in one process.
+# Bound for float32 without TF32 over a few blocks and steps. PipeFusion is compared with itself in one process.
 BOUND = 1e-4
 # Seconds of a part; parts run at the same time. Two Inductor processes compile the small model in up to 80 s on two
 # cores.
 NEEDS = {"a part": 115.0}
-# Of a rank that waits for one that has failed; a hang is then an error on the rank that waits.
+# How long a rank waits for one that has failed. It makes an error of a hang.
 TIMEOUT = 25.0  # seconds
 STEPS = 8
 

@@ -27,7 +27,7 @@ NEEDS = {"2 ranks": 42.0, "4 ranks": 48.0}
 # Without a halo, or with statistics of one rank's rows, it is above 0.1. cuDNN takes other algorithms for other
 # heights.
 FLOAT32_BOUND = 1e-4
-# Of the error that the model itself has in 16 bits.
+# Bound relative to the error of the model itself in 16 bits.
 SHARE_OF_16_BITS = 1.3
 
 

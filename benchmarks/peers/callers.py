@@ -260,7 +260,7 @@ def _attend_torch(call: Call) -> RankOutput:
     _attention._cp_options.enable_load_balance = row.is_causal
     if call.setting["operator"] not in (None, "math"):
         F.scaled_dot_product_attention = _as_on_a_gpu(call.setting["operator"])
-    # What it shards it gives back whole at the end, so copies are sharded, once each for the callbacks below.
+    # It shards its buffers in place and restores them at the end, so it gets copies, one each for the callbacks below.
     whole = [*row.qkv(), *(torch.arange(n).view(1, 1, n, 1) for n in (row.S, row.S_k or row.S))]
     parts = [part for x in whole for part in x.split([row.text, x.shape[2] - row.text] if row.text else x.shape[2], 2)]
     parts = [part.clone() for part in parts]

@@ -33,9 +33,9 @@ from benchmarks.peers.callers import CALLERS, Caller
 
 # Float32 sums in another order differ by about 1e-7; a wrong weight anywhere by far more than this.
 EXACT = 1e-5
-# In half precision: so many times the error of one device's own attention in that precision, both against float64.
+# Bound in half precision: this multiple of the error of one device in that precision, both against float64.
 HALF_PRECISION = 2
-# What a rank raises because another one is gone: the reason is there.
+# Errors of a rank because another one has ended. The other rank has the reason.
 LOST_CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket closed", re.IGNORECASE)
 # Only what names a device or a package for one: everything else that is raised is a refusal.
 DEMANDS_CUDA = re.compile(r"cuda|flash_?attn is not|FlashAttention is not available|\bGPU", re.IGNORECASE)
@@ -126,7 +126,7 @@ def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
     parent = os.getppid()
     world = shape[0] * shape[1]
     try:
-        # Where the kernel that a peer calls takes half precision only, it is asked for that.
+        # The kernels of some peers take half precision only.
         row = replace(row, dtype=getattr(torch, setting["dtype"])) if "dtype" in setting else row
         expected, bounds = reference(row)
         store = f"file://{folder}/store"

@@ -47,7 +47,7 @@ NAMES = [
 TINY = {"even": (4, 8, 8), "odd": (3, 9, 11)}
 LARGE = {"even": (4, 20, 32), "odd": (3, 21, 41)}
 LARGE_TEXT = {"even": 256, "odd": 255}
-# Beside 4 heads × 128.
+# Changes in addition to 4 heads × 128.
 LARGE_CONFIG: dict[str, dict[str, Any]] = {
     "flux": {"axes_dims_rope": (16, 56, 56)},
     "flux2": {"axes_dims_rope": (32, 32, 32, 32)},
@@ -61,7 +61,7 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
 Build = Callable[[], nn.Module]
 # Largest relative error of what counts as exact.
 EXACT = 1e-5
-# Of which medians are quoted.
+# Rounds whose medians are quoted.
 ROUNDS = 7
 
 
@@ -92,7 +92,7 @@ def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
     config = {"num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
     # MiniMax-H3 has seven tokens of sound in the same sequence.
     text = LARGE_TEXT[size] + (name == "minimax-h3")
-    # Of an image's context the last 512 tokens are text.
+    # The last 512 tokens of a context with an image are text.
     make = model.inputs if "image context" in name else partial(model.inputs, text=text)
     inputs = make(*latent_pixels(name, LARGE[size]))
     # MiniMax-H3's is one, with two time steps.

@@ -127,7 +127,7 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
     models = list(transformers_of(pipe).values())
     batch = 1 if takes_turns(pipe) else batch
     rounds: list[list[ModelCall]] = []
-    # Of the class: LTX-2 makes a copy of its scheduler for sound.
+    # The class is patched, because LTX-2 makes a copy of its scheduler for sound.
     scheduler = type(pipe.scheduler)
     step = scheduler.step
     with ExitStack() as stack:

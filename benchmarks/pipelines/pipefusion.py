@@ -35,13 +35,13 @@ from zoo.video.grammar import caption as video_caption
 VIDEO_PIPELINE = Path(video.__file__).with_name("pipeline")
 GUIDANCE = 2.0
 MOST_DECIBELS = 100.0  # of two that are equal
-# By steps: num_patches, warmup_steps, cooldown_steps.
+# (num_patches, warmup_steps, cooldown_steps) by number of steps.
 IMAGE_SETTINGS = {
     10: [(2, 1, 0), (4, 1, 0), (8, 1, 0)],
     20: [(2, 1, 0), (4, 1, 0), (8, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
     40: [(4, 1, 0), (8, 1, 0), (4, 1, 4)],
 }
-# Of five frames of latents.
+# The same for five frames of latents.
 VIDEO_SETTINGS = {
     10: [(4, 1, 0)],
     20: [(2, 1, 0), (4, 1, 0), (5, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
@@ -139,7 +139,7 @@ def measure(
     return rows
 
 
-# Of the numbers of steps in the JSON, the one that the page shows.
+# The number of steps of the JSON that the page shows.
 SHOWN_STEPS = 20
 
 

@@ -30,7 +30,7 @@ from para_core.weights.stages import stages_of
 from zoo.tiny.transformers.registry import MODELS
 
 DIMS = ("pipe", "batch", "ring", "ulysses")
-# By heading, for so many ranks.
+# Mesh shapes by number of ranks and heading.
 CELLS = {
     2: {"alone": (2, 1, 1, 1), "cache": (2, 1, 1, 1), "blocks compiled": (2, 1, 1, 1)},
     4: {
@@ -46,7 +46,7 @@ HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "blocks compiled")
 TIMED_STEPS = 10
 # Pixels along a side, for times: 1,024 tokens of the image.
 LARGE = 512
-# Of FLUX.1 [dev] at 1024 × 1024, for bytes on paper.
+# Sizes of FLUX.1 [dev] at 1024 × 1024, for calculated bytes.
 BLOCKS, WIDTH, TOKENS, CHANNELS = 57, 3072, 4096 + 512, 64
 
 
@@ -73,7 +73,7 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
     parallelize_transformer(staged, mesh=mesh)
     if heading == "blocks compiled":
         for block in (*blocks_of(whole), *blocks_of(staged)):
-            # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+            # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
             block.compile(backend="aot_eager", fullgraph=True)
     expected, found = (result(each, name, heading) for each in (whole, staged))
     same = torch.tensor(int(torch.equal(expected, found)))

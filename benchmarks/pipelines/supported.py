@@ -40,7 +40,7 @@ from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH
 
 # batch × ring × ulysses
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
-# Of the second call's floating-point inputs: it is another step.
+# Factor of the floating-point inputs of the second call, which makes it another step.
 OTHER_STEP = 1.01
 SKIP_ALWAYS = 1e9
 
@@ -68,7 +68,7 @@ def run_cached(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
         raise TypeError(f"{type(model).__name__} has no blocks to cache.")
     apply_cache(model, known.blocks, residual_diff_threshold=SKIP_ALWAYS)
     run(model, inputs)
-    # What tells branches of guidance apart stays as it is.
+    # The inputs by which the cache identifies CFG branches stay the same.
     conditions = conditions_of(model, known.blocks)
     later = {name: value for name, value in inputs.items() if name not in conditions}
     later = tree_map_only(Tensor, lambda x: x * OTHER_STEP if x.is_floating_point() else x, later)
@@ -112,7 +112,7 @@ _MOST_PIPELINES = 4
 # Their samples are lists, or named by their places in the batch.
 _LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
 
-# Of which a pipeline has one for each branch.
+# Models of which a pipeline has one for each CFG branch.
 _ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
 
 

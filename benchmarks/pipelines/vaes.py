@@ -23,10 +23,10 @@ from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 
-# Where memory is measured an image is so high, in rows of pixels, and half as wide: rows of neighbours weigh little.
+# Rows of pixels of the image for which memory is measured; it is half as wide. Halo rows are then a small part.
 HEIGHT = 256
-# Published ones attend to all pixels of an eighth of the image; these tiny ones to those of a half, which would weigh
-# most.
+# Published VAEs attend at an eighth of the resolution, the tiny ones at a half, where attention would need the most
+# memory.
 _FOUR_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (8, 8, 16, 16)}
 _MORE_CHANNELS = {"block_out_channels": (16, 32, 64, 64), "decoder_block_out_channels": (64, 128, 256)}
 MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
@@ -34,7 +34,7 @@ MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
     "Flux2": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
     "TemporalDecoder": {**_FOUR_LEVELS, "block_out_channels": (32,) * 4},
     "HunyuanImage": {"block_out_channels": (32, 32, 64, 64), "spatial_compression_ratio": 8},
-    # Of so few channels as the tiny ones have, the image itself, which one rank gets, would weigh most.
+    # With the few channels of the tiny VAEs the image itself, which one rank gets, would need the most memory.
     "LTXVideo": {"block_out_channels": (64, 64, 128, 128), "decoder_block_out_channels": (64, 64, 128, 128)},
     "LTXVideo 0.9.5": _MORE_CHANNELS,
     "LTX2Video": _MORE_CHANNELS,

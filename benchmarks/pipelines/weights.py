@@ -78,7 +78,7 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
 
-# Of the models whose bytes are counted: with two blocks of a kind, as elsewhere here, both would be gathered at once.
+# Blocks of the models whose bytes are counted. With two of a kind, as in the other models here, FSDP would gather both.
 BLOCKS = 12
 
 
@@ -116,7 +116,7 @@ def compiled(transformer: Any, method: str) -> Any:
     if is_whole(transformer, method):
         return torch.compile(transformer, backend="aot_eager", fullgraph=True)
     for block in blocks_of(transformer):
-        # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+        # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
         block.compile(backend="aot_eager", fullgraph=True)
     return transformer
 

@@ -40,7 +40,7 @@ MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
     ("B200", None, (2, 4, 8)),
 )
 RANKS = (1, 2, 4, 8)
-# Of the models and numbers of ranks in machines.json, those that the page shows.
+# The models and numbers of ranks of machines.json that the page shows.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B"), (2, 4, 8)
 # Bytes of common devices, and what the planner leaves to CUDA, NCCL and fragments.
 DEVICE_BYTES = (24e9, 48e9, 80e9, 141e9, 180e9)
@@ -174,9 +174,9 @@ def _held(memory: float | None) -> str:
 BYTES = 2  # of a weight or an activation in bfloat16
 WEIGHT_RANKS = (2, 4, 8)
 CARDS = (24, 48, 80)
-# Of a card, what is left for activations, the autoencoder, CUDA and NCCL themselves.
+# Gigabytes of a card that are kept for activations, the autoencoder, CUDA and NCCL.
 RESERVED_GB = 6
-# Gigabytes per second that a rank receives in a collective: of 32, 64 and 450 GB/s, what NCCL reaches.
+# Gigabytes per second that a rank receives in a collective: what NCCL reaches of 32, 64 and 450 GB/s.
 LINKS = {"PCIe 4": 22.0, "PCIe 5": 45.0, "NVLink 4": 350.0}
 # Outside of the blocks, smaller weights are not sharded by FSDP2 (para_core/weights/fsdp.py).
 LARGE = 2**20
@@ -246,7 +246,7 @@ def sizes_of(module: nn.Module) -> Sizes:
     for name, style in plan.linears.items() if plan is not None else ():
         for linear in matching_modules(module, name).values():
             tensor += linear.weight.numel()
-            # What is summed over the ranks; of the text stream there are few tokens.
+            # Activations summed over the ranks. The text stream has few tokens and is left out.
             if style.along == "rowwise" and not any(part in name for part in ("context", "add_out", "txt", "refiner")):
                 reduced += linear.weight.shape[0]
     return Sizes(count(module.parameters()), sum(of_blocks) + root, root + neighbours, tensor, reduced)

@@ -61,7 +61,7 @@ REAL = {
 }
 
 
-# Of the models and ranks in real_sizes.json, those that the page shows.
+# The models and ranks of real_sizes.json that the page shows.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1", "HunyuanVideo", "Wan"), (2, 8)
 
 

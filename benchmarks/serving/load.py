@@ -35,7 +35,7 @@ from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server
 from para_core.fleet.work import Result
 
-# Of what a server can do.
+# Loads relative to the capacity of a server.
 FACTORS = (1, 2, 4)
 HOST, PATH = "127.0.0.1", "/v1/images/generations"
 BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0}

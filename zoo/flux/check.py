@@ -22,8 +22,8 @@ MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more
 COLOUR_DISTANCE = 70.0  # ‖RGB − palette‖; the closest two of the palette are 80 apart
 MIN_OVERLAP = 0.75  # intersection over union
 TEMPLATE_SIDE = 64  # pixels of a template's box
-# Of the templates, in pixels of theirs: none, and 1 and 2 of an object 20 wide, as autoencoders leave edges. An eye
-# still sees a triangle then; a sharp template no longer fits it, its tips are gone. With more a square is a circle.
+# Blurs in pixels of a template: none, and 1 and 2 pixels of an object that is 20 wide, as autoencoders blur edges. A
+# blurred triangle has lost its tips, so a sharp template does not fit it. A larger blur makes a circle of a square.
 BLURS = (0, 4, 7)
 CELL_DISTANCE = 12.0  # pixels, each way; cells are 40 apart and true objects at most 2 off, triangles too
 LARGE_FROM = 26.0  # pixels, the longer side of the box; small: at most 23.1, large: at least 28.7

@@ -61,7 +61,7 @@ def attention_pytorch(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Ten
     return sdpa(*(x.unflatten(2, (num_heads, -1)) for x in (q, k, v)), mask)
 
 
-# What ComfyUI chooses with --use-pytorch-cross-attention.
+# The choice of ComfyUI with --use-pytorch-cross-attention.
 optimized_attention = attention_pytorch
 
 

@@ -87,7 +87,7 @@ class FlowLoss:
     batch: int
     shift: float
     autocast: bool  # bfloat16 inside the model
-    # What else to ask of the call just made, added to the loss: model and scenes to a scalar.
+    # A further loss of the same call: a function of model and scenes that returns a scalar.
     also: Callable[[Any, list[Any]], torch.Tensor] | None = None
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:

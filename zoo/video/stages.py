@@ -15,7 +15,7 @@ from zoo.video import grammar
 from zoo.video.draw import FRAMES, draw, draw_crowded
 from zoo.video.grammar import Scene
 
-# What follows a caption's end are zeros that nothing masks, so each length is something to learn; Wan's default is 512.
+# Zeros follow the end of a caption, and nothing masks them, so the model must learn each length. Wan's default is 512.
 TEXT_LENGTHS = {16: 0.75, 32: 0.17, 226: 0.05, 512: 0.03}
 
 
