@@ -140,11 +140,11 @@ def plain(transformer: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
+def parallel(transformer: Any, device: torch.device, **options: Any) -> Iterator[None]:
     """Parallelize the transformer on 1 rank."""
     from para_core.adapters import parallelize_transformer, unparallelize_transformer
 
-    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type), **options)
     try:
         yield
     finally:
@@ -154,13 +154,8 @@ def parallel(transformer: Any, device: torch.device) -> Iterator[None]:
 @contextmanager
 def triton(transformer: Any, device: torch.device) -> Iterator[None]:
     """Parallelize the transformer on 1 rank, with attention by the Triton kernel."""
-    from para_core.adapters import parallelize_transformer, unparallelize_transformer
-
-    parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type), backend="triton")
-    try:
+    with parallel(transformer, device, backend="triton"):
         yield
-    finally:
-        unparallelize_transformer(transformer)
 
 
 @contextmanager

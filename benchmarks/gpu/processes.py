@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.job import Job, first_line
 
@@ -150,7 +149,7 @@ def process_group(
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        store=FakeStore() if backend == "fake" else dist.FileStore(str(store), num_ranks),
+        store=dist.FileStore(str(store), num_ranks),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout),
@@ -160,13 +159,6 @@ def process_group(
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def fake_group(device: torch.device, num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of ``num_ranks`` that do not exist: collectives move nothing and return at once."""
-    with process_group("fake", device, 0, num_ranks, Path()):
-        yield
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.gpu.job import Job, first_line, is_fatal
-from benchmarks.gpu.processes import fake_group
 from benchmarks.gpu.timing import kernels_of, largest, milliseconds, phases
+from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 
 RANKS = 8
@@ -49,7 +49,7 @@ TINY = (Size("tiny", 64, 8, 16), Size("tiny, key padding", 64, 8, 16, padded=Tru
 
 
 def run(job: Job) -> None:
-    with fake_group(job.device, RANKS), torch.no_grad():
+    with fake_group(RANKS), torch.no_grad():
         meshes = {
             name: init_device_mesh(job.device.type, shape, mesh_dim_names=("ring", "ulysses"))
             for name, shape in MESHES.items()

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.exact import Inputs, make_inputs
 from benchmarks.gpu.job import FAILED, OK, Job, first_line, is_fatal
-from benchmarks.gpu.processes import fake_group, run_ranks
+from benchmarks.gpu.processes import run_ranks
+from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 
 WARM_UP = 2  # calls: the first makes what is looked up later
@@ -53,7 +54,7 @@ def run(job: Job) -> None:
     if job.device.type == "cpu":
         job.leave_out("the check itself", "a CPU has no queue to wait for; here calls are only made")
     for num_ranks, shapes in ((1, [(1, 1)]), (8, [(1, 8), (8, 1), (2, 4)])):
-        with fake_group(job.device, num_ranks):
+        with fake_group(num_ranks):
             for row in rows_of_meshes(job.device, shapes, tokens, head_dim):
                 job.add(group=f"fake, {num_ranks} rank(s)", **row)
     if job.tiny:

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, FluxTransformer2DModel
-from torch import Tensor
+from diffusers import FluxTransformer2DModel
+from torch import nn
 
 from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
-from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_transformer
+from benchmarks.pipelines.beside_diffusers import timed, with_diffusers, with_para_core
 
 TEXT_TOKENS, IMAGE_TOKENS = 256, 3840
 SETTINGS: dict[str, Any] = {
@@ -34,7 +31,6 @@ SETTINGS: dict[str, Any] = {
     "pooled_projection_dim": 64,
     "axes_dims_rope": (16, 24, 24),
 }
-Step = Callable[[], Tensor]
 
 
 def build_transformer() -> FluxTransformer2DModel:
@@ -58,30 +54,16 @@ def build_input() -> dict[str, Any]:
     }
 
 
-def with_para_core(transformer: FluxTransformer2DModel, *, ring: int) -> FluxTransformer2DModel:
-    """Return the transformer on two ranks, by para_core."""
-    return parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
-
-
-def with_diffusers(transformer: FluxTransformer2DModel, **degrees: int) -> FluxTransformer2DModel:
-    """Return the transformer on two ranks, by diffusers' own context parallelism."""
-    # It asks how many accelerators there are; on a CPU that is none.
-    torch.accelerator.device_count = dist.get_world_size
-    transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
-    return transformer
-
-
 def measure(rounds: int) -> dict[str, Any]:
     """Return seconds of each way in each round, and its largest difference from the unmodified model; for one rank
     process.
     """
     inputs = build_input()
     reference = build_transformer()
-    ways: dict[str, FluxTransformer2DModel] = {
-        "para_core, ulysses 2": with_para_core(copy.deepcopy(reference), ring=1),
-        "para_core, ring 2": with_para_core(copy.deepcopy(reference), ring=2),
-        "diffusers, ulysses 2": with_diffusers(copy.deepcopy(reference), ulysses_degree=2),
-        "diffusers, ring 2": with_diffusers(copy.deepcopy(reference), ring_degree=2),
+    ways: dict[str, nn.Module] = {
+        f"{name}, {kind} 2": apply(copy.deepcopy(reference), ring=ring, uneven=False)
+        for name, apply in (("para_core", with_para_core), ("diffusers", with_diffusers))
+        for kind, ring in (("ulysses", 1), ("ring", 2))
     }
     with torch.inference_mode():
         expected = reference(**inputs)[0]
@@ -96,19 +78,12 @@ def measure(rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             dist.barrier()
             if dist.get_rank() == 0:
-                seconds["1 rank"].append(timed(lambda: reference(**inputs)))
+                seconds["1 rank"].append(timed(reference, inputs)[0])
             for name, transformer in ways.items():
                 dist.barrier()
-                seconds[name].append(timed(lambda transformer=transformer: transformer(**inputs)))
+                seconds[name].append(timed(transformer, inputs)[0])
     dist.barrier()
     return {"seconds": seconds, "relative error": errors}
-
-
-def timed(step: Callable[[], Any]) -> float:
-    """Return seconds of one call."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
