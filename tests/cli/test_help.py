@@ -1,9 +1,9 @@
 """``--help`` and ``--version``: at once, without the libraries that only a generation needs."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import para_core
@@ -40,14 +40,15 @@ def test_help_and_version_import_neither_torch_nor_diffusers():
     assert shown.splitlines()[-1] == "[]"
 
 
-def test_help_answers_within_a_second():
+def test_help_takes_less_than_a_second():
     def seconds():
-        begin = time.perf_counter()
-        python("-m", "para_core", "--help")
-        return time.perf_counter() - begin
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
-    # The fastest of several, because other processes may keep this machine busy.
-    assert any(seconds() < 1 for _ in range(5))
+    # Seconds of the processor, because other processes may keep this machine busy.
+    before = seconds()
+    python("-m", "para_core", "--help")
+    assert seconds() - before < 1
 
 
 def test_flags_are_shown_without_a_value(monkeypatch, capsys):
