@@ -37,7 +37,7 @@ class GenerationSizes:
         return torch.empty(shape, dtype=dtype or self.dtype)
 
 
-Inputs = Callable[[Any, GenerationSizes], dict[str, Any]]
+MakeInputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 
 
 def _flux(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _stable_diffusion_3(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
     }
 
 
-INPUTS: Mapping[str, Inputs] = {
+INPUTS: Mapping[str, MakeInputs] = {
     "FluxTransformer2DModel": _flux,
     "Flux2Transformer2DModel": _flux2,
     "QwenImageTransformer2DModel": _qwen_image,

@@ -177,7 +177,8 @@ def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost
     kept.
     """
     installed = _hooks_of(roles[0][0])
-    host = _host_of(module, installed)
+    compiled = _COMPILED.pop(module, None)
+    host = compiled or BlockHookHost() if installed is None else installed.host
     if installed is None or not installed.fits(roles):
         if installed is not None:
             installed.remove()
@@ -208,13 +209,6 @@ def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool)
         installed.remove()
         if host.traced:
             _COMPILED[module] = host
-
-
-def _host_of(module: nn.Module, installed: BlockHooks | None) -> BlockHookHost:
-    compiled = _COMPILED.pop(module, None)
-    if installed is not None:
-        return installed.host
-    return BlockHookHost() if compiled is None else compiled
 
 
 def _hooks_of(block: nn.Module) -> BlockHooks | None:

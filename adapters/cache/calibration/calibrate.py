@@ -104,7 +104,6 @@ def calibrate_cache(
             caching.thresholds = dict.fromkeys(before, threshold)
             return trial.row(threshold)
 
-        found = False
         try:
             with caching.paused():
                 trial.generate_references()
@@ -116,12 +115,11 @@ def calibrate_cache(
             rows.sort(key=lambda row: row.threshold)
             chosen = goal.choose(rows)
             caching.thresholds = dict.fromkeys(before, chosen.threshold)
-            found = True
-        finally:
-            if not found:
-                caching.thresholds = before
-                if uncached:
-                    remove_cache_from_pipe(pipe)
+        except BaseException:
+            caching.thresholds = before
+            if uncached:
+                remove_cache_from_pipe(pipe)
+            raise
         # The total was the maximum number of generations; the bisection may have needed fewer.
         bar.total = bar.n
         bar.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def _load_ssim() -> ImageMetric:
         """Return the mean structural similarity, with the window and constants of Wang et al., 2004."""
         options = {"channel_axis": -1, "data_range": 1.0, "gaussian_weights": True, "use_sample_covariance": False}
         pairs = _pairs(images, references)
-        return _mean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
+        return fmean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
 
     return ssim
 
@@ -64,8 +65,7 @@ def _load_lpips() -> ImageMetric:
     except ImportError as error:
         raise ImportError(
             "metric='lpips' needs the package lpips (pip install lpips), which downloads weights when it is first "
-            "used. "
-            "metric='ssim' and metric='psnr' need none."
+            "used. metric='ssim' and metric='psnr' need none."
         ) from error
     try:
         network = lpips.LPIPS(net="alex", verbose=False)
@@ -82,15 +82,10 @@ def _load_lpips() -> ImageMetric:
             return x.movedim(-1, 0)[None] * 2 - 1
 
         with torch.no_grad():
-            found = [network(prepared(x), prepared(y)).item() for x, y in _pairs(images, references)]
-        return _mean(found)
+            return fmean(network(prepared(x), prepared(y)).item() for x, y in _pairs(images, references))
 
     return distance
 
 
 def _pairs(images: Images, references: Images) -> list[tuple[Tensor, Tensor]]:
     return [pair for x, y in zip(images, references, strict=True) for pair in zip(x, y, strict=True)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

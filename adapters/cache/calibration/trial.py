@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Trial:
         self._generate(0)
         generated = [self._generate(index) for index in range(len(self._calls))]
         self._references = [images for images, _ in generated]
-        self.seconds = float(exchange({"seconds": _mean([t for _, t in generated])}, self._mesh)[0]["seconds"])
+        self.seconds = float(exchange({"seconds": fmean([t for _, t in generated])}, self._mesh)[0]["seconds"])
 
     def row(self, threshold: float) -> CalibrationRow:
         """Generate all prompts with the pipeline's cache and return the first rank's measurements.
@@ -74,25 +75,25 @@ class Trial:
             generated, taken = self._generate(index)
             images.append(generated)
             seconds.append(taken)
-            found = cache_report(self._pipe).rows
-            rows += found
-            streams |= {(index, row.branch) for row in found}
+            rows_of_prompt = cache_report(self._pipe).rows
+            rows += rows_of_prompt
+            streams |= {(index, row.branch) for row in rows_of_prompt}
         values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
-        seen = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
+        differences = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
         # Ranks along the batch dim may compute other branches of guidance, so differences and misses come from all.
         records = exchange(
             {
                 "values": values,
-                "seconds": _mean(seconds),
+                "seconds": fmean(seconds),
                 "steps": len(rows),
                 "streams": len(streams),
                 "computed": sum(not row.hit for row in rows),
                 "missed": sum(row.verdict is Verdict.MISS for row in rows),
-                "seen": [min(seen, default=math.inf), max(seen, default=0.0)],
+                "differences": [min(differences, default=math.inf), max(differences, default=0.0)],
             },
             self._mesh,
         )
-        lows, highs = zip(self.differences, *[record["seen"] for record in records], strict=True)
+        lows, highs = zip(self.differences, *[record["differences"] for record in records], strict=True)
         self.differences = min(lows), max(highs)
         self.could_skip_more = any(record["missed"] for record in records)
         first = records[0]
@@ -119,10 +120,6 @@ class Trial:
 
 
 def _states(call: Mapping[str, Any]) -> list[tuple[torch.Generator, Tensor]]:
-    given = call.get("generator")
-    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    generators = call.get("generator") or []
+    listed = generators if isinstance(generators, (list, tuple)) else [generators]
     return [(generator, generator.get_state()) for generator in listed]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
