@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.consistency import Record, Signature, check_consistent, signature
+from para_core.distributed.consistency import Record, Signature, check_consistent, differing_fields, signature
 from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
@@ -100,7 +100,8 @@ def _require_equal(
     """
 
     def explain(records: list[Record]) -> str:
-        return f"the ranks of one mesh must call {what} with equal arguments. {differences(records)}. {way_out}"
+        fields = "; ".join(differing_fields(records))
+        return f"the ranks of one mesh must call {what} with equal arguments. {fields}. {way_out}"
 
     local: Signature | Exception
     try:
@@ -109,16 +110,6 @@ def _require_equal(
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
     check_consistent(local, mesh, explain=explain)
-
-
-def differences(records: list[Record]) -> str:
-    """Return a text that names each field in which the first differing rank differs from rank 0, with both values."""
-    rank, record = next((rank, record) for rank, record in enumerate(records) if record != records[0])
-    return "; ".join(
-        f"{name}: rank 0 has {records[0].get(name, 'nothing')}, rank {rank} has {record.get(name, 'nothing')}"
-        for name in sorted({*record, *records[0]})
-        if record.get(name) != records[0].get(name)
-    )
 
 
 def _hash(data: bytes | memoryview) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.consistency.arguments import differences
 from para_core.adapters.consistency.loras import Loras, fingerprint, is_version, version_of
-from para_core.distributed.consistency import Record, check_consistent, signature
+from para_core.distributed.consistency import Record, check_consistent, differing_fields, signature
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 
@@ -123,4 +122,4 @@ def _plain(value: Any) -> Any:
 
 
 def _explain(records: list[Record]) -> str:
-    return f"the effect of a callback differs between ranks. {differences(records)}. {_WAY_OUT}"
+    return f"the effect of a callback differs between ranks. {'; '.join(differing_fields(records))}. {_WAY_OUT}"

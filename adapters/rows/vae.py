@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.consistency.arguments import describe, differences
+from para_core.adapters.consistency.arguments import describe
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import Gather, deliver, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
-from para_core.distributed.consistency import Record, check_consistent, raising_on_all, signature
+from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
 from para_core.instance_patching import (
@@ -340,10 +340,10 @@ class _VaeRun:
         if elsewhere is not None:
             return (
                 f"rank {elsewhere} does not call this {self.adapter.vae}, and other ranks do, perhaps in a callback "
-                "that runs on one rank. "
-                "All ranks must call it, and any of them may use the result."
+                "that runs on one rank. All ranks must call it, and any of them may use the result."
             )
         return (
-            f"the ranks must call this {self.adapter.vae} with equal images and settings. {differences(records)}. Draw "
-            "random numbers from a generator with the same seed on all ranks."
+            f"the ranks must call this {self.adapter.vae} with equal images and settings. "
+            f"{'; '.join(differing_fields(records))}. Draw random numbers from a generator with the same seed on all "
+            "ranks."
         )

@@ -77,10 +77,6 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
         return f"{_masks_differ(masks)} They also disagree about {field}."
-    if "lengths" in field:
-        # The length that each rank holds itself says more than the lengths that it assumed for the others.
-        held = [record[field][rank] for rank, record in enumerate(records)]
-        return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
     if field == "is_causal":
         lengths = records[0]["query lengths per rank"]
         return (
@@ -88,7 +84,17 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
             "pass is_causal=False for a single token. Use fewer ranks or longer inputs, pass the model a 4-D mask "
             "over all tokens, sharded by rows (cp.shard(mask, dim=-2)), or use propose_plan."
         )
-    return first_difference(records)
+    return difference_of_lengths(records)
+
+
+def difference_of_lengths(records: list[Record]) -> str:
+    """Return an error message that names the first field in which ranks differ, with the way out if it is a length."""
+    field = next(field for record in records for field, value in record.items() if value != records[0][field])
+    if "lengths" not in field:
+        return first_difference(records)
+    # The length that each rank holds itself says more than the lengths that it assumed for the others.
+    held = [record[field][rank] for rank, record in enumerate(records)]
+    return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
 
 
 def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:

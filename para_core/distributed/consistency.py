@@ -78,15 +78,20 @@ def signature(record: Record) -> Signature:
 _NOTHING_WRONG = signature({})
 
 
+def differing_fields(records: list[Record]) -> list[str]:
+    """Return a clause with both values for each field in which the first rank that differs from rank 0 differs."""
+    first = records[0]
+    rank, other = next((rank, record) for rank, record in enumerate(records) if record != first)
+    return [
+        f"{field}: rank 0 has {first.get(field, 'nothing')}, rank {rank} has {other.get(field, 'nothing')}"
+        for field in {**first, **other}
+        if first.get(field, "nothing") != other.get(field, "nothing")
+    ]
+
+
 def first_difference(records: list[Record]) -> str:
     """Return a sentence that names the first field in which a rank differs from rank 0, with both values."""
-    rank, record = next((rank, record) for rank, record in enumerate(records) if record != records[0])
-    fields = {**records[0], **record}
-    field = next(field for field in fields if records[0].get(field, "nothing") != record.get(field, "nothing"))
-    return (
-        f"the ranks disagree about {field}: sequence rank 0 has {records[0].get(field, 'nothing')}, rank {rank} has "
-        f"{record.get(field, 'nothing')}."
-    )
+    return f"the ranks of one mesh disagree about {differing_fields(records)[0]}."
 
 
 def check_consistent(

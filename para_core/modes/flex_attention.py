@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import add_autograd_dependency
-from para_core.attention.call_agreement import EQUAL_PARTS
+from para_core.attention.call_agreement import difference_of_lengths
 from para_core.attention.flex_exchange import enter, leave, query_rows
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
@@ -91,9 +91,8 @@ class FlexOverMesh:
             self._raise_everywhere(error)
         self._check_mask(mask, plan, query)
         if talk:
-            check_consistent(
-                _signature(query, key, value, mask, plan, scale, kernel_options), self._mesh, explain=_difference
-            )
+            expected = _signature(query, key, value, mask, plan, scale, kernel_options)
+            check_consistent(expected, self._mesh, explain=difference_of_lengths)
         return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
@@ -334,17 +333,9 @@ def _signature(
     )
 
 
-def _difference(records: list[dict[str, Any]]) -> str:
-    field = next(field for record in records for field, value in record.items() if value != records[0][field])
-    held = [record[field][rank] if "lengths" in field else record[field] for rank, record in enumerate(records)]
-    advice = f" {EQUAL_PARTS}" if "lengths" in field else ""
-    return f"the ranks disagree about {field} of flex_attention: {held}.{advice}"
-
-
 _NOT_SHARDED = (
     "block_mask is over {0} queries and {1} keys, and was not sharded; the sequence has {2} and {3} tokens, of which "
-    "each rank holds "
-    "a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass "
+    "each rank holds a part. Make the mask over all tokens, create_block_mask(..., Q_LEN={2}, KV_LEN={3}), and pass "
     "cp.shard(block_mask)."
 )
 _OTHER_SEQUENCE = (
