@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.propose.stack import error_of
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Attending, Attention, Gather, Halo, Plan, ShardRule, Split
-from para_core.torch_internals import tree_leaves, tree_map
+from para_core.torch_internals import tree_map
+from para_core.verify.parts import largest_error, tensors_in
 from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
@@ -160,19 +160,15 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
         # A model may raise anything if an argument does not hold samples, or if it needs more than one.
         except Exception as failure:
             return f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
-    error = error_of(_stacked(parts), expected)
+    error = largest_error(_stacked(parts), expected)
     if samples < 2 or not error < 1e-4:
         return f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
-    common = tuple(name for name, value in inputs.items() if name not in batched and _tensors(value))
+    common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
     return replace(plan, batched=batched, common=common)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
 def _dim_of_samples(value: Any, samples: int) -> int | None:
-    shapes = [tuple(x.shape) for x in _tensors(value)]
+    shapes = [tuple(x.shape) for x in tensors_in(value)]
     if not shapes or not all(samples in shape for shape in shapes):
         return None
     dims = {shape.index(samples) for shape in shapes}
@@ -184,4 +180,4 @@ def _sample(value: Any, dim: int | None, index: int) -> Any:
 
 
 def _stacked(outs: list[Any]) -> list[Tensor]:
-    return [torch.cat(of_all) for of_all in zip(*[_tensors(out) for out in outs], strict=True)]
+    return [torch.cat(of_all) for of_all in zip(*[tensors_in(out) for out in outs], strict=True)]

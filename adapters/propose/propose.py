@@ -24,11 +24,12 @@ from para_core.adapters.propose.overrides import (
 )
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.questions import nothing_grows, questions_of
-from para_core.adapters.propose.stack import cached_error, error_of
+from para_core.adapters.propose.stack import cached_error
 from para_core.adapters.propose.starts import starts
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
+from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
 # Largest ‖out − expected‖ / ‖expected‖ of an exact plan, by the dtype of the model's parameters.
@@ -235,7 +236,7 @@ def _error_or_failure(
             # A wrong plan may make the model raise anything.
             except Exception as failure:
                 return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
-            largest = max(largest, *[error_of(out, expected) for out in outs])
+            largest = max(largest, *[largest_error(out, expected) for out in outs])
             if not largest < tolerance:
                 return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
     return largest

@@ -17,6 +17,7 @@ from para_core.adapters.propose.starts import attends, streams_of
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.torch_internals import tree_leaves
+from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import fresh, with_same_weights
 
 # Two calls with equal inputs have equal residuals, so any threshold skips the second one.
@@ -131,24 +132,4 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
             out = copy(**fresh(inputs))
     if not any(row.hit for row in model_cache_report(copy).rows):
         return None
-    return error_of(out, expected)
-
-
-def error_of(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` over all tensors; infinite if shapes differ or for NaN."""
-    pairs = zip(_tensors(out), _tensors(expected), strict=True)
-    errors = [
-        float(((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-30)).nan_to_num(nan=torch.inf))
-        if x.shape == y.shape
-        else torch.inf
-        for x, y in pairs
-    ]
-    return max(errors, default=torch.inf)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for entry in value for x in _tensors(entry)] if isinstance(value, (list, tuple)) else []
+    return largest_error(out, expected)

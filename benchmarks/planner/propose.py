@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.propose import propose_plan
-from para_core.adapters.propose.stack import error_of
+from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import run_on_virtual_ranks
 from zoo.tiny.transformers.registry import MODELS
 
@@ -47,7 +47,7 @@ def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
             expected = module(**inputs_of(name, size))
         for plan, (ring, ulysses) in product(plans, MESHES):
             outs = run_on_virtual_ranks(module, plan, inputs_of(name, size), ring=ring, ulysses=ulysses)
-            errors += [error_of(out, expected) for out in outs]
+            errors += [largest_error(out, expected) for out in outs]
     return max(errors)
 
 

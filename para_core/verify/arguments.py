@@ -1,4 +1,4 @@
-"""Validation of the arguments of ``check_parallel``, and the choice of the inputs and dims to shard."""
+"""Validation of the arguments of ``check_parallel``, and the choice of inputs, dims and lengths to check."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from para_core.instance_patching import is_wrapped, original_class, uncompiled
 from para_core.plans.plan import Plan, Split
-from para_core.verify.lengths import Inputs
+from para_core.verify.model_inputs import ModelInputs
 
 
 def checked_module(model: Any) -> nn.Module:
     module = uncompiled(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
-    if any(is_wrapped(one, "parallel") for one in module.modules()):
+    if any(is_wrapped(submodule, "parallel") for submodule in module.modules()):
         raise ValueError(
             f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
             "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
@@ -32,21 +32,30 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
     return numbers
 
 
-def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
+def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
+    """Return ``total`` and a shorter length, one of them divisible by ``ranks`` and the other not.
+
+    The shorter length is omitted if it is less than ``ranks``, because many models fail on an empty part.
+    """
+    shorter = total - 1 if total % ranks == 0 else total - total % ranks
+    return (total, shorter) if shorter >= ranks else (total,)
+
+
+def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
     """Return the token dim of each sharded input, by its index among all leaves of the inputs.
 
     Args:
         module: The model.
-        given: The arguments of its call.
+        inputs: The arguments of its call.
         dim: The dim of the tokens, or a dim for each parameter name. None means dim 1.
 
     Raises:
         TypeError: ``dim`` has the wrong type.
         ValueError: ``dim`` names an unknown argument or is out of range, or no input is a tensor with this dim.
     """
-    leaves = given.leaves()
+    leaves = inputs.leaves()
     if isinstance(dim, Mapping):
-        named = _named_leaves(module, given)
+        named = _named_leaves(module, inputs)
         unknown = [name for name in dim if name not in named]
         if unknown:
             raise ValueError(f"dim names {unknown}, which are not among the given arguments {sorted(named)}.")
@@ -67,13 +76,13 @@ def dims_of_tokens(module: nn.Module, given: Inputs, dim: int | Mapping[str, int
     return {i: dim % x.ndim for i, x in tensors.items() if x.shape[dim] == total}
 
 
-def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]:
+def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int, int]:
     """Return the token dim of each input that ``plan`` splits, by its index among all leaves of the inputs.
 
     Inputs that belong to a segment of the attention sequence come first. The result is empty if the
     plan shards inside the model only.
     """
-    leaves, named = given.leaves(), _named_leaves(module, given)
+    leaves, named = inputs.leaves(), _named_leaves(module, inputs)
     splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
     # Inputs with a segment come first, because the first entry determines the length of the attention sequence.
     order = sorted(splits, key=lambda name: splits[name].segment is None)
@@ -85,17 +94,17 @@ def dims_of_plan(module: nn.Module, given: Inputs, plan: Plan) -> dict[int, int]
     }
 
 
-def _named_leaves(module: nn.Module, given: Inputs) -> dict[str, list[int]]:
+def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]]:
     """Return the indices of each argument's leaves among all leaves, by the parameter's name."""
-    bound = inspect.signature(module.forward).bind_partial(*given.args, **given.kwargs).arguments
+    bound = inspect.signature(module.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}
-    for index, leaf in enumerate(given.leaves()):
+    for index, leaf in enumerate(inputs.leaves()):
         by_identity.setdefault(id(leaf), []).append(index)
     named: dict[str, list[int]] = {}
     for name, value in bound.items():
         values = value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        for one, of_name in values.items():
-            leaves = Inputs((of_name,), {}).leaves()
-            named[one] = [index for leaf in leaves for index in by_identity[id(leaf)]]
+        for argument, of_name in values.items():
+            leaves = ModelInputs((of_name,), {}).leaves()
+            named[argument] = [index for leaf in leaves for index in by_identity[id(leaf)]]
     return named

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.published import published_plan
-from para_core.verify.arguments import checked_module, checked_ranks, dims_of_plan, dims_of_tokens
+from para_core.verify.arguments import checked_module, checked_ranks, dims_of_plan, dims_of_tokens, lengths_to_check
 from para_core.verify.first_difference import Difference, first_difference
-from para_core.verify.lengths import Inputs, lengths_to_check
-from para_core.verify.parts import relative_error, tensors_in
+from para_core.verify.model_inputs import ModelInputs
+from para_core.verify.parts import largest_error, relative_error, tensors_in
 from para_core.verify.record import Recording
 from para_core.verify.runs import ParallelRun, RankRun, run_alone, run_parallel
 from para_core.verify.virtual_ranks import device_of, first_error
@@ -159,33 +159,33 @@ def check_parallel(
         raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
     if tolerance is None:
         tolerance = _TOLERANCE.get(_dtype_of(module), 1e-4)
-    given = Inputs(inputs, kwargs)
+    model_inputs = ModelInputs(inputs, kwargs)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else published_plan(plan)
-        dims = dims_of_plan(module, given, plan)
+        dims = dims_of_plan(module, model_inputs, plan)
     else:
-        dims = dims_of_tokens(module, given, dim) if forward is None else {}
+        dims = dims_of_tokens(module, model_inputs, dim) if forward is None else {}
     run = ParallelRun(plan=plan, forward=forward, dims=dims)
-    with torch.random.fork_rng(_rng_devices(module, given)):
-        return _Checker(module, given, run, tolerance).check(numbers)
+    with torch.random.fork_rng(_rng_devices(module, model_inputs)):
+        return _Checker(module, model_inputs, run, tolerance).check(numbers)
 
 
 class _Checker:
     """The state of one :func:`check_parallel` call: the reference output of each length, and notes."""
 
-    def __init__(self, module: nn.Module, given: Inputs, run: ParallelRun, tolerance: float) -> None:
-        self._module, self._given, self._run, self._tolerance = module, given, run, tolerance
+    def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
+        self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
         self._name = original_class(module).__name__
-        self._references: dict[int | None, tuple[Inputs, list[Tensor]] | None] = {}
+        self._references: dict[int | None, tuple[ModelInputs, list[Tensor]] | None] = {}
         self._notes: list[str] = []
         # The token dims of the sharded leaves, and their length. If forward= or a plan shards inside the model, they
         # are known only after the first run.
         self._dims: dict[int, int] = dict(run.dims)
-        self._total = run.total(given)
+        self._total = run.total(inputs)
 
     def check(self, numbers: Sequence[int]) -> ParallelCheck:
         cases: list[CheckedCase] = []
-        wrong: tuple[CheckedCase, Inputs] | None = None
+        wrong: tuple[CheckedCase, ModelInputs] | None = None
         for ranks in numbers:
             # The full length comes first, because its run shows which inputs are sharded.
             for shorten in (False, True):
@@ -199,21 +199,21 @@ class _Checker:
         difference = None if wrong is None else self._first_difference(*wrong)
         return ParallelCheck(self._name, tuple(cases), self._tolerance, difference, tuple(dict.fromkeys(self._notes)))
 
-    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase | None, Inputs]:
+    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase | None, ModelInputs]:
         length = self._total
         if shorten:
             length = self._shorter_length(ranks)
             if length is None:
-                return None, self._given
-        reference = self._reference(length if shorten else None, length)
+                return None, self._inputs
+        reference = self._reference(length if shorten else None)
         if reference is None:
-            return None, self._given
+            return None, self._inputs
         inputs, expected = reference
         results = run_parallel(self._module, inputs, self._run, *_mesh(method, ranks))
         if not shorten and self._total is None:
             self._learn(results[0])
             length = self._total
-        failed = first_error([one.outcome for one in results])
+        failed = first_error([result.outcome for result in results])
         if failed is not None:
             rank, error = failed
             hint = ""
@@ -221,7 +221,7 @@ class _Checker:
                 hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
             failure = f"rank {rank}: {type(error).__name__}: {error}{hint}"
             return CheckedCase(method, ranks, length, failure=failure), inputs
-        outputs = [tensors_in(one.outcome.output) for one in results]
+        outputs = [tensors_in(result.outcome.output) for result in results]
         largest = _error_of(outputs, expected, results[0].segments, some=self._run.forward is not None)
         if isinstance(largest, str):
             return CheckedCase(method, ranks, length, failure=largest), inputs
@@ -237,22 +237,26 @@ class _Checker:
         lengths = lengths_to_check(self._total, ranks)
         return lengths[1] if len(lengths) > 1 else None
 
-    def _reference(self, key: int | None, length: int | None) -> tuple[Inputs, list[Tensor]] | None:
-        if key not in self._references:
-            if key is None or length is None or self._total is None:
-                outcome = run_alone(self._module, self._given)
+    def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]] | None:
+        """Return the inputs with their first ``length`` tokens, or all of them for None, and the model's output alone.
+
+        Returns None if the model fails on the shorter inputs.
+        """
+        if length not in self._references:
+            if length is None or self._total is None:
+                outcome = run_alone(self._module, self._inputs)
                 if outcome.error is not None:
                     raise outcome.error
-                self._references[key] = self._given, tensors_in(outcome.output)
+                self._references[length] = self._inputs, tensors_in(outcome.output)
             else:
-                self._references[key] = self._shorter_reference(self._total, length)
-        return self._references[key]
+                self._references[length] = self._shorter_reference(self._total, length)
+        return self._references[length]
 
-    def _shorter_reference(self, total: int, length: int) -> tuple[Inputs, list[Tensor]] | None:
+    def _shorter_reference(self, total: int, length: int) -> tuple[ModelInputs, list[Tensor]] | None:
         """Return inputs with the first ``length`` tokens and the model's output for them; None if the model fails."""
         error = None
         for only_tokens in (True, False):
-            inputs = self._given.shortened(self._dims, total, length, only_tokens=only_tokens)
+            inputs = self._inputs.shortened(self._dims, total, length, only_tokens=only_tokens)
             outcome = run_alone(self._module, inputs)
             if outcome.error is None:
                 return inputs, tensors_in(outcome.output)
@@ -267,20 +271,18 @@ class _Checker:
             self._total = total
             self._dims = {i: d for i, d, length in result.sharded if i is not None and length == total}
 
-    def _first_difference(self, case: CheckedCase, inputs: Inputs) -> Difference:
+    def _first_difference(self, case: CheckedCase, inputs: ModelInputs) -> Difference:
         alone = Recording()
         outcome = run_alone(self._module, inputs, alone)
-        again = tensors_in(outcome.output)
-        expected = next(one for one in self._references.values() if one is not None and one[0] is inputs)[1]
-        noise = [relative_error([x], y, ()) for x, y in zip(again, expected, strict=True)]
-        if any(error is None or error > self._tolerance for error in noise):
+        expected = next(pair[1] for pair in self._references.values() if pair is not None and pair[0] is inputs)
+        if expected and largest_error(outcome.output, expected) > self._tolerance:
             reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
             return Difference("", self._name, reason)
         results = run_parallel(self._module, inputs, self._run, *_mesh(case.method, case.ranks), record=True)
         return first_difference(
             self._module,
             alone,
-            [one.recording for one in results],
+            [result.recording for result in results],
             results[0].segments,
             tolerance=self._tolerance,
             failure=case.failure,
@@ -335,6 +337,6 @@ def _dtype_of(module: nn.Module) -> torch.dtype:
     return weight.dtype
 
 
-def _rng_devices(module: nn.Module, given: Inputs) -> list[torch.device]:
-    device = device_of(module, given.leaves())
+def _rng_devices(module: nn.Module, inputs: ModelInputs) -> list[torch.device]:
+    device = device_of(module, inputs.leaves())
     return [device] if device.type == "cuda" else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core.distributed.layout import Segment
 from para_core.instance_patching import original_class
-from para_core.verify.parts import held_positions
+from para_core.verify.parts import relative_error, sharded_dim
 from para_core.verify.record import AttentionRecord, Digest, Event, Recording
 
 
@@ -79,7 +79,7 @@ def first_difference(
             del running[running.index(event.module) :]
     if failure is not None:
         # A rank with modules that have not returned is one that failed.
-        stopped = next((one.running for one in ranks if one.running), [])
+        stopped = next((recording.running for recording in ranks if recording.running), [])
         return _of(module, stopped, failure, alone, ranks, None)
     reason = (
         "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
@@ -93,11 +93,11 @@ def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
 
     ``forward=`` may call only parts of the model.
     """
-    called = [{event.module for event in one.events if event.kind == "call"} for one in recordings]
+    called = [{event.module for event in recording.events if event.kind == "call"} for recording in recordings]
     common = set.intersection(*called)
     return [
-        [event for event in one.events if event.module in common or event.kind in ("attention", "attended")]
-        for one in recordings
+        [event for event in recording.events if event.module in common or event.kind in ("attention", "attended")]
+        for recording in recordings
     ]
 
 
@@ -123,33 +123,11 @@ def _is_mask(x: Digest) -> bool:
 
 
 def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Segment]) -> float | None:
-    if any(len(part.shape) != len(whole.shape) for part in parts) or not whole.rows:
+    dim = sharded_dim([part.shape for part in parts], whole.shape)
+    if dim is None:
         return None
-    dims = {dim for part in parts for dim, size in enumerate(part.shape) if size != whole.shape[dim]}
-    if len(dims) > 1:
-        return None
-    dim = next(iter(dims), 0)
-    total, held = whole.rows[dim].shape[0], [part.rows[dim].shape[0] for part in parts]
-    if not dims:
-        return _error([(part.rows[dim], whole.rows[dim]) for part in parts])
-    errors = [
-        _error(
-            [
-                (part.rows[dim], whole.rows[dim][at.to(whole.rows[dim].device)])
-                for part, at in zip(parts, positions, strict=True)
-            ]
-        )
-        for positions in held_positions(total, held, segments)
-    ]
-    return min(errors, default=None)
-
-
-def _error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    difference = size = 0.0
-    for part, whole in pairs:
-        difference += float((part - whole).norm()) ** 2
-        size += float(whole.norm()) ** 2
-    return float((difference / max(size, 1e-30)) ** 0.5)
+    dim = max(dim, 0)  # of equal shapes, the rows along any dim
+    return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments)
 
 
 def _at(
@@ -183,15 +161,15 @@ def _of(
     error: float | None,
 ) -> Difference:
     name = running[-1] if running else ""
-    found = module.get_submodule(name)
-    calls = [_attention_of(name, one) for one in (alone, *ranks)]
+    submodule = module.get_submodule(name)
+    calls = [_attention_of(name, recording) for recording in (alone, *ranks)]
     facts = []
     if calls[0]:
         facts.append(f"alone: {calls[0][0]}")
         facts += [f"rank {rank}: {of_rank[0]}" for rank, of_rank in enumerate(calls[1:]) if of_rank]
-    facts += _settings(found, calls)
+    facts += _settings(submodule, calls)
     facts += _advice(calls)
-    return Difference(name, original_class(found).__name__, reason, tuple(facts), error)
+    return Difference(name, original_class(submodule).__name__, reason, tuple(facts), error)
 
 
 def _attention_of(name: str, recording: Recording) -> list[AttentionRecord]:
@@ -230,12 +208,12 @@ def _advice(calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
         return []
     alone, ranks = calls[0][0], [of_rank[0] for of_rank in calls[1:]]
     ways_out = "Pass a 4-D mask over all tokens, or let para_core.adapters.propose_plan find a plan."
-    if alone.mask is not None and any(one.mask is None for one in ranks):
+    if alone.mask is not None and any(call.mask is None for call in ranks):
         reason = "The model makes its mask from the length that it is given, and makes none for a rank's part."
         return [f"{reason} {ways_out}"]
-    if any(one.mask is not None and one.mask[-2] == one.queries != alone.queries for one in ranks):
+    if any(call.mask is not None and call.mask[-2] == call.queries != alone.queries for call in ranks):
         reason = "Its mask has a row for each token of a rank: if the model made it, rows count from 0 on every rank."
         return [f"{reason} {ways_out}"]
-    if len({one.is_causal for one in (alone, *ranks)}) > 1:
+    if len({call.is_causal for call in (alone, *ranks)}) > 1:
         return ["is_causal is not the same on all ranks: some models switch it off for a single token."]
     return []

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' parts of a tensor with the whole tensor, which includes finding their positions."""
+"""Comparison of the ranks' parts of a tensor with the whole tensor, including the search for their positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [x for one in value for x in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+    return [x for entry in value for x in tensors_in(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
@@ -36,7 +36,7 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
         segments: The segments that were sharded or replicated. If several orders of concatenation fit, the smallest
             error is returned.
     """
-    dim = _sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
+    dim = sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
     if dim is None:
         return None
     if dim < 0:
@@ -51,7 +51,13 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
     return min(errors, default=None)
 
 
-def _sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
+def largest_error(out: Any, expected: Any) -> float:
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` over all tensors; infinite if a shape differs or for NaN."""
+    errors = [relative_error([x], y, ()) for x, y in zip(tensors_in(out), tensors_in(expected), strict=True)]
+    return max((float("inf") if error is None else error for error in errors), default=float("inf"))
+
+
+def sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
     """Return the dim in which shapes of parts differ from that of the whole: -1 for no dim, None for several dims."""
     if any(len(part) != len(whole) for part in parts):
         return None
@@ -92,15 +98,15 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
         segments: The known segments.
     """
     ranks = len(held)
-    kinds = {(one.total, one.replicated, one.balanced, one.together): one for one in segments}
+    kinds = {(x.total, x.replicated, x.balanced, x.together): x for x in segments}
     known = list(kinds.values())
     orders: list[tuple[Segment, ...]] = [(Segment("all", total),)]
     for length in range(1, min(len(known), _MOST_SEGMENTS) + 1):
         orders += permutations(known, length)
-    for one in known:
-        if not one.replicated and one.total < total:
-            rest = Segment("rest", total - one.total, replicated=True)
-            orders += [(one, rest), (rest, one)]
+    for segment in known:
+        if not segment.replicated and segment.total < total:
+            rest = Segment("rest", total - segment.total, replicated=True)
+            orders += [(segment, rest), (rest, segment)]
     for order in orders:
         layout = SequenceLayout(order, ranks)
         if not layout.total or total % layout.total:

@@ -95,7 +95,7 @@ class Recording:
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
         """Return a context in which hooks record the calls of ``module`` and of its submodules."""
-        handles = [handle for name, one in module.named_modules() for handle in self._hooks(name, one)]
+        handles = [handle for name, submodule in module.named_modules() for handle in self._hooks(name, submodule)]
         try:
             yield
         finally:

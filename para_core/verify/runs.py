@@ -15,9 +15,9 @@ from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, segments_under_way
-from para_core.verify.lengths import Inputs
+from para_core.verify.model_inputs import ModelInputs
 from para_core.verify.record import Recording
-from para_core.verify.virtual_ranks import Outcome, device_of, outcomes_on_virtual_ranks, with_same_weights
+from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ParallelRun:
     forward: Callable[..., Any] | None
     dims: Mapping[int, int]
 
-    def total(self, inputs: Inputs) -> int | None:
+    def total(self, inputs: ModelInputs) -> int | None:
         """Return the number of tokens of the first sharded input, or None if ``dims`` is empty."""
         leaves = inputs.leaves()
         return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
@@ -52,16 +52,16 @@ class RankRun:
         recording: The recorded events.
     """
 
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: RankOutcome = field(default_factory=RankOutcome)
     segments: list[Segment] = field(default_factory=list)
     sharded: list[tuple[int | None, int, int]] = field(default_factory=list)
     recording: Recording = field(default_factory=Recording)
 
     def note_segments(self, segments: tuple[Segment, ...]) -> None:
-        self.segments += [one for one in segments if one not in self.segments]
+        self.segments += [segment for segment in segments if segment not in self.segments]
 
 
-def run_alone(module: nn.Module, inputs: Inputs, recording: Recording | None = None) -> Outcome:
+def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> RankOutcome:
     """Return the outcome of one call of a copy of ``module`` on one rank; an exception becomes part of the outcome.
 
     Args:
@@ -72,18 +72,18 @@ def run_alone(module: nn.Module, inputs: Inputs, recording: Recording | None = N
     copied = with_same_weights(module).eval()
 
     def run(_: SequenceMesh) -> Any:
-        mine = inputs.copied()
+        own_inputs = inputs.copied()
         with ExitStack() as stack:
             if recording is not None:
                 stack.enter_context(recording.around(copied))
-            return copied(*mine.args, **mine.kwargs)
+            return copied(*own_inputs.args, **own_inputs.kwargs)
 
     # Run in a thread, as ranks do, because the recording hooks enter modes that must not leak into the caller's thread.
     return outcomes_on_virtual_ranks(run, device=device_of(module, inputs.leaves()))[0]
 
 
 def run_parallel(
-    module: nn.Module, inputs: Inputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
+    module: nn.Module, inputs: ModelInputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
 ) -> list[RankRun]:
     """Call a copy of ``module`` on each of ``ring × ulysses`` virtual ranks; return the result of each rank.
 
@@ -94,13 +94,13 @@ def run_parallel(
 
     def run_rank(mesh: SequenceMesh) -> Any:
         copied, result = copies[mesh.rank], results[mesh.rank]
-        mine = inputs.copied()
+        own_inputs = inputs.copied()
         with ExitStack() as stack:
             if record:
                 stack.enter_context(result.recording.around(copied))
             if run.plan is not None:
-                return _run_plan(copied, run.plan, mesh, mine, result)
-            return _run_mode(copied, run, mesh, mine, result)
+                return _run_plan(copied, run.plan, mesh, own_inputs, result)
+            return _run_mode(copied, run, mesh, own_inputs, result)
 
     device = device_of(module, inputs.leaves())
     outcomes = outcomes_on_virtual_ranks(run_rank, ring=ring, ulysses=ulysses, device=device)
@@ -109,7 +109,7 @@ def run_parallel(
     return results
 
 
-def _run_plan(module: nn.Module, plan: Plan, mesh: SequenceMesh, inputs: Inputs, result: RankRun) -> Any:
+def _run_plan(module: nn.Module, plan: Plan, mesh: SequenceMesh, inputs: ModelInputs, result: RankRun) -> Any:
     def note() -> None:
         under_way = segments_under_way(module)
         if under_way is not None:
@@ -120,7 +120,7 @@ def _run_plan(module: nn.Module, plan: Plan, mesh: SequenceMesh, inputs: Inputs,
     return module(*inputs.args, **inputs.kwargs)
 
 
-def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: Inputs, result: RankRun) -> Any:
+def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: ModelInputs, result: RankRun) -> Any:
     with _NotingMode(mesh, result, inputs) as cp, result.recording.notes_attention():
         if run.forward is not None:
             return run.forward(cp, module, *inputs.args, **inputs.kwargs)
@@ -131,7 +131,7 @@ def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: I
 class _NotingMode(UnifiedAttnMode):
     """A :class:`UnifiedAttnMode` that stores in ``result`` which tensors were sharded or replicated through it."""
 
-    def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: Inputs) -> None:
+    def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:
         self._result, self._inputs = result, inputs
         super().__init__(mesh)
 

@@ -35,7 +35,7 @@ class RanksDiffer(RuntimeError):
     """The collectives of virtual ranks do not match, or another rank failed while this one waited."""
 
 
-class _Ranks:
+class _RankTurns:
     """The shared state of all ranks of one run: the turn, and the numbers of running and of waiting ranks."""
 
     def __init__(self, running: int) -> None:
@@ -86,7 +86,7 @@ class _Ranks:
 class _Meeting:
     """The meeting point at which the ranks of one group exchange values."""
 
-    def __init__(self, size: int, ranks: _Ranks) -> None:
+    def __init__(self, size: int, ranks: _RankTurns) -> None:
         self.sent: list[Any] = [None] * size
         self.generation = 0
         self.waiting = 0
@@ -119,7 +119,7 @@ class _Meeting:
             raise RanksDiffer("another virtual rank failed, or took part in another collective.")
 
 
-class _Done:
+class _Completed:
     """The handle of a completed collective."""
 
     def wait(self, *_: Any) -> bool:
@@ -138,7 +138,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._meeting = rank, meeting
         self._name = f"virtual ranks {next(_NAMES)}"
         # The CPU is included so that the small exchanges of eager code use this group and not a separate gloo group.
-        self._devices = [torch.device(one) for one in dict.fromkeys(("cpu", device_type))]
+        self._devices = [torch.device(name) for name in dict.fromkeys(("cpu", device_type))]
 
     @property
     def group_name(self) -> Any:
@@ -154,7 +154,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def rank(self) -> int:
         return self._rank
 
-    def alltoall_base(self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any) -> _Done:
+    def alltoall_base(self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any) -> _Completed:
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)
 
@@ -164,17 +164,17 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
                 _copy(part, of_rank[self._rank])
 
         self._meeting.exchange(self._rank, sends, receive)
-        return _Done()
+        return _Completed()
 
-    def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Done:
+    def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
         def receive(sent: list[Tensor]) -> None:
             for part, of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
                 _copy(part, of_rank.reshape(-1))
 
         self._meeting.exchange(self._rank, x, receive)
-        return _Done()
+        return _Completed()
 
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Done:
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Completed:
         root = options.rootRank
 
         def receive(sent: list[Tensor]) -> None:
@@ -182,7 +182,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
                 _copy(tensors[0], sent[root])
 
         self._meeting.exchange(self._rank, tensors[0], receive)
-        return _Done()
+        return _Completed()
 
     # torch 2.11 uses other names for these collectives.
     all_to_all_single = alltoall_base
@@ -205,7 +205,7 @@ class _VirtualMesh(SequenceMesh):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The return value of a rank, or the exception that ended it."""
 
     output: Any = None
@@ -214,25 +214,25 @@ class Outcome:
 
 def outcomes_on_virtual_ranks(
     run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients; return the outcomes by rank.
 
     Exceptions of ``run`` become part of the outcomes. The threads inherit the current device and stream, the autocast
     state and the context variables of the caller.
     """
-    ranks = _Ranks(ring * ulysses)
+    ranks = _RankTurns(ring * ulysses)
     meshes, groups = _meshes(ring, ulysses, device.type, ranks)
-    outcomes = [Outcome()] * len(meshes)
+    outcomes = [RankOutcome()] * len(meshes)
     inherited = _Inherited(device)
 
     def run_rank(rank: int) -> None:
         ranks.turn.acquire()
         try:
             with inherited.entered(), torch.no_grad():
-                outcomes[rank] = Outcome(run(meshes[rank]))
+                outcomes[rank] = RankOutcome(run(meshes[rank]))
         # A model may raise any exception if it gets only a part of its tokens.
         except Exception as error:
-            outcomes[rank] = Outcome(error=error)
+            outcomes[rank] = RankOutcome(error=error)
         finally:
             ranks.turn.release()
             ranks.leave(failed=outcomes[rank].error is not None)
@@ -252,7 +252,7 @@ def outcomes_on_virtual_ranks(
     return outcomes
 
 
-def first_error(outcomes: Sequence[Outcome]) -> tuple[int, Exception] | None:
+def first_error(outcomes: Sequence[RankOutcome]) -> tuple[int, Exception] | None:
     """Return the first rank that failed and its error, or None if no rank failed.
 
     Ranks that failed only because another rank did (:class:`RanksDiffer`) count only if there are no others.
@@ -321,7 +321,9 @@ def with_same_weights(module: nn.Module) -> nn.Module:
         ) from error
 
 
-def _meshes(ring: int, ulysses: int, device_type: str, ranks: _Ranks) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
+def _meshes(
+    ring: int, ulysses: int, device_type: str, ranks: _RankTurns
+) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
     """Return the mesh of each rank, and the groups of all meshes."""
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]

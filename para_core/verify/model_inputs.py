@@ -1,4 +1,4 @@
-"""Inputs of a model that can be shortened along their token dims, and the lengths to check."""
+"""Inputs of a model that can be shortened along their token dims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from para_core.torch_internals import crop_block_mask, tree_flatten, tree_unflat
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ModelInputs:
     """Arguments of a model: ``args`` by position and ``kwargs`` by name."""
 
     args: tuple[Any, ...]
@@ -23,17 +23,17 @@ class Inputs:
     def leaves(self) -> list[Any]:
         return tree_flatten((self.args, dict(self.kwargs)))[0]
 
-    def with_leaves(self, change: Callable[[int, Any], Any]) -> Inputs:
+    def with_leaves(self, change: Callable[[int, Any], Any]) -> ModelInputs:
         """Return these inputs with each leaf replaced by ``change(index, leaf)``."""
         leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
         args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
-        return Inputs(args, kwargs)
+        return ModelInputs(args, kwargs)
 
-    def copied(self) -> Inputs:
+    def copied(self) -> ModelInputs:
         """Return these inputs with all leaves copied, because a model may change its inputs."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
-    def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> Inputs:
+    def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> ModelInputs:
         """Return these inputs with the first ``length`` of ``total`` tokens.
 
         Args:
@@ -68,12 +68,3 @@ def _copied(leaf: Any) -> Any:
         # deepcopy may raise anything. An object that cannot be copied is passed on unchanged, which is what a call
         # outside of this check does with it, too.
         return leaf
-
-
-def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """Return ``total`` and a shorter length, one of them divisible by ``ranks`` and the other not.
-
-    The shorter length is omitted if it is less than ``ranks``, because many models fail on an empty part.
-    """
-    shorter = total - 1 if total % ranks == 0 else total - total % ranks
-    return (total, shorter) if shorter >= ranks else (total,)
