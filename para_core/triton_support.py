@@ -51,3 +51,10 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 def are_floats(*tensors: Tensor) -> bool:
     """Whether the kernels support the dtypes of all ``tensors``."""
     return {x.dtype for x in tensors} <= FLOATS
+
+
+def needs_plain(*tensors: Tensor) -> bool:
+    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and for a gradient."""
+    if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

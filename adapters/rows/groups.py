@@ -15,7 +15,7 @@ from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import first_ranks
 from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import Rows
+from para_core.spatial.tag import RowTag
 
 
 class RowRanks:
@@ -47,7 +47,7 @@ class RowRanks:
             )
         return self._first[count]
 
-    def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[Rows, MeshDim]:
+    def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
         """Return how the rows of ``x`` along ``dim`` are sharded, and over which ranks.
 
         Args:
@@ -56,7 +56,7 @@ class RowRanks:
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))
-        return Rows(dim, even(x.shape[dim], workers.size, unit)), workers
+        return RowTag(dim, even(x.shape[dim], workers.size, unit)), workers
 
 
 def on_rows(

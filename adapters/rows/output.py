@@ -14,7 +14,7 @@ from para_core.distributed.consistency import error_record, exchange, raise_firs
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Rows, rows_of, tagged, untagged
+from para_core.spatial.tag import RowTag, rows_of, tagged, untagged
 
 Gather = Literal["all", "first"]
 # The structure of an output as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for an
@@ -64,12 +64,12 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
         # The first rank sends all elements, as rows of one element each.
         size = int(torch.Size(shape).numel())
         local = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
-        return _gather_rows(local, Rows(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
+        return _gather_rows(local, RowTag(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
     layout: Layout = (*rows.layout, *[0] * (ranks.size - len(rows.layout)))
-    return _gather_rows(x, Rows(rows.dim, layout, rows.outer), ranks, gather)
+    return _gather_rows(x, RowTag(rows.dim, layout, rows.outer), ranks, gather)
 
 
-def _gather_rows(x: Tensor, rows: Rows, ranks: MeshDim, gather: Gather) -> Tensor:
+def _gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim, gather: Gather) -> Tensor:
     if gather == "all":
         return all_gather(x, rows.layout, rows.dim, ranks).contiguous()
     wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
@@ -98,7 +98,7 @@ def _empty_part(description: dict[str, Any]) -> Tensor:
         return torch.zeros((), **options).expand(shape)
     dim, layout, outer = description["rows"]
     shape[dim] = 0
-    return tagged(torch.empty(shape, **options), Rows(dim, tuple(layout), outer))
+    return tagged(torch.empty(shape, **options), RowTag(dim, tuple(layout), outer))
 
 
 def _parameters(value: Any) -> list[Tensor] | None:

@@ -36,7 +36,7 @@ from para_core.instance_patching import (
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.one_group import dim_groups, one_group
-from para_core.spatial.tag import Rows, rows_of
+from para_core.spatial.tag import RowTag, rows_of
 from para_core.spatial.tiles import Tiles
 from para_core.torch_internals import DisableTorchFunction
 
@@ -264,7 +264,7 @@ class _VaeRun:
         x: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        rows: Rows,
+        rows: RowTag,
         workers: MeshDim,
     ) -> Any:
         """Return the output of ``call`` on this worker's rows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import residual_reference
-from para_core.triton_support import are_floats, load_kernel, on_device_of
+from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 define_operator("residual_change(Tensor now, Tensor before) -> Tensor")
 define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
@@ -47,7 +47,7 @@ torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty
 
 def change(now: Tensor, before: Tensor) -> Tensor:
     """Compute :func:`para_core.kernels.residual_reference.change` by the fastest way."""
-    if _needs_plain(now, before):
+    if needs_plain(now, before):
         return residual_reference.change(now, before)
     sums: Tensor = torch.ops.para_core.residual_change.default(now, before)
     return sums
@@ -55,16 +55,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Compute :func:`para_core.kernels.residual_reference.forecast` by the fastest way."""
-    if _needs_plain(entry, *residuals):
+    if needs_plain(entry, *residuals):
         return residual_reference.forecast(entry, residuals, weights)
     output: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))
     return output
-
-
-def _needs_plain(*tensors: Tensor) -> bool:
-    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and if a gradient is
-    needed.
-    """
-    if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

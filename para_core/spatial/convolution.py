@@ -13,7 +13,7 @@ from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Rows, rows_of, tagged
+from para_core.spatial.tag import RowTag, rows_of, tagged
 
 Function = Callable[..., Any]
 # run(x, padding): the operator on local rows, with ``padding`` rows of padding at either end.
@@ -49,7 +49,7 @@ def windowed(
     ranks: MeshDim,
     func: Function,
     x: Tensor,
-    rows: Rows,
+    rows: RowTag,
     extent: int,
     stride: int,
     padding: int,
@@ -63,7 +63,7 @@ def windowed(
     """
     plan = plans.convolution(rows.layout, extent, stride, padding)
     _require_rows(func, rows, plan.layout)
-    out_rows = Rows(rows.dim, plan.layout)
+    out_rows = RowTag(rows.dim, plan.layout)
     split = plans.overlapped(rows.layout, extent, stride, padding)
     if split is None:
         return tagged(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
@@ -80,12 +80,12 @@ def windowed(
     return tagged(out, out_rows)
 
 
-def _require_rows(func: Function, rows: Rows, layout: Layout) -> None:
+def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
     if min(layout) < 1:
         raise unknown(func, rows, f"its output would have {list(layout)} rows on the ranks; every rank needs one")
 
 
-def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[Rows, int | None]:
+def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
     """Return the tag of ``x``, and the index of its sharded dim among the spatial ones; None if the batch is sharded.
 
     Raises:
@@ -109,7 +109,7 @@ def _each(value: Any, spatial: int) -> list[int]:
     return values * spatial if len(values) == 1 else values
 
 
-def _paddings(func: Function, padding: Any, extents: list[int], rows: Rows) -> list[int]:
+def _paddings(func: Function, padding: Any, extents: list[int], rows: RowTag) -> list[int]:
     if padding == "valid":
         return [0] * len(extents)
     if padding == "same":
@@ -139,7 +139,7 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = plans.held(plan.layout)[ranks.index]
     first = plan.wanted[ranks.index][0] * step - inset  # global index of the first row of ``out``
-    return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), Rows(rows.dim, plan.layout))
+    return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -195,12 +195,12 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     )
     rows = rows_of(x)
     if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
-        raise unknown(func, rows or Rows(0, (0,)), "center=True and a sharded batch are not supported")
+        raise unknown(func, rows, "center=True and a sharded batch are not supported")
     hop = size // 4 if hop is None else hop
     plan = plans.convolution(rows.layout, size, hop, 0)
     _require_rows(func, rows, plan.layout)
     part = fetch(x, rows, plan.wanted, ranks)
-    return tagged(func(part, size, hop, win_length, window, center, "reflect", *rest), Rows(x.ndim, plan.layout))
+    return tagged(func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout))
 
 
 RULES: dict[str, Any] = {

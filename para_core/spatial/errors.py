@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from para_core.spatial.tag import Rows
+from para_core.spatial.tag import RowTag
 
 
 class MixesRows(RuntimeError):
@@ -23,11 +23,12 @@ def name_of(func: Callable[..., Any]) -> str:
     return stripped
 
 
-def unknown(func: Callable[..., Any], rows: Rows, reason: str) -> MixesRows:
-    """Return the error for a call of ``func`` on a tensor that is sharded as ``rows`` says."""
+def unknown(func: Callable[..., Any], rows: RowTag | None, reason: str) -> MixesRows:
+    """Return the error for a call of ``func`` on a tensor that is sharded as ``rows`` says; None if another one is."""
+    sharding = ""
+    if rows is not None:
+        sharding = f" on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}"
     return MixesRows(
-        f"{name_of(func)} on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as "
-        f"{list(rows.layout)}: {reason}. "
-        "Run this model on one rank (unparallelize_vae, unparallelize_pipe), or a VAE in distributed tiles "
-        "(method='tiled')."
+        f"{name_of(func)}{sharding}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe), or "
+        "a VAE in distributed tiles (method='tiled')."
     )

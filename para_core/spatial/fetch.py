@@ -13,7 +13,7 @@ from torch import Tensor
 from para_core.distributed.collectives import all_gather, start_all_gather, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
-from para_core.spatial.tag import Rows
+from para_core.spatial.tag import RowTag
 
 # The ranges of rows that each rank fetches.
 Wanted = tuple[tuple[Range, ...], ...]
@@ -29,7 +29,7 @@ class _RowSpan:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FetchPlan:
     """All-to-all of one fetch, as this rank sees it."""
 
     sends: tuple[tuple[tuple[int, int], ...], ...]  # for each rank, (start, length) in the rows of this rank
@@ -39,7 +39,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(layout: Layout, wanted: Wanted, rank: int) -> _Plan:
+def _fetch_plan(layout: Layout, wanted: Wanted, rank: int) -> _FetchPlan:
     spans_of_ranks = [[_spans(layout, range_) for range_ in ranges] for ranges in wanted]
     flat = [list(chain.from_iterable(ranges)) for ranges in spans_of_ranks]
     sends = [
@@ -51,7 +51,7 @@ def _plan(layout: Layout, wanted: Wanted, rank: int) -> _Plan:
         if span.sender is not None and span.sender != rank:
             receives[span.sender] += span.length
     is_local = all(span.sender in (None, receiver) for receiver, spans in enumerate(flat) for span in spans)
-    return _Plan(tuple(sends), tuple(receives), tuple(spans_of_ranks[rank]), is_local)
+    return _FetchPlan(tuple(sends), tuple(receives), tuple(spans_of_ranks[rank]), is_local)
 
 
 def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
@@ -71,7 +71,7 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 
 
 def start_fetch(
-    x: Tensor, rows: Rows, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
+    x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
     """Start fetching ranges of rows. Uses one all-to-all, or none if no rank needs rows of another.
 
@@ -87,7 +87,7 @@ def start_fetch(
         RuntimeError: If ``x`` requires a gradient.
     """
     _require_no_gradient(x)
-    plan = _plan(rows.layout, wanted, ranks.index)
+    plan = _fetch_plan(rows.layout, wanted, ranks.index)
     units = _units_first(x, rows)
     rest = units.shape[1:]
     size = rest.numel()
@@ -124,25 +124,25 @@ def start_fetch(
     return finish
 
 
-def fetch(x: Tensor, rows: Rows, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
+def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
     """Return the rows in the range ``wanted[rank]``, as :func:`start_fetch` does for one range per rank."""
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part
 
 
-def relayout(x: Tensor, rows: Rows, layout: Layout, ranks: MeshDim) -> Tensor:
+def relayout(x: Tensor, rows: RowTag, layout: Layout, ranks: MeshDim) -> Tensor:
     """Return this rank's rows of ``x`` in another ``layout``; ``x`` itself if it is the same."""
     return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
 
 
-def gather(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
+def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Return all rows of ``x`` on every rank, contiguous."""
     _require_no_gradient(x)
     units = all_gather(_units_first(x, rows), rows.layout, 0, ranks)
     return _units_back([units], rows).contiguous()
 
 
-def part_of(x: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
+def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Return this rank's rows of the unsharded ``x``; a view if ``rows.outer`` is 1."""
     start, stop = held(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
@@ -164,14 +164,14 @@ def _require_no_gradient(x: Tensor) -> None:
         )
 
 
-def _units_first(x: Tensor, rows: Rows) -> Tensor:
+def _units_first(x: Tensor, rows: RowTag) -> Tensor:
     """Return ``x`` as ``[units, ...]``; a view if ``rows.outer`` is 1."""
     if rows.outer > 1:
         x = x.unflatten(rows.dim, (rows.outer, -1))
     return x.movedim(rows.dim + (rows.outer > 1), 0)
 
 
-def _units_back(parts: list[Tensor], rows: Rows) -> Tensor:
+def _units_back(parts: list[Tensor], rows: RowTag) -> Tensor:
     """Concatenate ``parts`` of units and undo :func:`_units_first`."""
     dim = rows.dim + (rows.outer > 1)
     moved = [part.movedim(0, dim) for part in parts]

@@ -13,7 +13,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.tag import Rows, ShardedSize, local_sizes, rows_of, sharded_dim, tagged, untagged
+from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, rows_of, sharded_dim, tagged, untagged
 
 Function = Callable[..., Any]
 
@@ -163,7 +163,7 @@ def _in_place(func: Function) -> bool:
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
-def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, dim_from_end: int) -> Tensor:
+def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
     """Return this rank's part of ``x`` by the layout of ``rows`` along the negative dim ``dim_from_end``.
 
     A size of 1 there stays as it is, for broadcasting.
@@ -180,7 +180,7 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: Rows, dim_from_end:
             raise unknown(func, rows, f"with one sharded as {own}")
         if own.layout == rows.layout:
             return x
-        return tagged(relayout(x, own, rows.layout, ranks), Rows(own.dim, rows.layout, own.outer))
+        return tagged(relayout(x, own, rows.layout, ranks), RowTag(own.dim, rows.layout, own.outer))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
@@ -271,7 +271,7 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
             args = (local_sizes(args[0]), *args[1:])
         else:
             args = local_sizes(tuple(args))
-        return tagged(func(*args, **kwargs), Rows(*sharded))
+        return tagged(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
         # A tokens × tokens tensor that baddbmm with beta=0 does not read needs no memory.
         return torch.empty((), **kwargs).expand(shape)
@@ -287,7 +287,7 @@ def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     if sharded is None or out.stride(sharded[0]) != 0:
         return out
     dim, layout = sharded
-    return tagged(out.narrow(dim, 0, layout[ranks.index]), Rows(dim, layout))
+    return tagged(out.narrow(dim, 0, layout[ranks.index]), RowTag(dim, layout))
 
 
 def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -296,7 +296,7 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
         return out
-    return tagged(x.repeat_interleave(repeats.local), Rows(0, repeats.layout, len(x)))
+    return tagged(x.repeat_interleave(repeats.local), RowTag(0, repeats.layout, len(x)))
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -305,7 +305,7 @@ def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     sharded = sharded_dim(_shape(args, kwargs))
     if sharded is None:
         raise TypeError(f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim.")
-    rows = Rows(*sharded)
+    rows = RowTag(*sharded)
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
         raise unknown(func, rows, "in a compiled function each rank has its own random state")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
@@ -320,7 +320,7 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     return [size for size in args if isinstance(size, int)]
 
 
-def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> Rows:
+def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> RowTag | None:
     flat: list[Any] = [*args, *kwargs.values()]
     for value in flat:  # The list grows inside the loop.
         rows = rows_of(value)
@@ -328,10 +328,10 @@ def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> Rows:
             return rows
         if isinstance(value, (list, tuple)):
             flat.extend(value)
-    return Rows(0, (0,))
+    return None
 
 
-def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Rows]:
+def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
     """Return the first argument of ``func`` and its tag.
 
     Raises:
@@ -350,7 +350,7 @@ def _dims(dim: Any, ndim: int) -> set[int]:
     return {d % ndim for d in ([dim] if isinstance(dim, int) else dim)}
 
 
-def tag_all(out: Any, rows: Rows) -> Any:
+def tag_all(out: Any, rows: RowTag) -> Any:
     for x in (out,) if isinstance(out, Tensor) else out:
         tagged(x, rows)
     return out

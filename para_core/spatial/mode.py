@@ -18,7 +18,7 @@ from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.one_group import one_group
 from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import Rows, ShardedSize, rows_of, tagged
+from para_core.spatial.tag import RowTag, ShardedSize, rows_of, tagged
 from para_core.torch_internals import (
     DisableTorchFunction,
     innermost_transform,
@@ -79,7 +79,7 @@ class SpatialShardMode(TorchFunctionMode):
                 f"rank, at least {2 * unit} (two units of {unit}), that add up to the rows. For fewer rows use a mesh "
                 "of fewer ranks."
             )
-        rows = Rows(dim, layout)
+        rows = RowTag(dim, layout)
         if self.ranks.size == 1:
             return x
         with DisableTorchFunction():
@@ -101,18 +101,18 @@ class SpatialShardMode(TorchFunctionMode):
         tag = _first_sharded((*args, *kwargs.values()))
         if tag is None and innermost_transform() is not None:
             inner = _first_sharded([_unwrapped(x) for x in args])
-            if isinstance(inner, Rows):
+            if isinstance(inner, RowTag):
                 raise unknown(func, inner, "vmap and grad of torch.func hide the layout of the rows")
         if tag is None:
             return func(*args, **kwargs)
         name = name_of(func)
-        if self._compare_calls and isinstance(tag, Rows):
+        if self._compare_calls and isinstance(tag, RowTag):
             ring = MeshDim("ring", 1, 0, "", None)
             check_consistent(signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu"))
-        rule = (RULES if isinstance(tag, Rows) else local.FACTORIES).get(name)
+        rule = (RULES if isinstance(tag, RowTag) else local.FACTORIES).get(name)
         if rule is not None:
             return rule(self.ranks, func, args, kwargs)
-        if isinstance(tag, Rows):
+        if isinstance(tag, RowTag):
             raise unknown(func, tag, "it has no rule, so it may mix rows")
         return func(*args, **kwargs)
 
@@ -124,19 +124,19 @@ def _unwrapped(x: Any) -> Any:
     return x
 
 
-def _first_sharded(values: Iterable[Any]) -> Rows | ShardedSize | None:
+def _first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
     """Return the tag of the first sharded tensor; without one, the first :class:`ShardedSize`; None without both."""
-    size: Rows | ShardedSize | None = None
+    size: RowTag | ShardedSize | None = None
     for value in values:
         if isinstance(value, Tensor):
-            tag: Rows | ShardedSize | None = rows_of(value)
+            tag: RowTag | ShardedSize | None = rows_of(value)
         elif isinstance(value, (list, tuple)):
             tag = _first_sharded(value)
         elif isinstance(value, ShardedSize):
             tag = value
         else:
             continue
-        if isinstance(tag, Rows):
+        if isinstance(tag, RowTag):
             return tag
         size = size or tag
     return size

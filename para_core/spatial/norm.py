@@ -15,7 +15,7 @@ from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
 from para_core.spatial.local import argument, bind
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Rows, rows_of, tagged
+from para_core.spatial.tag import rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -25,7 +25,7 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     x, groups, weight, bias, eps = bind(func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise unknown(func, rows or Rows(0, (0,)), "its channels are sharded, or only its weights")
+        raise unknown(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return tagged(func(x, groups, weight, bias, eps), rows)
     moments = operators.moments(x, groups)
@@ -46,7 +46,7 @@ def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     rows = rows_of(x)
     training = argument(args, kwargs, "training", 5, False)
     if rows is None or training or rows.dim == 1:
-        raise unknown(func, rows or Rows(0, (0,)), "in training it needs statistics of all rows. Call .eval() first")
+        raise unknown(func, rows, "in training it needs statistics of all rows. Call .eval() first")
     return tagged(func(*args, **kwargs), rows)
 
 

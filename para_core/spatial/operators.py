@@ -7,7 +7,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.kernels import norm_reference
-from para_core.triton_support import are_floats, load_kernel, on_device_of
+from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 define_operator("group_moments(Tensor x, SymInt groups) -> Tensor")
 define_operator(
@@ -51,7 +51,7 @@ torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.e
 
 def moments(x: Tensor, groups: int) -> Tensor:
     """Run :func:`para_core.kernels.norm_reference.moments` as the operator of the device."""
-    if _needs_plain(x):
+    if needs_plain(x):
         return norm_reference.moments(x, groups)
     out: Tensor = torch.ops.para_core.group_moments.default(x, groups)
     return out
@@ -61,7 +61,7 @@ def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Run :func:`para_core.kernels.norm_reference.normalized` as the operator of the device."""
-    if _needs_plain(x, *_present(weight, bias)):
+    if needs_plain(x, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     out: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)
     return out
@@ -69,10 +69,3 @@ def normalized(
 
 def _present(*tensors: Tensor | None) -> list[Tensor]:
     return [x for x in tensors if x is not None]
-
-
-def _needs_plain(*tensors: Tensor) -> bool:
-    """Whether to use plain PyTorch: off the GPU, in graphs, because compilers fuse it, and for gradients."""
-    if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

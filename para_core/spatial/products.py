@@ -13,7 +13,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
 from para_core.spatial.local import bind
-from para_core.spatial.tag import Rows, rows_of, tagged, untagged
+from para_core.spatial.tag import RowTag, rows_of, tagged, untagged
 
 Function = Callable[..., Any]
 
@@ -23,7 +23,7 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None or rows.dim == x.ndim - 1:
-        raise unknown(func, rows or Rows(0, (0,)), "it contracts them")
+        raise unknown(func, rows, "it contracts them")
     return tagged(func(*args, **kwargs), rows)
 
 
@@ -41,7 +41,7 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
-        raise unknown(func, rows_a or rows_b or Rows(0, (0,)), "one operand is a vector")
+        raise unknown(func, rows_a or rows_b, "one operand is a vector")
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
     if role_a == "inner" and role_b in ("inner", None):
         return _sum_of_products(ranks, func, a, b)
@@ -59,13 +59,13 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
         else:
             sharded, other, dim = (a, b, dim_a) if dim_a is not None else (b, a, dim_b)
             if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
-                raise unknown(func, rows_of(sharded) or Rows(0, (0,)), "with a replicated batch")
+                raise unknown(func, rows_of(sharded), "with a replicated batch")
     rows, dim = (rows_a, dim_a) if rows_a is not None else (rows_b, dim_b)
     out = torch.matmul(a, b)
     return out if rows is None or dim is None else tagged(out, rows.at(out.ndim + dim))
 
 
-def _role(x: Tensor, rows: Rows | None, second_last: str, last: str) -> str | None:
+def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | None:
     if rows is None:
         return None
     return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
@@ -91,7 +91,7 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
-        raise unknown(func, rows or Rows(0, (0,)), "beta is not 0: the sum with a mask of local size is not exact")
+        raise unknown(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
     out = _product(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:
@@ -134,20 +134,20 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     return out if rows_q is None else tagged(out, rows_q.at(out.ndim - 2))
 
 
-def _gather_kv(key: Tensor, value: Tensor, rows: Rows, ranks: MeshDim) -> tuple[Tensor, Tensor]:
+def _gather_kv(key: Tensor, value: Tensor, rows: RowTag, ranks: MeshDim) -> tuple[Tensor, Tensor]:
     if key.shape[:-1] != value.shape[:-1]:
         return gather(key, rows, ranks), gather(value, rows, ranks)
     both = gather(torch.cat([key, value], -1), rows, ranks)
     return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
-def _causal(rows: Rows, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
+def _causal(rows: RowTag, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
     """Return the causal mask of this rank's queries and all keys, by their global positions."""
     positions = part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
     return positions[:, None] >= torch.arange(num_keys, device=device)
 
 
-def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None, ranks: MeshDim) -> Tensor:
+def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim) -> Tensor:
     """Return the part of ``mask`` for this rank's queries and all keys.
 
     Raises:
@@ -164,12 +164,12 @@ def _mask(func: Function, mask: Tensor, rows_q: Rows | None, rows_k: Rows | None
             return part_of(mask, rows_q.at(mask.ndim - 2), ranks)
     raise unknown(
         func,
-        rows or Rows(0, (0,)),
+        rows,
         f"its mask of shape {list(mask.shape)}{'' if own is None else f', sharded as {own},'} is not one of all tokens",
     )
 
 
-def _fits(mask: Tensor, own: Rows, rows_q: Rows) -> bool:
+def _fits(mask: Tensor, own: RowTag, rows_q: RowTag) -> bool:
     """Whether a sharded mask fits the queries: it has the same layout, or equal values for all tokens of a frame."""
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False

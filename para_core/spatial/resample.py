@@ -17,7 +17,7 @@ from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Rows, ShardedSize, local_sizes, rows_of, tagged
+from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -44,7 +44,7 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     layout[0] += before
     layout[-1] += after
     out = func(x, widths, mode, value) if any(widths) else x.clone()
-    return tagged(out, Rows(rows.dim, tuple(layout)))
+    return tagged(out, RowTag(rows.dim, tuple(layout)))
 
 
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -57,14 +57,14 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     shuffles = name_of(func) == "pixel_shuffle"
     factor = argument(args, kwargs, "upscale_factor" if shuffles else "downscale_factor", 1)
     if rows is None or rows.outer > 1 or rows.dim == x.ndim - 3:
-        raise unknown(func, rows or Rows(0, (0,)), "its channels are sharded")
+        raise unknown(func, rows, "its channels are sharded")
     if rows.dim < x.ndim - 3:
         return tagged(func(x, factor), rows)
     if shuffles:
-        return tagged(func(x, factor), Rows(rows.dim, tuple([count * factor for count in rows.layout])))
+        return tagged(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.layout])))
     layout = plans.multiples(rows.layout, factor)
     x = relayout(x, rows, layout, ranks)
-    return tagged(func(x, factor), Rows(rows.dim, tuple([count // factor for count in layout])))
+    return tagged(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in layout])))
 
 
 # -- interpolation
@@ -79,7 +79,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     rows = rows_of(x)
     spatial = x.ndim - 2
     if rows is None or rows.outer > 1 or antialias or mode == "area":
-        raise unknown(func, rows or Rows(0, (0,)), f"mode={mode!r}, antialias={antialias} is not supported")
+        raise unknown(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
     axis = rows.dim - 2
     if axis < 0:
         if rows.dim == 1:
@@ -91,7 +91,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         factor = scales[axis]
         if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
             # Each row is repeated, so no rank needs rows of another.
-            out_rows = Rows(rows.dim, tuple([count * int(factor) for count in rows.layout]))
+            out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.layout]))
             return tagged(func(x, None, scales, mode, align), out_rows)
         total = math.floor(sum(rows.layout) * factor)
         layout = plans.scaled(rows.layout, total)
@@ -103,7 +103,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
         # With these factors torch rounds equally for the local and the global size, so each row is repeated locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
-            return tagged(func(x, local_sizes(sizes)), Rows(rows.dim, total.layout))
+            return tagged(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
         layout = total.layout if isinstance(total, ShardedSize) else plans.scaled(rows.layout, total)
         step = sum(rows.layout) / sum(layout)
         out_sizes = list(sizes)
@@ -114,9 +114,9 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x = _resample(ranks, x, rows, layout, step, mode, bool(align))
     if scales is None:
         out_sizes[axis] = x.shape[rows.dim]
-        return tagged(func(x, out_sizes, None, mode, align), Rows(rows.dim, layout))
+        return tagged(func(x, out_sizes, None, mode, align), RowTag(rows.dim, layout))
     scales[axis] = 1.0
-    return tagged(func(x, None, scales, mode, align, recompute), Rows(rows.dim, layout))
+    return tagged(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, layout))
 
 
 class _Resampling(NamedTuple):
@@ -178,7 +178,7 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
     return new_table(weights.flatten().tolist(), dtype, device).view(weights.shape)
 
 
-def _resample(ranks: MeshDim, x: Tensor, rows: Rows, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
+def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
     """Return this rank's rows, by ``layout``, of ``x`` interpolated along the sharded dim only."""
     of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in held(layout)]
     part = fetch(x, rows, list(map(_span, of_ranks)), ranks)

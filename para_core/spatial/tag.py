@@ -14,7 +14,7 @@ _TAG = "_para_core_rows"
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowTag:
     """Sharding of a dim of a tensor over ranks.
 
     Without sharding, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units. Rank r holds
@@ -31,16 +31,16 @@ class Rows:
         """Size of ``dim`` without sharding."""
         return self.outer * sum(self.layout)
 
-    def at(self, dim: int) -> Rows:
+    def at(self, dim: int) -> RowTag:
         return replace(self, dim=dim)
 
 
-def rows_of(x: Any) -> Rows | None:
+def rows_of(x: Any) -> RowTag | None:
     """Return the tag of ``x``; None if it is not a tensor, or not sharded."""
     return getattr(x, _TAG, None) if isinstance(x, Tensor) else None
 
 
-def tagged(x: Tensor, rows: Rows) -> Tensor:
+def tagged(x: Tensor, rows: RowTag) -> Tensor:
     """Mark ``x`` as this rank's part, sharded as ``rows`` says, and return it."""
     setattr(x, _TAG, rows)
     return x

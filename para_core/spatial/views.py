@@ -13,7 +13,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.local import aligned, argument, only_first, tag_all
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Rows, local_sizes, rows_of, tagged
+from para_core.spatial.tag import RowTag, local_sizes, rows_of, tagged
 
 Function = Callable[..., Any]
 
@@ -44,26 +44,26 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return _checked(func, out, out_rows, ranks)
 
 
-def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int) -> Rows | None:
+def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
     """Return the tag after a reshape between local shapes; None if the rows do not stay in one dim.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units may become one.
 
-    >>> match((2, 6, 5), Rows(1, (6, 4)), (2, 30), rank=0)
-    Rows(dim=1, layout=(30, 20), outer=1)
-    >>> match((3, 30), Rows(1, (30, 20)), (3, 6, 5), rank=0)
-    Rows(dim=1, layout=(6, 4), outer=1)
-    >>> match((3, 6, 5), Rows(1, (6, 4)), (90,), rank=0)
-    Rows(dim=0, layout=(30, 20), outer=3)
-    >>> match((1, 8, 0, 6, 5), Rows(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
-    Rows(dim=4, layout=(6, 4), outer=1)
-    >>> match((1, 8, 0, 2, 6, 2, 5), Rows(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
-    Rows(dim=3, layout=(12, 8), outer=1)
+    >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
+    RowTag(dim=1, layout=(30, 20), outer=1)
+    >>> match((3, 30), RowTag(1, (30, 20)), (3, 6, 5), rank=0)
+    RowTag(dim=1, layout=(6, 4), outer=1)
+    >>> match((3, 6, 5), RowTag(1, (6, 4)), (90,), rank=0)
+    RowTag(dim=0, layout=(30, 20), outer=3)
+    >>> match((1, 8, 0, 6, 5), RowTag(3, (6, 4)), (1, 2, 4, 0, 6, 5), rank=0)
+    RowTag(dim=4, layout=(6, 4), outer=1)
+    >>> match((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
+    RowTag(dim=3, layout=(12, 8), outer=1)
     """
     before, after = _with_elements(before, after)
     units = rows.layout[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
-    best: tuple[tuple[int, int, int], Rows] | None = None
+    best: tuple[tuple[int, int, int], RowTag] | None = None
     for dim, size in enumerate(after):
         left, right = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if first % left:
@@ -77,7 +77,7 @@ def match(before: tuple[int, ...], rows: Rows, after: tuple[int, ...], rank: int
         layout = tuple([count // parts * merged for count in rows.layout])
         cost = (parts, outer, merged)
         if best is None or cost < best[0]:
-            best = cost, Rows(dim, layout, outer)
+            best = cost, RowTag(dim, layout, outer)
     return None if best is None else best[1]
 
 
@@ -111,11 +111,11 @@ def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     x, index = args
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, rows_of(index) or Rows(0, (0,)), "an index is sharded")
+        raise unknown(func, rows_of(index), "an index is sharded")
     local, layout, dim = _local_index(func, x, rows, index, ranks)
     if dim is None:
         raise unknown(func, rows, f"index {index!r} separates them")
-    return _checked(func, func(x, local), Rows(dim, layout, rows.outer), ranks)
+    return _checked(func, func(x, local), RowTag(dim, layout, rows.outer), ranks)
 
 
 def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     x, index, value = args
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, rows_of(value) or Rows(0, (0,)), "it is written into a replicated tensor")
+        raise unknown(func, rows_of(value), "it is written into a replicated tensor")
     local, layout, dim = _local_index(func, x, rows, index, ranks)
     if dim is None or layout != rows.layout:
         raise unknown(func, rows, f"index {index!r} separates them")
@@ -133,7 +133,7 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def _local_index(
-    func: Function, x: Tensor, rows: Rows, index: Any, ranks: MeshDim
+    func: Function, x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
 ) -> tuple[tuple[Any, ...], Layout, int | None]:
     """Return this rank's index, and the layout and the dim of the rows afterwards.
 
@@ -173,7 +173,7 @@ def _local_index(
     return tuple(parts), layout, rows_dim
 
 
-def _kept(part: slice, rows: Rows) -> tuple[Layout, list[slice]] | None:
+def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
     """Return the layout of the rows in the slice ``part``, and each rank's slice; None if a rank would keep no row."""
     total = sum(rows.layout)
     if part.step not in (None, 1):
@@ -222,7 +222,7 @@ def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
     if dim % x.ndim != rows.dim:
         return tagged(func(*args, **kwargs), rows)
     layout = tuple([count * repeats for count in rows.layout])
-    return tagged(x.repeat_interleave(repeats, dim), Rows(rows.dim, layout, rows.outer))
+    return tagged(x.repeat_interleave(repeats, dim), RowTag(rows.dim, layout, rows.outer))
 
 
 def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -236,11 +236,11 @@ def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     x, other = args
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
-        raise unknown(func, rows or rows_of(x) or Rows(0, (0,)), "it takes its shape from another tensor")
+        raise unknown(func, rows or rows_of(x), "it takes its shape from another tensor")
     return tagged(func(aligned(ranks, func, x, rows, rows.dim - other.ndim), other), rows)
 
 
-def _checked(func: Function, out: Tensor, rows: Rows, ranks: MeshDim) -> Tensor:
+def _checked(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Tag ``out``, or raise :class:`MixesRows` if its size does not fit ``rows``."""
     if out.shape[rows.dim] != rows.outer * rows.layout[ranks.index]:
         raise unknown(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
