@@ -31,7 +31,7 @@ def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, An
     chosen = [i for i, way in enumerate(SPEED[:number]) if way is NO_CACHE or (only in way.name and way.installed)]
     rows = []
     with ExitStack() as stack:
-        processes = [stack.enter_context(_Process(index, compiled)) for index in chosen]
+        processes = [stack.enter_context(_Worker(index, compiled)) for index in chosen]
         for process in processes:
             rows.append(process.ready())
             print(rows[-1], flush=True)
@@ -56,7 +56,7 @@ def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
     return {"cpu_seconds": statistics.median(own), "speed_up": statistics.median(ratios), "range": [low, high]}
 
 
-class _Process:
+class _Worker:
     """A process that generates in one way when it is asked to."""
 
     def __init__(self, index: int, compiled: bool) -> None:
@@ -65,7 +65,7 @@ class _Process:
         self._process = context.Process(target=_serve, args=(index, compiled, theirs), daemon=True)
         self._index, self._compiled = index, compiled
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> _Worker:
         return self
 
     def ready(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Case:
 
     name: str
     tokens: int
-    heads: int
+    heads: int = 8
     key_heads: int | None = None
     mask: str = "none"
     dtype: torch.dtype = torch.bfloat16

@@ -88,7 +88,7 @@ SECTIONS = (
 
 
 @dataclass
-class _Process:
+class _RunningPart:
     part: str
     file: Path
     log: Path
@@ -123,20 +123,20 @@ def _read(output: Path, section: Section) -> dict[str, Any]:
     return content
 
 
-def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, end: float) -> _Process:
+def _start(section: Section, part: str, folder: Path, device: str, tiny: bool, end: float) -> _RunningPart:
     file, log = folder / f"{part}.json", folder / f"{part}.log"
     command = [sys.executable, "-m", "benchmarks.gpu.runner", section.name, "--module", section.path]
     command += ["--part", part, "--device", device, "--file", str(file), "--end", str(end)]
     command += ["--tiny"] if tiny else []
     with log.open("wb") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
-    return _Process(part, file, log, process)
+    return _RunningPart(part, file, log, process)
 
 
 _EMPTY: dict[str, Any] = {"status": "began", "rows": [], "left out": [], "out of time": []}
 
 
-def _write_together(section: Section, running: list[_Process], file: Path, took: float, limit: float) -> None:
+def _write_together(section: Section, running: list[_RunningPart], file: Path, took: float, limit: float) -> None:
     """Write the JSON of all parts as one. The section's status is the worst of its parts."""
     rows, left_out, out_of_time, errors, statuses = [], [], [], [], set()
     for one in running:

@@ -29,7 +29,7 @@ MANY = 10_000  # tokens, from which on a call takes long enough to be timed thre
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """The size of a call. ``padded``: whether a mask hides the last keys, as for HunyuanVideo's text."""
 
     name: str
@@ -40,12 +40,12 @@ class Size:
 
 
 REAL = (
-    Size("FLUX.1, 1024 × 1024", 4096 + 512, 24, 128),
+    ModelSize("FLUX.1, 1024 × 1024", 4096 + 512, 24, 128),
     # 33 latent frames of 45 × 80 tokens, and 256 of text.
-    Size("HunyuanVideo, 1280 × 720 × 129", 33 * 45 * 80 + 256, 24, 128),
-    Size("HunyuanVideo, 1280 × 720 × 129, key padding", 33 * 45 * 80 + 256, 24, 128, padded=True),
+    ModelSize("HunyuanVideo, 1280 × 720 × 129", 33 * 45 * 80 + 256, 24, 128),
+    ModelSize("HunyuanVideo, 1280 × 720 × 129, key padding", 33 * 45 * 80 + 256, 24, 128, padded=True),
 )
-TINY = (Size("tiny", 64, 8, 16), Size("tiny, key padding", 64, 8, 16, padded=True))
+TINY = (ModelSize("tiny", 64, 8, 16), ModelSize("tiny, key padding", 64, 8, 16, padded=True))
 
 
 def run(job: Job) -> None:
@@ -68,7 +68,7 @@ def run(job: Job) -> None:
                     job.add(**row, raised=first_line(error))
 
 
-def _measure(device: torch.device, size: Size, mesh: DeviceMesh | None) -> dict[str, Any]:
+def _measure(device: torch.device, size: ModelSize, mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the times of one call. Without a mesh it is SDPA over all tokens of an eighth of the heads, the same share
     of the work.
     """
@@ -96,6 +96,6 @@ def _randn(shape: tuple[int, int, int, int], device: torch.device) -> torch.Tens
     return torch.randn(batch, tokens, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def _padding(size: Size, device: torch.device) -> torch.Tensor:
+def _padding(size: ModelSize, device: torch.device) -> torch.Tensor:
     """Return ``[1, 1, 1, S]``, a mask that hides the last keys, at most 100."""
     return (torch.arange(size.tokens, device=device) < size.tokens - min(100, size.tokens // 8))[None, None, None]

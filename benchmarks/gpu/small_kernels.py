@@ -32,8 +32,8 @@ NEEDS = {"cases": 3 * 11 * SECONDS}  # sizes × kernels
 
 
 @dataclass(frozen=True)
-class Case:
-    """One launch, or two.
+class TimedKernel:
+    """One launch of a kernel, or two.
 
     Args:
         call: what is timed.
@@ -68,7 +68,7 @@ def run(job: Job) -> None:
                 job.add(**row, verdict=FAILED, raised=first_line(error))
 
 
-def _measure(job: Job, case: Case) -> dict[str, Any]:
+def _measure(job: Job, case: TimedKernel) -> dict[str, Any]:
     error, repeats = case.error(), 3 if job.tiny else 30
     source = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)
@@ -88,7 +88,7 @@ def _measure(job: Job, case: Case) -> dict[str, Any]:
     }
 
 
-def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
+def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[TimedKernel]:
     """Yield all kernels at one size, one after the other, so that only one kernel's tensors are in memory."""
     # Triton takes differences, and merges, in float32; plain PyTorch takes differences in the dtype of the residuals.
     exact, bfloat16 = 1e-5, 2 * torch.finfo(torch.bfloat16).eps
@@ -101,7 +101,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
 
     now, before, older = (_normal((1, tokens * heads * head_dim), device, seed=seed) for seed in range(3))
     twice = 2 * now.numel() * now.element_size()
-    yield Case(
+    yield TimedKernel(
         "change",
         lambda: operators.residual_change(now, before),
         twice,
@@ -111,7 +111,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
         bfloat16 if device.type == "cpu" else exact,
     )
     weights = [1.5, -0.5]
-    yield Case(
+    yield TimedKernel(
         "forecast of 2",
         lambda: operators.forecast(now, [before, older], weights),
         2 * twice,
@@ -123,7 +123,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
     )
 
 
-def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> Case:
+def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> TimedKernel:
     """Merge two 16-bit results into a new tensor, or one into the merged result."""
     out_a, out_b = _normal(shape, device).to(running), _normal(shape, device, seed=1)
     lse_a, lse_b = (_normal(shape[:3], device, seed=seed).float() for seed in (2, 3))
@@ -141,10 +141,10 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
 
     row = shape[3] * (out_a.element_size() + out_b.element_size() + 4) + 12
     name = "merge in place" if in_place else "merge"
-    return Case(name, lambda: merged(out_a, lse_a), out_b[..., 0].numel() * row, error, bound)
+    return TimedKernel(name, lambda: merged(out_a, lse_a), out_b[..., 0].numel() * row, error, bound)
 
 
-def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[Case]:
+def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[TimedKernel]:
     """Yield packing query, key and value for 8 ranks, and unpacking the output."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     numel = sum(x.numel() for x in tensors)
@@ -160,13 +160,13 @@ def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> I
 
     whole = 2 * numel * buffer.element_size()
     expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(numel))
-    yield Case("pack query, key, value", pack, whole, lambda: _differs(pack(), expected), 0.0)
-    yield Case("unpack out", unpack, whole // 3, lambda: _differs(unpack()[0], tensors[0]), 0.0)
+    yield TimedKernel("pack query, key, value", pack, whole, lambda: _differs(pack(), expected), 0.0)
+    yield TimedKernel("unpack out", unpack, whole // 3, lambda: _differs(unpack()[0], tensors[0]), 0.0)
 
 
 def _rounded_exchange(
     device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype
-) -> Iterator[Case]:
+) -> Iterator[TimedKernel]:
     """Yield the same exchange in 8 bits, compared with the rounding of plain PyTorch on the same device."""
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     sent, arriving = _regions(tensors, SCALE_BYTES), _regions(tensors[:1], SCALE_BYTES)
@@ -190,8 +190,8 @@ def _rounded_exchange(
     )
     read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
     each, name = rows * (2 * head_dim + row), str(eight_bits).removeprefix("torch.")
-    yield Case(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
-    yield Case(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
+    yield TimedKernel(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
+    yield TimedKernel(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
 
 
 def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.gpu.exact import Inputs, make_inputs
 from benchmarks.gpu.job import FAILED, OK, Job, first_line, is_fatal
 from benchmarks.gpu.processes import run_ranks
+from benchmarks.gpu.ranks import Case
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 
 WARM_UP = 2  # calls: the first makes what is looked up later
 NEEDS = {"fake groups": 28.0, "two ranks over gloo": 22.0}  # seconds
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    tokens: int
-    heads: int = 8
-    key_heads: int | None = None
-    mask: str = "none"
-    comm_dtype: torch.dtype | None = None
 
 
 def cases(tokens: int) -> list[Case]:

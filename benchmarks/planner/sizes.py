@@ -183,7 +183,7 @@ LARGE = 2**20
 
 
 @dataclass(frozen=True)
-class Model:
+class ShardedModel:
     """The size of a published pipeline and of one of its calls.
 
     Args:
@@ -201,12 +201,14 @@ class Model:
 
 
 SHARDED = {
-    "FLUX.2 [dev], 1024 × 1024": Model("Flux2Transformer2DModel", encoders.MISTRAL, 64 * 64 + 512),
-    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideoTransformer3DModel", encoders.LLAMA, 33 * 45 * 80 + 256),
-    "Wan 2.2 A14B, 1280 × 720 × 81": Model(
+    "FLUX.2 [dev], 1024 × 1024": ShardedModel("Flux2Transformer2DModel", encoders.MISTRAL, 64 * 64 + 512),
+    "HunyuanVideo, 1280 × 720 × 129": ShardedModel(
+        "HunyuanVideoTransformer3DModel", encoders.LLAMA, 33 * 45 * 80 + 256
+    ),
+    "Wan 2.2 A14B, 1280 × 720 × 81": ShardedModel(
         "WanTransformer3DModel", encoders.UMT5, 21 * 45 * 80, transformers=2, calls=2
     ),
-    "Qwen-Image, 1328 × 1328": Model("QwenImageTransformer2DModel", encoders.QWEN, 83 * 83 + 128, calls=2),
+    "Qwen-Image, 1328 × 1328": ShardedModel("QwenImageTransformer2DModel", encoders.QWEN, 83 * 83 + 128, calls=2),
 }
 
 
@@ -252,7 +254,7 @@ def sizes_of(module: nn.Module) -> Sizes:
     return Sizes(count(module.parameters()), sum(of_blocks) + root, root + neighbours, tensor, reduced)
 
 
-def row(model: Model) -> dict[str, Any]:
+def row(model: ShardedModel) -> dict[str, Any]:
     """Return gigabytes of weights on a rank by method and ranks, and gigabytes received per step."""
     with torch.device("meta"):
         transformer = sizes_of(getattr(diffusers, model.cls)(**model.config))

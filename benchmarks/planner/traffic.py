@@ -10,7 +10,7 @@ benchmarks/results/real_sizes.json (docs/measured/exactness.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -26,38 +26,16 @@ from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
 from para_core.planner.weights import sent_between_stages
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model as it was published, in bfloat16.
-
-    Args:
-        name: in :data:`para_core.adapters.planner.published.PUBLISHED`.
-        frames: where the table's are not the planner's.
-    """
-
-    name: str
-    frames: int | None = None
-
-    @property
-    def published(self) -> PublishedModel:
-        return PUBLISHED[self.name]
-
-    @property
-    def branches(self) -> int:
-        """Return the number of calls of a step that two halves of the ranks can share."""
-        return self.published.branches
-
-    def inputs(self, config: Any) -> dict[str, Any]:
-        sizes = self.published.sizes
-        return INPUTS[self.published.transformer](config, replace(sizes, frames=self.frames or sizes.frames))
+def _frames(model: PublishedModel, frames: int) -> PublishedModel:
+    return replace(model, sizes=replace(model.sizes, frames=frames))
 
 
 REAL = {
-    "FLUX.1-dev, 1024 × 1024": Model("FLUX.1-dev"),
-    "HunyuanVideo, 1280 × 720 × 129": Model("HunyuanVideo"),
-    "CogVideoX-5B, 720 × 480 × 49": Model("CogVideoX-5B"),
-    "Mochi 1, 848 × 480 × 84": Model("Mochi 1", frames=84),
-    "Wan 2.1 14B, 1280 × 720 × 81": Model("Wan 2.1 14B"),
+    "FLUX.1-dev, 1024 × 1024": PUBLISHED["FLUX.1-dev"],
+    "HunyuanVideo, 1280 × 720 × 129": PUBLISHED["HunyuanVideo"],
+    "CogVideoX-5B, 720 × 480 × 49": PUBLISHED["CogVideoX-5B"],
+    "Mochi 1, 848 × 480 × 84": _frames(PUBLISHED["Mochi 1"], 84),
+    "Wan 2.1 14B, 1280 × 720 × 81": PUBLISHED["Wan 2.1 14B"],
 }
 
 
@@ -65,22 +43,21 @@ REAL = {
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1", "HunyuanVideo", "Wan"), (2, 8)
 
 
-def call_of(model: Model, batch: int) -> ModelCall:
+def call_of(model: PublishedModel, batch: int) -> ModelCall:
     """Observe one call of the model; ``batch``: shares of its samples, if it has several."""
-    published = model.published
     with without_data():
-        transformer = getattr(diffusers, published.transformer)(**published.config).eval()
+        transformer = getattr(diffusers, model.transformer)(**model.config).eval()
         with observed(transformer, batch) as calls:
-            transformer(**model.inputs(transformer.config), return_dict=False)
+            transformer(**INPUTS[model.transformer](transformer.config, model.sizes), return_dict=False)
     assert plan_for(transformer) is not None
     return calls[0]
 
 
 def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_dims: bool = False) -> float | None:
-    """Return gigabytes per step by model and number of ranks.
+    """Return the gigabytes per step of the rank that sends most; None if nothing can be shared.
 
     Args:
-        calls: by the number of shares of their samples.
+        calls: One call by the number of shares of its samples.
     """
     batch, ring, ulysses = shape
     call = calls[batch]
@@ -98,7 +75,7 @@ def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_d
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return gigabytes per step: by model, and by number of ranks."""
+    """Return gigabytes per step by model and number of ranks."""
     table = []
     for name, model in REAL.items():
         calls = {batch: call_of(model, batch) for batch in (1, 2)}
