@@ -163,6 +163,11 @@ def test_small_kernels_are_exact_and_timed(run_here):
     assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
 
 
+def test_small_kernels_register_operators_in_own_process(tmp_path):
+    (found,) = run_all((Section("small_kernels", 200),), tmp_path, device="cpu", tiny=True, seconds=300).values()
+    assert verdicts(found) == {"ok"}, found["error"]
+
+
 def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
     monkeypatch.setattr(small_kernels, "as_numbers", lambda regions: as_numbers([regions[0]] * len(regions)))
     wrong = {row["kernel"] for row in run_here("small_kernels")["rows"] if row["verdict"] == "wrong"}

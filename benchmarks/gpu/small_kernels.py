@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# These modules register operators.
+import para_core.attention.approximate.wire
+import para_core.attention.merge
+import para_core.cache.operators  # noqa: F401
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.timing import milliseconds
-from para_core.attention.approximate import wire  # noqa: F401  registers the operators of 8 bits
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
