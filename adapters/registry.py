@@ -15,7 +15,7 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class, uncompiled, wrapper
 from para_core.plans.plan import Plan
-from para_core.plans.published import published_plan
+from para_core.plans.published_plan import published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
@@ -203,9 +203,10 @@ def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | 
         )
 
 
-def refuse_missing_plan(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
-    """Refuse a transformer without a plan."""
-    if plan_for(module, adapter=adapter) is None:
+def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: Text | None = None) -> Plan:
+    """Return the plan of :func:`plan_for`, and refuse a transformer that has none."""
+    plan = plan_for(module, text, adapter)
+    if plan is None:
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: there is no plan for "
             f"{original_class(module).__name__}. A plan says in about ten lines what the model shards and gathers: "
@@ -213,6 +214,7 @@ def refuse_missing_plan(owner: Any, module: nn.Module, adapter: Adapter | None) 
             "pipelines=..., plan=Plan(...))). propose_plan finds most plans; docs/new_model.md shows how to write one. "
             f"Supported are {supported()}."
         )
+    return plan
 
 
 def refuse_replaced_model(called: Any, module: nn.Module, name: str) -> None:

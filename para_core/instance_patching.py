@@ -144,37 +144,6 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
         raise
 
 
-class ForwardOfInstance:
-    """A wrapper of a ``forward`` that is an attribute of the instance, such as a hook of accelerate, which hides that
-    of the class.
-
-    Code that runs later may keep a reference and wrap it again, so after :meth:`remove` it only calls the original.
-    """
-
-    def __init__(self, instance: Any, around: Around) -> None:
-        self._instance, self._around = instance, around
-        self._before: Callable[..., Any] = vars(instance)["forward"]
-        self._removed = False
-
-    @classmethod
-    def put_on(cls, instance: Any, around: Around) -> ForwardOfInstance:
-        """Wrap the ``forward`` attribute of ``instance`` in ``around``."""
-        forward = cls(instance, around)
-        instance.forward = forward
-        return forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._removed:
-            return self._before(*args, **kwargs)
-        return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Stop calling the wrapper. Restores the attribute of the instance, unless it was replaced since."""
-        self._removed = True
-        if vars(self._instance).get("forward") is self:
-            self._instance.forward = self._before
-
-
 def original_class(instance: Any) -> type:
     """Return the class of ``instance`` without wrappers."""
     base: type = vars(type(instance)).get("_para_core_original", type(instance))

@@ -28,7 +28,6 @@ from para_core.adapters.registry import (
     refuse_cache_on_unet,
     refuse_cache_without_transformer,
     refuse_class_without_plan,
-    refuse_missing_plan,
     refuse_missing_transformer,
     refuse_other_mesh,
     refuse_other_type_of_adapter,
@@ -36,11 +35,12 @@ from para_core.adapters.registry import (
     refuse_replaced_model,
     refuse_uncached_blocks,
     refuse_unknown_blocks,
+    require_plan,
     transformers_of,
     unet_adapter,
     unets_of,
 )
-from para_core.adapters.rows.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, refuse_unsupported_unet
+from para_core.adapters.rows.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, require_unet_adapter
 from para_core.adapters.scheduler_tracker import refuse_missing_scheduler
 from para_core.adapters.weights.fused_pipe import refuse_compiled_pipefusion
 from para_core.adapters.weights.shard import check_shard, refuse_several_devices
@@ -117,10 +117,10 @@ def check_parallelize(
         refuse_missing_transformer(owner, module)
         refuse_other_type_of_adapter(adapter, module)
         if model.component == "unet":
-            refuse_unsupported_unet(owner, module)
+            require_unet_adapter(owner, module)
         if not model.is_unet:
             refuse_class_without_plan(owner, module, adapter)
-            refuse_missing_plan(owner, module, adapter)
+            require_plan(owner, module, adapter)
         refuse_several_devices(module, "the transformer")
         refuse_several_devices(owner, "the pipeline")
         refuse_parallelism_of_diffusers(module)

@@ -16,9 +16,9 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_check
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
+from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
-from para_core.adapters.parallel.unet import UnetPart, resolve_unet
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae

@@ -14,7 +14,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import plan_for
+from para_core.adapters.registry import require_plan
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (
     free_other_stages,
@@ -121,7 +121,7 @@ def resolve_transformer(
     Raises:
         ValueError: If the plan names a submodule that does not exist, or the mesh does not fit.
     """
-    plan: Any = plan_for(module, options.text, options.adapter)
+    plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})
     if mesh.ranks > 1:

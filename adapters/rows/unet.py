@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.models.unets import REFUSED_UNETS
+from para_core.adapters.models.unets import REFUSED_UNETS, UnetAdapter
 from para_core.adapters.registry import PARALLEL_UNET, supported, unet_adapter
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import deliver
@@ -53,8 +53,8 @@ class UnetRun:
     def __init__(
         self, unet: nn.Module, mesh: GuidedMesh, *, batched: bool, require_equal: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        adapter: Any = unet_adapter(unet)
-        self.unet, self.images, self.mesh = unet, adapter.images, mesh
+        self.unet, self.mesh = unet, mesh
+        self.images = require_unet_adapter(unet, unet).images
         self.batched, self.require_equal = batched, require_equal
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
@@ -142,15 +142,17 @@ def unet_run(unet: nn.Module) -> UnetRun | None:
 # -- checks
 
 
-def refuse_unsupported_unet(owner: Any, module: Any) -> None:
-    """Refuse an unsupported UNet."""
-    if unet_adapter(module) is None:
+def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
+    """Return the adapter for a UNet, and refuse one that has none."""
+    adapter = unet_adapter(module)
+    if adapter is None:
         reason = REFUSED_UNETS.get(original_class(module).__name__, "para_core has no adapter for it")
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: the rows of images in "
             f"{original_class(module).__name__} cannot be sharded: {reason}. Give each rank its own "
             f"prompts instead. Supported are {supported()}."
         )
+    return adapter
 
 
 def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:

@@ -39,7 +39,7 @@ class EncodedPrompts:
             raise ValueError(f"max_bytes is {max_bytes}; expected 0 or more.")
         self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
         self._encoders = text_encoders_of(pipe)
-        self._outputs: OrderedDict[bytes, _Output] = OrderedDict()
+        self._outputs: OrderedDict[bytes, _KeptOutput] = OrderedDict()
         for name, module in self._encoders.items():
             wrap_method(module, "__call__", _KEY, partial(self._call, name), order=WrapperPriority.PARALLEL)
 
@@ -69,7 +69,7 @@ class EncodedPrompts:
             return kept.restore()
         self.misses += 1
         value = call(module, *args, **kwargs)
-        output = _Output.of(value)
+        output = _KeptOutput.of(value)
         if output.bytes <= self.max_bytes:
             self._outputs[key] = output
             while self.bytes > self.max_bytes:
@@ -77,7 +77,7 @@ class EncodedPrompts:
         return value
 
 
-class _Output(NamedTuple):
+class _KeptOutput(NamedTuple):
     """An output of a text encoder in host memory, with the devices of its tensors."""
 
     pickled: bytes
@@ -85,7 +85,7 @@ class _Output(NamedTuple):
     devices: list[torch.device]
 
     @classmethod
-    def of(cls, value: Any) -> _Output:
+    def of(cls, value: Any) -> _KeptOutput:
         pickled, tensors = split_tensors(value)
         # A copy even on the CPU, because the pipeline may write to the output.
         return cls(pickled, [x.detach().to("cpu", copy=True) for x in tensors], [x.device for x in tensors])

@@ -98,7 +98,7 @@ def hold_stage(
     for method in (*_ADD_LORA, *_CHANGE_LORA):
         if hasattr(module, method):
             change = _add_lora if method in _ADD_LORA else _change_lora
-            wrap_method(module, method, _KEY, partial(change, mesh), order=WrapperPriority.PLAN)
+            wrap_method(module, method, _KEY, partial(change, stages, mesh), order=WrapperPriority.PLAN)
 
 
 def free_other_stages(module: nn.Module) -> None:
@@ -188,13 +188,12 @@ def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
 
 
 def _change_lora(
-    mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a method that changes loaded LoRAs.
 
     Freed blocks are on the meta device, so changing them costs nothing, but peft must not read their values.
     """
-    stages: Any = stages_of(module)
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
         try:
@@ -213,13 +212,12 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 
 
 def _add_lora(
-    mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Add a LoRA to all blocks, and free its weights in the blocks of other stages.
 
     Their bits are recorded first, because each call of the model compares them between ranks.
     """
-    stages: Any = stages_of(module)
     with _on_all(mesh):
         require_own_values(module, args, kwargs)
         with _stand_ins(stages):

@@ -30,7 +30,7 @@ Edge = tuple[int, int]
 _GRACE = 5.0
 
 
-class Arriving:
+class IncomingTensor:
     """A tensor that another rank sends; :meth:`wait` returns it and can be called repeatedly."""
 
     def __init__(self, links: Links, transfer: _Transfer, device: torch.device) -> None:
@@ -250,7 +250,7 @@ class Links:
         self._leaving.append(self._send((self.dim.index, to), x))
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
 
-    def receive(self, like: Tensor, source: int) -> Arriving:
+    def receive(self, like: Tensor, source: int) -> IncomingTensor:
         """Start to receive, from index ``source``, a tensor of the shape, dtype and device of ``like``.
 
         On NCCL this is a kernel that runs until the tensor is here. Never start it before this rank has sent what that
@@ -260,7 +260,7 @@ class Links:
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
         transfer = self._receive((source, self.dim.index), buffer)
         self._arriving[transfer.edge, transfer.number] = transfer
-        return Arriving(self, transfer, like.device)
+        return IncomingTensor(self, transfer, like.device)
 
     def _host_or_own(self, x: Tensor) -> torch.device:
         return torch.device("cpu") if self._nccl_device is None else x.device

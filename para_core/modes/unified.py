@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnKeywords, AttnOptions
@@ -19,24 +18,21 @@ from para_core.attention.attn_func import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.create_mesh import require_own_gpus
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
+from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
-from para_core.distributed.sharding import gather_tokens
 from para_core.modes import fused_encoder
 from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
-from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
-from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
+from para_core.modes.layout_mode import ExplicitLayouts, LayoutMode
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
-from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
+from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
 from para_core.torch_internals import OpOverload, no_frame_of_its_own, set_grad_enabled
 from para_core.user_warnings import ParallelWarning, warn_user
 
 
-class UnifiedAttnMode(ShardingMode):
+class UnifiedAttnMode(LayoutMode):
     """A context in which every ``scaled_dot_product_attention`` runs over the ranks of ``mesh``.
 
     Each rank calls SDPA with its part of the sequence and gets its part of the result. The part that a rank holds is
@@ -104,7 +100,7 @@ class UnifiedAttnMode(ShardingMode):
             if not assume_equal:
                 require_own_gpus(mesh, guided)
             mesh, self._batch = guided.sequence, guided.batch
-        super().__init__(mesh, assume_equal=assume_equal)
+        super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
         self._options = AttnOptions(**options)
         if self._single_dim is not None and (size := getattr(self._mesh, self._single_dim).size) > 1:
             raise ValueError(
@@ -113,12 +109,6 @@ class UnifiedAttnMode(ShardingMode):
             )
         self._attn_func = unintercepted(attn_func)
         self._attention = self._make_attention()
-        # The layouts of queries and of keys that the user passed. They take precedence over sharded sequences.
-        self._explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None = None
-        if layout is not None:
-            self._explicit = (self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout))
-        elif key_layout is not None:
-            raise ValueError("key_layout was given without layout; give both, or neither.")
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
@@ -215,9 +205,7 @@ class UnifiedAttnMode(ShardingMode):
         return run
 
     @contextmanager
-    def _resumed(
-        self, sequences: TraceSafeLayout, explicit: tuple[TraceSafeLayout, TraceSafeLayout | None] | None
-    ) -> Iterator[None]:
+    def _resumed(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> Iterator[None]:
         """Enter this mode with the given sequences and explicit layouts; restore the current ones on exit."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
         try:
@@ -309,200 +297,6 @@ class UnifiedAttnMode(ShardingMode):
         if self._batch is None or self._batch.size == 1:
             return y
         return all_gather(y, [y.shape[dim]] * self._batch.size, dim, self._batch).contiguous()
-
-    # -- the tokens of each rank
-
-    @overload
-    def shard(
-        self,
-        x: Tensor,
-        dim: int,
-        *,
-        sequence: SequenceLayout | None = None,
-        balance: Literal["causal"] | None = None,
-    ) -> Tensor: ...
-    @overload
-    def shard(
-        self, x: BlockMask, *, sequence: SequenceLayout | None = None, key_sequence: SequenceLayout | None = None
-    ) -> BlockMask: ...
-    def shard(
-        self,
-        x: Tensor | BlockMask,
-        dim: int | None = None,
-        *,
-        sequence: SequenceLayout | None = None,
-        key_sequence: SequenceLayout | None = None,
-        balance: Literal["causal"] | None = None,
-    ) -> Tensor | BlockMask:
-        """Return this rank's part of ``x``. Every rank passes the same whole ``x``.
-
-        Args:
-            x (`Tensor` or `BlockMask`): A tensor of any shape and length, or a flex attention mask over all tokens.
-            dim (`int`, *optional*): The dim to shard. Required for a tensor; not allowed for a mask.
-            sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`; for a mask, the layout of
-                its queries. Defaults to equal parts of the length of ``x``; for a mask, to the sharded sequence of its
-                length. Required for a tensor inside a compiled function.
-            key_sequence (:class:`SequenceLayout`, *optional*): The layout of the keys of a mask. Defaults to
-                ``sequence`` if the mask has as many keys as queries. Not allowed for a tensor.
-            balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed for a mask, which follows the layout of
-                the tokens that were sharded before it.
-
-        Raises:
-            ValueError: If the length of ``x`` differs between ranks or from ``sequence``. In eager code all ranks
-                raise.
-            TypeError: If an argument is missing or not allowed for the type of ``x``.
-            RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
-        """
-        if isinstance(x, BlockMask):
-            if dim is not None or balance is not None:
-                raise TypeError(
-                    "cp.shard of a BlockMask takes no dim= and no balance=; say it with sequence=cp.sequence(...)."
-                )
-            return self._shard_block_mask(x, sequence, key_sequence)
-        if dim is None or key_sequence is not None:
-            raise TypeError("cp.shard of a tensor needs dim=, and takes no key_sequence=.")
-        return super().shard(x, dim, sequence=sequence, balance=balance)
-
-    def _shard_block_mask(
-        self, mask: BlockMask, sequence: SequenceLayout | None, key_sequence: SequenceLayout | None
-    ) -> BlockMask:
-        if self._mesh.ranks == 1:
-            return mask
-        talk = not (self._assume_equal or torch.compiler.is_compiling())
-        if talk:
-            self._mesh.check_alive()
-        try:
-            num_queries, num_keys = mask.seq_lengths
-            if sequence is not None and key_sequence is None and num_queries == num_keys:
-                key_sequence = sequence
-            query_layout = self._whole_layout(num_queries, sequence, "query")
-            key_layout = self._whole_layout(num_keys, key_sequence, "key")
-            sharded = shard_block_mask(mask, query_layout, key_layout, self._mesh)
-        except (TypeError, ValueError) as error:
-            if talk:
-                check_consistent(error, self._mesh)
-            raise
-        if talk:
-            lengths = {"query lengths per rank": query_layout.sizes(), "key lengths per rank": key_layout.sizes()}
-            check_consistent(signature({"block_mask": [*mask.shape], **lengths}), self._mesh)
-        return sharded
-
-    def _whole_layout(
-        self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
-    ) -> SequenceLayout:
-        """Return ``sequence`` if it is passed, else the explicit layout, that of a sharded sequence, or equal parts."""
-        if sequence is not None:
-            return self._checked(sequence)
-        if self._explicit is not None:
-            of_queries, of_keys = self._explicit
-            held = of_queries if kind == "query" or of_keys is None else of_keys
-            return SequenceLayout(segments_of(held), self._mesh.ranks)
-        return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
-
-    def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
-        """Declare that every rank holds all tokens of ``x``, and return ``x`` unchanged.
-
-        The mode then treats keys of this length as replicated, so cross-attention to them sends nothing. If replicated
-        tokens are concatenated with sharded ones, pass the order with :meth:`using`.
-
-        Args:
-            x (`Tensor`): A tensor that is equal on all ranks.
-            dim (`int`, *optional*, defaults to `-2`): The dim of the tokens.
-
-        Raises:
-            ValueError: If ``dim`` is out of range.
-        """
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
-        self._remember(Segment("replicated", x.shape[dim], replicated=True))
-        return x
-
-    def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return an attention mask over this rank's keys gathered along its last dim, with one column for each key.
-
-        SDPA calls gather such a mask automatically if its length shows that it covers this rank's keys only.
-
-        Args:
-            mask (`Tensor`): A mask whose last dim has the keys of this rank.
-            sequence (:class:`SequenceLayout`, *optional*): The layout of the keys. Required inside a compiled function
-                and if several sequences were sharded through this mode.
-
-        Raises:
-            ValueError: If the last dim does not have the length of this rank's part. In eager code all ranks raise.
-            RuntimeError: If ``sequence`` is missing inside a compiled function.
-        """
-        if sequence is None and torch.compiler.is_compiling():
-            raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
-        layout = self._agree(mask, -1, sequence, whole=False)
-        return mask if self._mesh.ranks == 1 else gather_tokens(mask, -1, layout, self._mesh)
-
-    @contextmanager
-    def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
-        """Return a context in which attention calls use ``layout`` instead of the layouts known to this mode.
-
-        Args:
-            layout (:class:`SequenceLayout`): The layout of the queries, and of the keys unless ``key_layout`` is
-                passed.
-            key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys.
-
-        Raises:
-            ValueError: If a layout is for another number of ranks.
-        """
-        before = self._explicit
-        self._set_explicit((self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout)))
-        try:
-            yield
-        finally:
-            self._set_explicit(before)
-
-    def _set_explicit(self, layouts: tuple[TraceSafeLayout, TraceSafeLayout | None] | None) -> None:
-        self._explicit = layouts
-        if not torch.compiler.is_compiling():
-            self._note_state()
-
-    def set_layout(self, layout: SequenceLayout) -> None:
-        """Use ``layout`` for the queries and keys of all later attention calls of this mode, without a context.
-
-        Args:
-            layout (:class:`SequenceLayout`): The layout of the queries and keys.
-
-        Raises:
-            ValueError: If the layout is for another number of ranks.
-        """
-        self._set_explicit((self._trace_safe(layout), None))
-
-    def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
-        query_layout = self._layout_of(num_queries, "query", ordered)
-        keys_apart = self._explicit is not None and self._explicit[1] is not None
-        if num_keys == num_queries and not keys_apart:
-            return query_layout, query_layout
-        return query_layout, self._layout_of(num_keys, "key", ordered)
-
-    def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a sequence of which this rank holds ``held`` tokens.
-
-        This is the explicit layout if there is one, else that of a sharded sequence. If none is known, the parts are
-        assumed to be equal.
-
-        Raises:
-            ValueError: If ``held`` does not fit the explicit layout or any sharded sequence, or fits several.
-        """
-        mesh = self._mesh
-        if self._explicit is not None:
-            of_queries, of_keys = self._explicit
-            held_layout = of_queries if kind == "query" or of_keys is None else of_keys
-            layout = SequenceLayout(segments_of(held_layout), mesh.ranks)
-            if held != layout.size(mesh.rank):
-                raise ValueError(
-                    f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
-                    f"{layout.total}. "
-                    "Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
-                )
-            return layout
-        if not self._known:
-            return even_layout(held * mesh.ranks, mesh.ranks)
-        infer = sequence_of_symbolic_length if torch.compiler.is_compiling() else sequence_of_length
-        return infer(held, segments_of(self._known), mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
 
 
 class RingAttnMode(UnifiedAttnMode):

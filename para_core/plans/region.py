@@ -35,7 +35,6 @@ from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward
-from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.halo import add_halo, drop_halo
@@ -55,14 +54,13 @@ from para_core.plans.plan import (
     coarse_segments,
 )
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
-from para_core.plans.published import published_plan
+from para_core.plans.published_plan import published_plan
 from para_core.plans.samples import all_samples, own_arguments
 from para_core.torch_internals import (
     CALL_WITH_HOOKS,
     COMPILED_CALL,
     ORIGINAL_CALLABLE,
     count_function_modes,
-    function_mode_stack,
 )
 from para_core.user_warnings import WarningLog
 
@@ -441,42 +439,6 @@ def plan_options(module: nn.Module) -> AttnOptions | None:
     """Return the attention options of the plan that is applied to ``module``; None without a plan."""
     region = region_of(module)
     return None if region is None else region.options
-
-
-def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim whose ranks share the samples of the current call of ``module``; None if none do."""
-    region = region_of(module)
-    return None if region is None else region.sharing_samples
-
-
-def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``.
-
-    Returns None outside of a call, or if the mesh has one sequence rank.
-    """
-    region = region_of(module)
-    if region is None or region.mesh.ranks == 1 or region.interception is None:
-        return None
-    return region.mesh, region.segments
-
-
-def interception_of(module: nn.Module) -> Interception | None:
-    """Return the interception of the current call of ``module``; None outside of a call, or without a plan."""
-    region = region_of(module)
-    return None if region is None else region.interception
-
-
-def attention_is_skipped(module: nn.Module) -> None:
-    """Note that the current eager call of ``module`` may intercept no attention, so that it does not raise for it.
-
-    A cache may skip all blocks, and PipeFusion computes the attention of patches itself.
-    """
-    interception = interception_of(module)
-    if interception is not None:
-        interception.planned.intercepted[0] = True
-    for mode in function_mode_stack():
-        if isinstance(mode, UnifiedAttnMode):
-            mode.intercepted = True
 
 
 def region_of(module: nn.Module) -> Region | None:

@@ -24,24 +24,24 @@ from para_core.torch_internals import no_frame_of_its_own
 PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
-class _ThreadState(threading.local):
+class _HandlerStack(threading.local):
     """The handlers of the operator in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.handlers: list[PatchHandler] = []
 
 
-_THREAD_STATE = _ThreadState()
+_THREAD = _HandlerStack()
 
 
 @contextmanager
 def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
     """Compute the operator by ``handler`` in this thread inside the ``with`` block."""
-    _THREAD_STATE.handlers.append(handler)
+    _THREAD.handlers.append(handler)
     try:
         yield
     finally:
-        _THREAD_STATE.handlers.pop()
+        _THREAD.handlers.pop()
 
 
 class PatchAttnMode(TorchFunctionMode):
@@ -70,12 +70,12 @@ class PatchAttnMode(TorchFunctionMode):
 
 
 def _patch_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    if not _THREAD_STATE.handlers:
+    if not _THREAD.handlers:
         raise RuntimeError(
             "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or "
             "unparallelize_pipe(pipe) first."
         )
-    out = _THREAD_STATE.handlers[-1](args[8], SdpaCall(*args[:8]))
+    out = _THREAD.handlers[-1](args[8], SdpaCall(*args[:8]))
     # Memory in the order [B, S, H, D], as _output_shape declares it.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, done(out)

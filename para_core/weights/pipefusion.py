@@ -32,8 +32,9 @@ from para_core.instance_patching import (
     wrapper,
 )
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
+from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.region import interception_of, region_of
+from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
 from para_core.weights.patch_operator import PatchAttnMode, patch_attention_handler
 from para_core.weights.patch_plan import PatchHooks, PatchPlan, PatchRuleExecutor
@@ -105,7 +106,7 @@ class PipeFusionReport:
 
 
 @dataclass
-class _BranchState:
+class _FusedBranch:
     """The state of one CFG branch between its steps.
 
     Args:
@@ -151,7 +152,7 @@ class Fusion:
         self._hooks = PatchHooks(module, plan.plan)
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
-        self._branches: dict[str, _BranchState] = {}
+        self._branches: dict[str, _FusedBranch] = {}
         # The stored keys of the current model call.
         self._keys: StaleKeys | None = None
         # Whether a mode intercepts attention in the current model call, and not the dispatcher.
@@ -257,11 +258,11 @@ class Fusion:
             or self.options.is_whole(index, total)
         ):
             # Rebinding `branch` frees the keys of the previous step, which a whole call does not need.
-            branch = self._branches[name] = _BranchState(StaleKeys(self._hooks), signature)
+            branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
 
-    def _run_whole(self, compute: Callable[..., Any], branch: _BranchState, arguments: Mapping[str, Any]) -> Any:
+    def _run_whole(self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]) -> Any:
         """Compute all tokens at once, exactly, and store their keys and the form of the output in ``branch``."""
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)

@@ -11,9 +11,9 @@ from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
 from para_core.distributed.layout import Run
 from para_core.distributed.sharding import gather_tokens
 from para_core.modes.interceptor import outer_attention
+from para_core.plans.current_call import attention_is_skipped, interception_of, segments_under_way
 from para_core.plans.plan import Attention
 from para_core.plans.planned_attention import layout_of_segments, planned_layouts
-from para_core.plans.region import attention_is_skipped, interception_of, segments_under_way
 from para_core.weights.patch_plan import PatchHooks, write_runs
 
 _WAY_OUT = "Leave pipefusion= out: stages are exact then."

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from para_core.instance_patching import (
-    ForwardOfInstance,
     WrapperPriority,
     unwrap,
     unwrapped_class,
@@ -30,7 +29,17 @@ from para_core.instance_patching import (
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.gradients import Gradients
+from para_core.weights.instance_forward import ForwardOfInstance
 from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors, plain_tensors
+from para_core.weights.tensor_layers import (
+    attention_modules,
+    base_linear,
+    lora_matrices,
+    parts_of,
+    planned_linears,
+    require_plain_lora,
+    require_tensor_plan_fits,
+)
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
@@ -69,26 +78,30 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
             heads. The module is then unchanged.
     """
     require_tensor_plan_fits(module, plan, mesh.size())
-    linears, attending = _linears(module, plan), _attending(module, plan)
+    layers = planned_linears(module, plan).values()
     # Stored before the first change, so that :func:`discard_tensors` can undo a failure.
     record = module.__dict__[_RECORD] = _Record(mesh, plan)
     record.gradients.stop(module)
-    for layer, style in linears.values():
+    for layer, style in layers:
         _shard_linear(base_linear(layer), style, record)
         _shard_lora(layer, style, record)
-    counting = [(attention, "heads") for attention in attending]
-    counting += [(owner, name) for pattern, name in plan.counts.items() for _, owner in _modules(module, pattern)]
+    counting = [(attention, "heads") for attention in attention_modules(module, plan)]
+    counting += [
+        (owner, name) for pattern, name in plan.counts.items() for owner in matching_modules(module, pattern).values()
+    ]
     for owner, name in counting:
         number: Any = getattr(owner, name)
         record.counts.append((owner, name, number))
         setattr(owner, name, number // mesh.size())
-    norms = [norm for pattern in plan.norms for _, norm in _modules(module, pattern)]
+    norms = [norm for pattern in plan.norms for norm in matching_modules(module, pattern).values()]
     for norm in norms:
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
         record.shards.append((norm, "weight", 0, ()))
     _wrap_forward(norms, _norm_over_ranks, record)
     _wrap_linears(record)
-    positions = [(rope, dim) for pattern, dim in plan.positions.items() for _, rope in _modules(module, pattern)]
+    positions = [
+        (rope, dim) for pattern, dim in plan.positions.items() for rope in matching_modules(module, pattern).values()
+    ]
     for rope, dim in positions:
         wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
     record.wrapped += [rope for rope, _ in positions]
@@ -191,9 +204,9 @@ def shard_new_loras(module: nn.Module) -> None:
         ValueError: If an added adapter is no plain LoRA. The module is then unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
-    layers = _linears(module, record.plan)
+    layers = planned_linears(module, record.plan)
     for name, (layer, _) in layers.items():
-        _require_parts_of_lora(name, layer, unwrapped_class(module).__name__)
+        require_plain_lora(name, layer, unwrapped_class(module).__name__)
     record.gradients.stop(module)
     _forget_removed(module, record)
     for layer, style in layers.values():
@@ -244,132 +257,19 @@ def write_part(sharded: DTensor, whole: Tensor) -> None:
         sharded.to_local().copy_(part)
 
 
-def _modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    yield from matching_modules(module, pattern).items()
-
-
-def _linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
-    return {
-        name: (layer, style) for pattern, style in plan.linears.items() for name, layer in _modules(module, pattern)
-    }
-
-
-def _attending(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
-    return [attention for pattern in plan.heads for _, attention in _modules(module, pattern)]
-
-
-def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
-    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Has no side effects."""
-    cls, linears, attending = unwrapped_class(module).__name__, _linears(module, plan), _attending(module, plan)
-    if not linears:
-        raise ValueError(f"the tensor plan of {cls} names no module that it has.")
-    heads = {int(attention.heads) for attention in attending}  # type: ignore[arg-type]
-    of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    heads |= {of_config} if isinstance(of_config, int) else set()
-    for number in sorted(heads):
-        if number % ranks:
-            fitting = [size for size in range(2, number + 1) if number % size == 0]
-            raise ValueError(
-                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one "
-                f"of {fitting}. "
-                "weights='fsdp' takes any number of ranks."
-            )
-    for name, (layer, style) in linears.items():
-        _require_parts_of_lora(name, layer, cls)
-        linear = base_linear(layer)
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(
-                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. "
-                "weights='fsdp' takes any layer."
-            )
-        if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
-            raise ValueError(
-                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no "
-                "parts. Shard the weights unquantized, and quantize each rank's part afterwards; or leave this "
-                "component replicated."
-            )
-        weight_dim = 0 if style.along == "colwise" else 1
-        for size in _parts(linear, style) or (linear.weight.shape[weight_dim],):
-            if size % ranks:
-                raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
-    _require_no_more(module, linears)
-
-
-def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
-    """Raise ``ValueError`` if attention has linear layers outside of the plan.
-
-    Such a layer would compute the heads of all ranks.
-    """
-    for at, attention in module.named_modules():
-        if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
-            for name, part in attention.named_modules(prefix=at):
-                # The matrices of a LoRA are sharded like the layer that it adapts.
-                planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
-                if isinstance(part, nn.Linear) and not planned:
-                    raise ValueError(
-                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in "
-                        "no tensor plan, and would compute all heads where a rank has some. Fused projections: "
-                        "transformer.unfuse_qkv_projections(); an IP-Adapter: pipe.unload_ip_adapter(). "
-                        "weights='fsdp' takes any layer."
-                    )
-
-
-def _parts(linear: Any, style: Linear) -> tuple[int, ...]:
-    """Return the sizes of the parts that are concatenated along the sharded dim; empty if there is one part."""
-    relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
-    if len(relative) < 2:
-        return ()
-    total = linear.weight.shape[0 if style.along == "colwise" else 1]
-    return tuple(total // sum(relative) * part for part in relative)
-
-
-def base_linear(layer: nn.Module) -> Any:
-    """Return the layer that a peft adapter wraps; ``layer`` itself if it is no adapter."""
-    return getattr(layer, "base_layer", layer)
-
-
-def _low_rank(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the matrices A and B of each LoRA of ``layer``; empty if it has none."""
-    first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
-    if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
-        return []
-    return [(first[name], second[name]) for name in first]
-
-
-def _require_parts_of_lora(name: str, layer: Any, cls: str) -> None:
-    """Raise ``ValueError`` if ``layer`` is an adapter that cannot be sharded, which is any but a plain LoRA."""
-    if not hasattr(layer, "base_layer"):
-        return
-    pairs = _low_rank(layer)
-    if not pairs or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
-        kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
-        problem = "which is no sum of the layer and a product of two matrices"
-    elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):
-        kind, problem = (
-            "LoRA with a norm over the whole weight (DoRA) or another variant",
-            "which needs more than a rank's part",
-        )
-    else:
-        return
-    raise ValueError(
-        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); "
-        "pipe.unload_lora_weights()), or take weights='fsdp', which takes any layer."
-    )
-
-
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
     """Shard the LoRAs of a layer like the layer: B by its outputs (colwise), or A by its inputs (rowwise).
 
     The low-rank product of a rowwise A is summed over the ranks. LoRAs that are already sharded are skipped.
     """
-    for first, second in _low_rank(layer):
+    for first, second in lora_matrices(layer):
         matrix = second if style.along == "colwise" else first
         if not isinstance(matrix.weight, DTensor):
-            _shard_linear(matrix, Linear(style.along, _parts(base_linear(layer), style)), record)
+            _shard_linear(matrix, Linear(style.along, parts_of(base_linear(layer), style)), record)
 
 
 def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
-    colwise, parts = style.along == "colwise", _parts(linear, style)
+    colwise, parts = style.along == "colwise", parts_of(linear, style)
     dims = {"weight": 0 if colwise else 1, **({} if linear.bias is None else {"bias": 0 if colwise else None})}
     for name, dim in dims.items():
         whole = _parameter(linear, name).detach()

@@ -369,7 +369,10 @@ def fail_in_unet(rank):
             parallelize_unet(pipe.unet, mesh=mesh)
         image = unet_image(pipe)
         before = state_of(pipe)
-        for step in ("para_core.adapters.rows.unet.wrap_method", "para_core.adapters.parallel.unet.resolve_unet"):
+        for step in (
+            "para_core.adapters.rows.unet.wrap_method",
+            "para_core.adapters.parallel.parallelize_unet.resolve_unet",
+        ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)
             assert changes_since(before, pipe) == []

@@ -1,0 +1,48 @@
+"""State of the current call of a model with a plan, for code that runs inside the call: caches, stages, patches."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from para_core.distributed.layout import Segment
+from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.planned_attention import Interception
+from para_core.plans.region import region_of
+from para_core.torch_internals import function_mode_stack
+
+
+def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
+    """Return the mesh dim whose ranks share the samples of the current call of ``module``; None if none do."""
+    region = region_of(module)
+    return None if region is None else region.sharing_samples
+
+
+def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
+    """Return the mesh and the segments of the current call of ``module``.
+
+    Returns None outside of a call, or if the mesh has one sequence rank.
+    """
+    region = region_of(module)
+    if region is None or region.mesh.ranks == 1 or region.interception is None:
+        return None
+    return region.mesh, region.segments
+
+
+def interception_of(module: nn.Module) -> Interception | None:
+    """Return the interception of the current call of ``module``; None outside of a call, or without a plan."""
+    region = region_of(module)
+    return None if region is None else region.interception
+
+
+def attention_is_skipped(module: nn.Module) -> None:
+    """Note that the current eager call of ``module`` may intercept no attention, so that it does not raise for it.
+
+    A cache may skip all blocks, and PipeFusion computes the attention of patches itself.
+    """
+    interception = interception_of(module)
+    if interception is not None:
+        interception.planned.intercepted[0] = True
+    for mode in function_mode_stack():
+        if isinstance(mode, UnifiedAttnMode):
+            mode.intercepted = True

@@ -1,0 +1,125 @@
+"""The layers of a model that a tensor plan names, and the checks whether they can be sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from para_core.instance_patching import unwrapped_class
+from para_core.plans.module_matching import matching_modules
+from para_core.weights.tensor_plan import Linear, TensorPlan
+
+
+def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
+    """Return the linear layers that ``plan`` shards, with the sharding of each, by their names in ``module``."""
+    return {
+        name: (layer, style)
+        for pattern, style in plan.linears.items()
+        for name, layer in matching_modules(module, pattern).items()
+    }
+
+
+def attention_modules(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
+    """Return the modules of ``plan.heads``, whose attribute ``heads`` is divided by the number of ranks."""
+    return [attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()]
+
+
+def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
+    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Has no side effects."""
+    cls, linears = unwrapped_class(module).__name__, planned_linears(module, plan)
+    if not linears:
+        raise ValueError(f"the tensor plan of {cls} names no module that it has.")
+    heads = {int(attention.heads) for attention in attention_modules(module, plan)}  # type: ignore[arg-type]
+    of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    heads |= {of_config} if isinstance(of_config, int) else set()
+    for number in sorted(heads):
+        if number % ranks:
+            fitting = [size for size in range(2, number + 1) if number % size == 0]
+            raise ValueError(
+                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size may be one "
+                f"of {fitting}. "
+                "weights='fsdp' takes any number of ranks."
+            )
+    for name, (layer, style) in linears.items():
+        require_plain_lora(name, layer, cls)
+        linear = base_linear(layer)
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(
+                f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. "
+                "weights='fsdp' takes any layer."
+            )
+        if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
+            raise ValueError(
+                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no "
+                "parts. Shard the weights unquantized, and quantize each rank's part afterwards; or leave this "
+                "component replicated."
+            )
+        weight_dim = 0 if style.along == "colwise" else 1
+        for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
+            if size % ranks:
+                raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
+    _require_no_more(module, linears)
+
+
+def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
+    """Raise ``ValueError`` if attention has linear layers outside of the plan.
+
+    Such a layer would compute the heads of all ranks.
+    """
+    for at, attention in module.named_modules():
+        if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
+            for name, part in attention.named_modules(prefix=at):
+                # The matrices of a LoRA are sharded like the layer that it adapts.
+                planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
+                if isinstance(part, nn.Linear) and not planned:
+                    raise ValueError(
+                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention that is in "
+                        "no tensor plan, and would compute all heads where a rank has some. Fused projections: "
+                        "transformer.unfuse_qkv_projections(); an IP-Adapter: pipe.unload_ip_adapter(). "
+                        "weights='fsdp' takes any layer."
+                    )
+
+
+def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
+    """Return the sizes of the parts that are concatenated along the sharded dim; empty if there is one part."""
+    relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
+    if len(relative) < 2:
+        return ()
+    total = linear.weight.shape[0 if style.along == "colwise" else 1]
+    return tuple(total // sum(relative) * part for part in relative)
+
+
+def base_linear(layer: nn.Module) -> Any:
+    """Return the layer that a peft adapter wraps; ``layer`` itself if it is no adapter."""
+    return getattr(layer, "base_layer", layer)
+
+
+def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return the matrices A and B of each LoRA of ``layer``; empty if it has none."""
+    first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
+    if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
+        return []
+    return [(first[name], second[name]) for name in first]
+
+
+def require_plain_lora(name: str, layer: Any, cls: str) -> None:
+    """Raise ``ValueError`` if ``layer`` is an adapter that cannot be sharded, which is any but a plain LoRA."""
+    if not hasattr(layer, "base_layer"):
+        return
+    pairs = lora_matrices(layer)
+    if not pairs or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
+        kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
+        problem = "which is no sum of the layer and a product of two matrices"
+    elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):
+        kind, problem = (
+            "LoRA with a norm over the whole weight (DoRA) or another variant",
+            "which needs more than a rank's part",
+        )
+    else:
+        return
+    raise ValueError(
+        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); "
+        "pipe.unload_lora_weights()), or take weights='fsdp', which takes any layer."
+    )
