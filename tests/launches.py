@@ -157,7 +157,7 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # Of meta tensors SDPA itself makes matrix products, of those on a GPU the one kernel that is called here.
+        # SDPA computes meta tensors by matrix products, and GPU tensors by the one kernel that is called here.
         return local.local_attention_with_lse(query, key, value, **options)[0]
 
     with (

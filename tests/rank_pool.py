@@ -306,7 +306,7 @@ if sys.platform == "linux":
 
 def _context() -> BaseContext:
     if torch.cuda.is_available():
-        # What is imported may touch the driver, and a process forked after that cannot use CUDA.
+        # The imports may touch the driver, and a process forked after that cannot use CUDA.
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.rank_preload"])
@@ -517,7 +517,7 @@ def _start_fresh() -> None:
     if "torch._dynamo" in sys.modules:  # importing it takes a second, and most jobs do not compile
         torch.compiler.reset()
     if "torch.distributed.tensor" in sys.modules:
-        # What DTensor remembers of a mesh names its groups, which ended with the job before; a mesh like it is equal.
+        # DTensor caches group names by mesh. These groups ended with the job before, but a new mesh compares equal.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()

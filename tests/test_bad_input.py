@@ -269,7 +269,7 @@ def attend_after_a_time_out(path):
         first = None
         time.sleep(4)
     second = _error_of(attend)
-    # What the message advises.
+    # Do as the message advises.
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     return first, second, attend().shape

@@ -16,7 +16,7 @@ from para_core.foreign_errors import (
     mask_length_mismatch,
 )
 
-# Of gloo, which torch 2.11, 2.13 and 2.15 contain alike.
+# Messages of gloo, equal in torch 2.11, 2.13 and 2.15.
 TIMED_OUT = (
     "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to "
     "complete"

@@ -54,7 +54,7 @@ def test_at_real_size_both_have_the_same_parameters():
     shapes = [{name: x.shape for name, x in model.named_parameters()} for model in (ours, theirs)]
     assert shapes[0] == shapes[1]
     assert 11.9e9 < sum(x.numel() for x in ours.parameters()) < 12e9
-    # What the section requires of a card covers them, in 16 bits.
+    # The section's memory requirement covers these parameters in 16 bits.
     assert flux.LEAST_FREE > 2 * 12e9
 
 

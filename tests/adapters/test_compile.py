@@ -20,8 +20,8 @@ def compile_blocks(pipe, backend):
     pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
 
 
-# How it is compiled, and the graphs that makes. Blocks: a single one, and two for the double ones, whose strides differ
-# between the first and the second; the unmodified pipe makes as many.
+# Ways of compiling, and their number of graphs. By blocks: one graph for single blocks and two for double ones, whose
+# strides differ between the first and the second; the unmodified pipe has as many.
 WAYS = {"torch.compile": (compile_whole, 1), "in place": (compile_in_place, 1), "blocks": (compile_blocks, 3)}
 
 

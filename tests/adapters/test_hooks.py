@@ -19,7 +19,7 @@ from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
 
-# What is put on nothing else than weights, or lets each token skip for itself.
+# Hooks that act on weights only, or skip each token by itself.
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {
     "layer skip, dropout 0.5 (auto guidance)"
 }
@@ -58,7 +58,7 @@ def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):
         if hook in EXACT:
             assert all(isinstance(one, float) and one < 1e-5 for one in found.values()), found
         elif hook == "smoothed energy guidance":
-            # Where each rank has whole images.
+            # Each rank has whole images.
             assert found.pop("2 batch") < 1e-5
             assert all("blurs" in text for text in found.values())
         else:

@@ -84,7 +84,7 @@ def offload_model(pipe):
 
 
 def offload_sequentially(pipe):
-    # What enable_sequential_cpu_offload does to each model; for the text encoders it fails on a CPU, alone too.
+    # As enable_sequential_cpu_offload does for each model; for text encoders it fails on a CPU, without ranks too.
     cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
 
 

@@ -22,7 +22,7 @@ from zoo.tiny.transformers.registry import MODELS
 # Mochi asks for an autocast that the CPU does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 
-# What a CPU computes; fp8 with dynamic activations asks for a GPU when it quantizes.
+# Configurations that a CPU computes; fp8 with dynamic activations requires a GPU when it quantizes.
 WEIGHTS = {"int8 weights": Int8WeightOnlyConfig(), "fp8 weights": Float8WeightOnlyConfig()}
 CONFIGS = {**WEIGHTS, "int8 activations": Int8DynamicActivationInt8WeightConfig()}
 NAMES = ["flux", "hunyuan", "mochi", "cogvideox", "wan", "qwen-image", "ltx"]

@@ -16,7 +16,7 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
-# Of such alone, a parameter holds no tensor.
+# A parameter of these types alone holds no tensor.
 PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],|<>'. ])+"
 
 

@@ -11,7 +11,7 @@ from zoo.tiny.pipelines.registry import PIPELINES
 from zoo.tiny.random_weights import fill
 
 NAME = "stable diffusion 3"
-# Of the negative image, and of the image.
+# For the negative image and for the image.
 IMAGES = torch.stack([torch.linspace(-1, 1, 40).view(2, 20), torch.linspace(2, 0, 40).view(2, 20)])
 # From the second step on.
 WINDOW = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}

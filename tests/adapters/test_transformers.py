@@ -75,8 +75,7 @@ def long_but(names):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
 
 
-# Of each way to say what is sharded, one: published plans and our own, masks, several streams, pieces of tokens,
-# batches.
+# One model for each way to shard: published plans and our own, masks, several streams, pieces of tokens, batches.
 SOME = [
     "wan, image context",
     "wan vace",
@@ -92,7 +91,7 @@ SOME = [
 
 # Meshes are batch × ring × ulysses.
 def on_two_ranks():
-    """Every model, on both meshes; those of the shelf on the one, and in the long run on the other."""
+    """Yield every model, on both meshes; those of the shelf on one mesh, and in the long run on the other."""
     ulysses, ring = (1, 1, 2), (1, 2, 1)
     for number, name in enumerate(MODELS):
         if name not in SHELF:

@@ -25,7 +25,7 @@ def offload_model(pipe):
 
 
 def offload_sequentially(pipe):
-    # What enable_sequential_cpu_offload does to each model; for the text encoders it fails on a CPU, alone too.
+    # As enable_sequential_cpu_offload does for each model; for text encoders it fails on a CPU, without ranks too.
     for transformer in transformers_of(pipe):
         cpu_offload(transformer, execution_device=CPU)
 
@@ -84,7 +84,7 @@ def lora_weights(name):
     transformer = build(name).transformer
     linears = [place for place, part in transformer.named_modules() if isinstance(part, nn.Linear)]
     blocks = [place for place in linears if "blocks.0." in place and not place.endswith("proj_out")]
-    # By the last part of a name peft means all layers of that name.
+    # peft takes the last part of a name to mean all layers of that name.
     last = [place for place in linears if place.endswith("proj_out")]
     weights = {}
     for place in (*blocks[:4], *last):

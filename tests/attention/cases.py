@@ -86,7 +86,7 @@ class Case:
     key_segments: tuple[tuple[Any, ...], ...] | None = None
     mask: Mask | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    # How the tensors lie in memory; see lay_out.
+    # Memory layout of the tensors; see lay_out.
     memory: str = "contiguous"
 
     def qkv(self) -> list[Tensor]:
@@ -248,7 +248,7 @@ def gradients_on_one_device(case: Case, ranks: int) -> list[Tensor]:
 
 
 def _grads(inputs: list[Tensor]) -> list[Tensor]:
-    # Of empty attention torch gives a mask no gradient at all.
+    # torch gives no gradient to the mask of empty attention.
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
 
 

@@ -75,7 +75,7 @@ def test_attention_in_two_dims_equals_one_device(rank_pool, ring, ulysses):
 
 @on_meshes
 def test_gradients_in_two_dims_equal_those_of_one_device(rank_pool, ring, ulysses):
-    # Of no query at all torch gives other shapes of a gradient.
+    # Without any query torch's gradients have other shapes.
     cases = [case for case in CASES if case.B and case.qkv()[0].numel()]
     test_gradients.check_all(rank_pool, cases, ring, ulysses, mode_options=TWO_DIMS)
 

@@ -32,7 +32,7 @@ def test_mean_in_16_bits_is_exact_beyond_its_sums(rank_pool, dtype):
         assert torch.equal(out, expected.to(dtype).expand_as(v))
 
 
-# Of two ring blocks there is one merge, and nothing in between.
+# Two ring blocks need one merge, and nothing in between.
 @in_16_bits
 @pytest.mark.parametrize("ring", [3, 4])
 def test_error_is_that_of_sdpa_plus_one_rounding(rank_pool, ring, dtype):

@@ -174,7 +174,7 @@ def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):
     for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, ranks, 1, 13, **options)):
         per_token = B * H * 2 * D * 4
         hops = [per_token * tokens[(rank - step) % ranks] for step in range(ranks - 1)]
-        # Of a block that came at step i its gradient goes on, from the first step on which it is not the rank's own.
+        # A block that came at step i passes its gradient on, from the first step on which it is not the rank's own.
         gradients = [per_token * tokens[(rank - step) % ranks] for step in range(1, ranks)]
         assert forward == hops, f"rank {rank}"
         assert sorted(backward) == sorted(hops + gradients), f"rank {rank}"

@@ -33,7 +33,7 @@ def with_controlnet():
     generated = control(pipe)
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
     assert relative_error(generated, alone) > 1e-4
-    # What the ControlNet says is part of what is stored.
+    # The ControlNet's residuals are part of what is stored.
     assert relative_error(control(pipe, controlnet_conditioning_scale=0.0), generated) > 1e-4
     return generated
 

@@ -185,7 +185,7 @@ IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
 # diffusers breaks the graph of these itself, but for FramePack (docs/cache.md): test_pipelines.py runs their cache in
 # eager code, on one device and on two ranks.
 NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream", "framepack"}
-# Of models of the shelf, the transformer alone is compiled (tests/adapters/test_transformers.py).
+# Of shelf models the transformer alone is compiled (tests/adapters/test_transformers.py).
 COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.split(",")[0] not in NO_GRAPH]
 
 
@@ -193,8 +193,8 @@ COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.s
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_pipeline_is_one_graph(name):
     found = generate_compiled(name, "aot_eager")
-    # Where sizes change within a generation a plain pipeline has a graph for each; of the first call of a generation
-    # there is one more.
+    # A plain pipeline whose sizes change within a generation has a graph for each size; the first call of a generation
+    # adds one graph to each.
     assert found["plain graphs"] < found["graphs"] <= 2 * found["plain graphs"]
     assert found["later"] == 0
     assert relative_error(found["exact"], found["plain"]) < 1e-6

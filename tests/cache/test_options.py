@@ -25,7 +25,7 @@ from zoo.tiny.pipelines.registry import PIPELINES
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 
 
-# What the first block of the scripted model will add is known before it.
+# The contribution of the scripted model's first block is known before it runs.
 KNOWN_BEFORE = replace(
     ADAPTER,
     blocks=replace(BLOCKS, modulated=lambda block, given: torch.ones_like(given["hidden_states"]) * given["added"][0]),
@@ -73,7 +73,7 @@ def test_early_rule_runs_no_block_at_a_hit(run):
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], rest, **options)
     assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
     assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
-    # What is stored is what all blocks added.
+    # The stored residual is the sum of what all blocks added.
     assert added(outputs) == pytest.approx([11.0, 11.0, 11.0, 41.12, 41.12], rel=1e-5)
     assert report.rule == "modulated_input"
     first = [1.0, 2.0, 3.0, 4.0]
@@ -139,7 +139,7 @@ def test_first_and_last_blocks_always_run():
     assert pipe.transformer.counts() == [3, 3, 1, 3]
     # The blocks share what the second number says; the one that is skipped adds what it added at first.
     assert added(outputs) == pytest.approx([1 + 3, 1 + 2 + 1 + 2, 2 + 3 + 1 + 3])
-    # Of the first two blocks together.
+    # The change of the first two blocks together.
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
 
 
@@ -214,7 +214,7 @@ def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
     "steps", [{0, 2, 5}, [5, 2], (2, -1), range(2, 6, 3), [True, False, True, False, False, True], torch.tensor([2, 5])]
 )
 def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
-    # By the rule all would be computed.
+    # The rule alone would compute all steps.
     outputs, report = run([float(2**i) for i in range(6)], {"cond": [float(i) for i in range(6)]}, compute_steps=steps)
     assert verdicts(report) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
     assert report.hits == 3
@@ -272,7 +272,7 @@ def test_foca_follows_a_line_and_half_of_a_curve(run):
     weights = FOCA.weights(times, torch.tensor(7.0, dtype=torch.float64), torch.tensor(3))
     assert float(weights @ torch.ones(3, dtype=torch.float64)) == pytest.approx(1.0)
     assert float(weights @ times) == pytest.approx(7.0)
-    # Of t^2 at 4, 2, 1: slopes 6 through two points, 8 at the newest of the parabola; Heun takes their mean.
+    # t^2 at 4, 2, 1: slope 6 through two points, slope 8 of the parabola at the newest; Heun takes the mean.
     assert float(weights @ times**2) == pytest.approx(16 + 3 * (6 + 8) / 2)
     now = torch.tensor(7.0, dtype=torch.float64)
     assert FOCA.weights(times, now, torch.tensor(2)).tolist() == pytest.approx([2.5, -1.5, 0.0])
@@ -313,7 +313,7 @@ def test_a_policy_decides_in_place_of_the_threshold(run):
 
 def test_halves_of_batch_are_compared_apart(run):
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
-    # Of both together, the change would be below the threshold.
+    # The change of both together would be below the threshold.
     _, report = run([(1.0, 9.0), (1.05, 9.0), (1.2, 9.0)], size=(2, 6, 8), adapter=adapter)
     assert verdicts(report, "cond/0") == verdicts(report, "cond/1") == ["warmup", "hit", "miss"]
     assert [row.difference for row in report.rows if row.branch == "cond/0"][1:] == pytest.approx([0.05, 0.2])
@@ -546,7 +546,7 @@ def test_default_thresholds_have_published_sources():
 
 @IN_GRAPHS_TOO
 def test_each_sample_is_compared_with_itself(run):
-    # Of both together, the second step would change by a tenth of the threshold.
+    # The change of both together would be a tenth of the threshold at the second step.
     values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
     _, report = run(values, size=(2, 6, 8))
     assert verdicts(report, "cond") == ["warmup", "miss", "hit", "miss"]

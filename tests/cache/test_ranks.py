@@ -37,7 +37,7 @@ def one_rank_is_not_finite(value):
 def test_nonfinite_residual_on_one_rank_computes_on_all(rank_pool, ranks, value):
     for found in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
         assert found[:3] == ["warmup", "hit", "not_finite"]
-        # What is compared with is not finite once more; then it is as before.
+        # The next comparison is with the nonfinite step once more; then all is as before.
         assert found[3:] in (["not_finite", "hit"], ["miss", "hit"])
 
 

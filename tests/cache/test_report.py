@@ -20,7 +20,7 @@ def warnings_of(pipe, first):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe(first)
-    # Where the user called.
+    # The line of the user's call.
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught]
 

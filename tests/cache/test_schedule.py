@@ -81,7 +81,7 @@ def test_part_of_flux_schedule_is_followed(cls):
     assert len(taken) == 4
 
 
-# Whose schedulers set no begin_index.
+# The schedulers of these set no begin_index.
 @pytest.mark.parametrize("name", ["cogvideox, video", "wan, video", "ltx, condition"])
 def test_last_step_of_partial_schedule_is_computed(name):
     pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)

@@ -140,7 +140,7 @@ def test_changing_text_warns_once_and_keeps_nothing():
             for step in range(12):
                 out = model(x, torch.full((1, 3, 8), float(step)), added)
                 assert torch.equal(out, expected)
-                # Of three branches at most, as the formula of the docs says: one for each.
+                # At most three branches, with one formula of the docs for each.
                 assert held_bytes(model) <= 4 * 4 * (2 * 6 * 8 + 3 * 8)
         assert held_bytes(model) == 0
         said = [str(warning.message) for warning in caught]

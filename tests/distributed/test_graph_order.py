@@ -13,8 +13,8 @@ from para_core import UnifiedAttnMode
 from tests.attention.one_device import relative_error
 from tests.rank_pool import heartbeat
 
-# Of each graph its independent attentions, [1, heads, tokens of all ranks, width]. The first is the pair that Inductor
-# was seen to order by memory, which differs between the ranks.
+# Independent attentions of a graph, [1, heads, tokens of all ranks, width]. Inductor ordered the first pair by memory,
+# which differs between the ranks.
 SEEN = [(10, 65, 8), (25, 26, 8)]
 
 
@@ -147,7 +147,7 @@ def trace(ring, ulysses, backward=True):
     for graph in graphs:
         ours = [node for node in graph.nodes if "para_core." in str(node.target)]
         after = [node.args[len(node.target._schema.arguments) - 1] for node in ours]
-        # Of the tuple that the operator before gave, the last.
+        # The last entry of the tuple that the operator before returned.
         waits_for = [None if token is None or token.op == "placeholder" else token.args[0].name for token in after]
         waited = [node.args[0].args[0].name for node in graph.nodes if "wait_tensor" in str(node.target)]
         found.append(([(node.name, node.target.name()) for node in ours], waits_for, waited))

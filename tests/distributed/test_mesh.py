@@ -290,7 +290,7 @@ def groups_made(shapes):
 def test_dims_of_size_1_share_one_group(rank_pool):
     shapes = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
     for made in rank_pool.run(groups_made, 4, shapes):
-        # What spans all ranks is the default group; of dims of 2, torch makes both groups on every rank.
+        # A group of all ranks is the default group; for dims of 2 torch creates both groups on every rank.
         assert made == {
             (1, 1, 4): ([1], 1),
             (1, 4, 1): ([], 0),

@@ -18,7 +18,7 @@ from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 
-# What Triton's interpreter adds: it truncates float32 to bfloat16 where a GPU rounds, which doubles the error.
+# Error factor of Triton's interpreter: it truncates float32 to bfloat16, and a GPU rounds.
 BFLOAT16_IS_TRUNCATED = 2.5
 
 
@@ -28,7 +28,7 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
-# What the others cover one by one.
+# Cases that the other tests cover one by one.
 SELDOM = {
     "scale",
     "bool mask of queries",

@@ -121,7 +121,7 @@ def test_without_smoothing_outlier_channel_costs_precision():
 
 
 def test_lse_is_that_of_the_scores_before_smoothing():
-    # What smoothing takes from the scores is large here, and another number for each query.
+    # Here smoothing subtracts a large number from the scores, which differs between queries.
     query, key, value = with_outliers(9, 20, 16, batch=1)
     _, lse = attention(query, key, value)
     _, exact = by_formula(query, key, value)
@@ -260,7 +260,7 @@ def test_a_ring_launches_2_more_for_each_block(ranks):
 
 
 def test_the_benchmark_measures_what_it_says():
-    # By hand: of (1, 0) and (0, 1), and lse off by a half.
+    # Computed by hand: (1, 0) and (0, 1), and lse off by a half.
     out, exact = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     errors = int8_attention.errors((out, torch.zeros(1)), (exact, torch.full((1,), 0.5, dtype=torch.float64)))
     assert errors == {"cosine": 0.0, "relative L1": 2.0, "RMSE": 1.0, "lse, at most": 0.5}

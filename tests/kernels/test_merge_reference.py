@@ -114,7 +114,7 @@ def test_gradients_equal_attention_over_the_union():
 
 
 def test_the_doctest_of_merge_holds():
-    # By its import name: pytest would import kernels/ a second time, under the wrong one.
+    # By import name: pytest would import kernels/ a second time, under another name.
     result = doctest.testmod(import_module("para_core.kernels.merge_reference"))
     assert result.attempted > 0
     assert result.failed == 0

@@ -93,8 +93,8 @@ def test_round_trip_is_within_rounding(eight, shape, exponent, dtype):
     assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
     if x.numel():
         largest, found, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
-        # Of a float an eighth of its power of two at most, and never finer than its smallest number; of an integer half
-        # of one.
+        # Error bound of a float: an eighth of its power of two, and at least its smallest number; of an integer: a
+        # half.
         bound = largest / 254 if eight == torch.int8 else exact.abs() / 16 + largest * 2.0**-10
         assert ((found - exact).abs() <= 1.01 * bound + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
 

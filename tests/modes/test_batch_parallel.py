@@ -12,7 +12,7 @@ from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
 BATCHES = (1, 2, 5, 8)  # a rank without samples, uneven, even
-# Which dims of [B, H, S_q, S_k] a mask has.
+# The dims of [B, H, S_q, S_k] that a mask has.
 MASKS = {
     "none": None,
     "padding": lambda B: (B, 1, 1, 11),

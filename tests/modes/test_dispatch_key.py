@@ -72,7 +72,7 @@ def test_a_registration_that_fails_leaves_nothing_registered():
 def parallel_flux(has_key):
     key = interceptor._DISPATCH_KEY if has_key else SpareDispatchKey("NoSuchKey", {})
     model, inputs = flux_transformer(), flux_inputs(13, 5)
-    # What a mode sees besides attention tells which of the two ways is taken.
+    # A mode that intercepts by torch function sees other functions too, and so tells which way is taken.
     with mock.patch.object(interceptor, "_DISPATCH_KEY", key), torch.no_grad():
         parallelize_transformer(model, mesh=cpu_mesh(1, 2))
         with (

@@ -109,7 +109,7 @@ def test_one_rank_sends_nothing_and_waits_for_nobody():
 
 
 def test_attention_takes_its_operations_over_the_reached_peak():
-    # Of 128 multiprocessors each has 3 of the 24 × 16 tiles.
+    # Each of 128 multiprocessors has 3 of the 24 × 16 tiles.
     device = replace(DEVICES["H100"], products=1e15, of_attention=0.5, multiprocessors=128)
     call = attention_of(model(tokens=2048, blocks=1))
     seconds = attention_seconds(call, MeshShape(), replace(machine(), device=device))
@@ -117,7 +117,7 @@ def test_attention_takes_its_operations_over_the_reached_peak():
 
 
 def test_few_heads_leave_multiprocessors_idle():
-    # Of 132, 3 heads × 44 tiles fill all, 3 × 45 need a second wave for the last three.
+    # 3 heads × 44 tiles fill 132 multiprocessors; 3 × 45 tiles need a second wave for the last three.
     fits, more = (
         attention_seconds(attention_of(model(tokens, 1, heads=3)), MeshShape(), machine())
         for tokens in (44 * 128, 45 * 128)
@@ -167,8 +167,8 @@ def test_two_dims_send_with_the_root_of_the_ring():
         for ring in (16, 64)
         for method in ("rotate", "2d")
     }
-    # Of a rank's 256 tokens, keys and values: P - 1 times around a ring; √P - 1 times along each side, with queries and
-    # results.
+    # Keys and values of a rank's 256 tokens travel P - 1 times around a ring, or √P - 1 times along each side of the
+    # grid, with queries and results.
     assert seconds[64, "rotate"] / seconds[16, "rotate"] == pytest.approx(63 / 15)
     assert seconds[64, "2d"] / seconds[16, "2d"] == pytest.approx(7 / 3, rel=0.01)
     assert seconds[64, "2d"] < seconds[64, "rotate"] / 4
@@ -233,11 +233,11 @@ def test_rows_beyond_memory_come_last():
 def test_gathered_weights_count_as_sent_bytes():
     rows = {row.shape: row for row in make_plan(large(), machine(), 4).rows}
     whole, gathered = rows[MeshShape(ulysses=4)], rows[MeshShape(ulysses=4, fsdp=True)]
-    # Of 100 GiB 96 are shared, of which 8 are whole while they are used, of the encoders 8 of 9.
+    # 96 of 100 GiB are sharded, 8 of these are whole while in use, and 8 of 9 GiB of the encoders.
     assert whole.memory - gathered.memory == pytest.approx((0.75 * (96 + 8) - 0.75 * 8) * 2**30)
     assert gathered.sent - whole.sent == pytest.approx(0.75 * 96 * 2**30)
     assert gathered.step.total > whole.step.total
-    # Where all weights fit, nobody gathers them.
+    # If all weights fit, no rank gathers them.
     assert not any(row.shape.fsdp for row in make_plan(work(), machine(), 4).rows)
 
 
@@ -266,7 +266,7 @@ def test_more_ulysses_ranks_than_heads_have_their_reason():
 def test_exact_stages_save_memory_and_no_time():
     row, alone = (predict(shape, work(), machine()) for shape in (MeshShape(pipe=2), MeshShape()))
     assert row.step.compute == alone.step.compute and row.step.communication > 0
-    # Of 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
+    # 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
     assert alone.memory - row.memory == pytest.approx(10 * 2**30)
     # The tokens of each branch go to the next stage.
     assert row.sent == 4608 * WIDTH * 2

@@ -72,7 +72,7 @@ def test_all_is_well_on_two_ranks(rank_pool):
     assert "mesh dim ulysses" in names and "mesh dim ring" not in names
     (dim,) = figures["mesh dims"]
     assert dim["size"] == 2 and dim["latency"] > 0 and dim["bytes per second"] > 0
-    # What is reported is of the slowest rank: the same on all.
+    # The report describes the slowest rank, on all ranks.
     assert results[1][2] == figures
 
 

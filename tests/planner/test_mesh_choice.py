@@ -131,7 +131,7 @@ def test_heads_are_known_of_every_model(name):
     module = MODELS[name].build()
     with KeyHeads() as calls, torch.no_grad():
         module(**MODELS[name].inputs(4, 6, 6))
-    # Where a model has fewer heads of keys, it may repeat them for its calls.
+    # A model with fewer key heads may repeat them for its calls.
     _, of_longest = max(calls.found)
     assert number_of_heads(module) in {of_longest, of_longest // 2}, calls.found
 
@@ -274,7 +274,7 @@ def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
     results = rank_pool.run(run_as_planned, 2)
     for images, methods, _ in results:
         assert relative_error(images, expected) < 1e-4
-        # What the user says goes before what is predicted.
+        # The user's option takes precedence over the prediction.
         assert methods == ["2d", "allgather"]
     assert "1 × 2 × 1, rotate_method='2d' (predicted)" in results[0][2][0]
 

@@ -8,7 +8,7 @@ from para_core.adapters import parallelize_vae
 from tests.attention.one_device import relative_error
 from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
-# Whose encode() makes a distribution itself.
+# Autoencoders whose encode() constructs a distribution.
 NOT_ENCODED = ("TemporalDecoder", "Kandinsky6SR", "MiniMaxH3, sound")
 
 
@@ -36,7 +36,7 @@ def errors_of(name, way, sizes, first, backend="aot_eager"):
                 alone = getattr(tiny, way)(tiny.make(), x)
             errors.append(relative_error(getattr(tiny, way)(vae, x), alone))
     delattr(vae, way)
-    # What was traced has left nothing behind.
+    # Tracing has left nothing on the VAE.
     return [*errors, relative_error(getattr(tiny, way)(vae, x), alone)], counter.frame_count
 
 

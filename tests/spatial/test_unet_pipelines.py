@@ -37,7 +37,7 @@ SOME = ["sd", "sd, controls", "sd, image prompt in places", "xl, control", "svd"
 def generate(pipe, name, **options):
     with warnings.catch_warnings(), torch.random.fork_rng():
         torch.manual_seed(7)
-        # Where ranks along the batch dim have nothing to share.
+        # Ranks along the batch dim may have nothing to share.
         warnings.filterwarnings("ignore", message=r".* \d+ sample.*'batch'")
         out = pipe(**UNET_PIPELINES[name].call(**options))[0]
     return torch.cat(list(out)) if isinstance(out, list) else out

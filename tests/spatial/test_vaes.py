@@ -18,7 +18,7 @@ from tests.attention.one_device import relative_error
 from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
 NAMES = list(TINY_VAES)
-# By tiles alone: tests/spatial/test_tiles.py.
+# tests/spatial/test_tiles.py tests those that run by tiles only.
 ROWS = [name for name in NAMES if name not in BY_TILES]
 
 

@@ -66,7 +66,7 @@ def main() -> int:
     done = {} if options.out is None or not options.out.exists() else read_rows(options.out)
     left = [case for case in dict.fromkeys(ids) if case not in done or done[case]["status"] in options.again]
     left = [case for case in left if parse(case).ranks <= options.max_ranks]
-    # What is cheap first, and processes of one number of ranks after each other.
+    # Cheap cases first; then cases of the same number of ranks together.
     left.sort(key=lambda case: (parse(case)["compile"] != "eager", parse(case).ranks))
     counts: collections.Counter[str] = collections.Counter()
     pool = RankPool()

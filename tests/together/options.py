@@ -24,7 +24,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "pixart",
         "unet",
     ),
-    # By their dims; "auto" leaves mesh= out.
+    # Sizes of mesh dims; "auto" omits mesh=.
     "mesh": (
         "ulysses2",
         "auto1",

@@ -166,7 +166,7 @@ def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
         hits = [row.hit for row in rows]
         margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
         remove_cache_from_pipe(pipe)
-        # Of the last call. A threshold has to decide either way, and clearly.
+        # Decisions of the last call. A threshold has to lead to both, with a margin.
         if case["cache"] == "hits" or (any(hits) and min(margins, default=1.0) > _CLEAR):
             return threshold, outs
     raise AssertionError(f"no threshold lets the cache of {case.id} skip")

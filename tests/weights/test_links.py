@@ -122,7 +122,7 @@ def failing_transfers(nccl, sent_by, taken):
         others.send(torch.full((3,), 4.0), peer)
         results.append(others.receive(torch.empty(3), peer).wait().unique().tolist())
         others.drain()
-        # What goes over the same connections still arrives.
+        # Other collectives on the same connections still work.
         total = torch.ones(size)
         dist.all_reduce(total)
         return results, total.unique().tolist()

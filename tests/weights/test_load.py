@@ -94,9 +94,9 @@ def peak_while_loading(small, large):
     transformer.
     """
     mesh = init_context_parallel_mesh("cpu")
-    # What is imported late, and made once.
+    # Late imports and one-time setup.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
-    # What malloc keeps of tests before this one would hide what is loaded.
+    # Memory that malloc keeps from earlier tests would hide what is loaded.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, samples, done = host_memory(), [], threading.Event()

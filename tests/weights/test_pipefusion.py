@@ -32,7 +32,7 @@ from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
 
-# Of Mochi.
+# Mochi asks for an autocast that the CPU does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 
 STEPS = 9
@@ -259,7 +259,7 @@ def by_hooks(name, num_patches):
         return latents_of(pipe, name)
 
 
-# Of the tiny videos: 3 frames of 3 × 5 tokens.
+# Tokens of the tiny videos: 3 frames of 3 × 5.
 NUM_TOKENS = 45
 
 
@@ -344,7 +344,7 @@ def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patc
         assert torch.equal(undone, plain)
         assert (report.whole_calls, report.patched_calls) == (alone.whole_calls, alone.patched_calls)
         total += report.key_bytes
-    # Of own blocks alone: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
+    # Own blocks alone: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
     branches = 2 if "negative_prompt" in options else 1
     assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
 

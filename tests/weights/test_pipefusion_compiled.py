@@ -89,7 +89,7 @@ def compiled_with_few_graphs(name, num_patches, limit):
         return expected, generate(pipe, name, num_inference_steps=STEPS)
 
 
-# Of FLUX: all tokens; a patch with text, and one without.
+# FLUX has three forms: all tokens; a patch with text, and one without.
 def test_shared_patches_need_one_graph_per_form(rank_pool):
     for expected, found in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
         assert torch.equal(expected, found)

@@ -168,7 +168,7 @@ def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
 def whole_pipelines(name, shape):
     """Generate without stages and in stages, with and without a cache, after undoing, and in stages again."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
-    # Of so few steps.
+    # The cache warns about so few steps.
     warnings.filterwarnings("ignore", message=".*cache ")
     steps = 3
     pipe = make(name)
@@ -191,7 +191,7 @@ def whole_pipelines(name, shape):
     return expected, found, hits
 
 
-# Of Wan, branches over `batch`; HunyuanVideo's text is refined in front of its blocks.
+# Wan has branches over `batch`; HunyuanVideo refines its text before the blocks.
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

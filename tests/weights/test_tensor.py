@@ -34,7 +34,7 @@ from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.transformers.registry import MODELS
 
-# Of each model as many heads as four ranks can share.
+# As many heads as four ranks can share.
 HEADS = {"num_attention_heads": 4}
 CONFIGS = {
     "flux": {},
@@ -50,7 +50,7 @@ CONFIGS = {
     "z-image": {},
     "cogvideox, rotary": {},
     "mochi": {},
-    # Of the same blocks as one of these.
+    # Its blocks are those of another model of this list.
     "wan vace": {},
     # As wide as its faces.
     "wan animate": {"num_attention_heads": 2, "attention_head_dim": 18},

@@ -97,10 +97,10 @@ def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     pipe = flux_pipe()
     found = calibrate(pipe, computed_steps=4)
     assert found.threshold == expected.threshold
-    # Of each of the two prompts, on average.
+    # The average of the two prompts.
     assert found.chosen.metrics["computed_steps"] == found.chosen.computed / 2 <= 4
     assert all(row.computed > 2 * 4 for row in found.rows if row.threshold < found.threshold)
-    # Of more than the one at which nothing is skipped.
+    # More thresholds than the one at which nothing is skipped.
     assert sum(row.threshold < found.threshold for row in found.rows) > 1
     assert f"{found.threshold:.4g}" in str(found).splitlines()[-1]
     with pytest.raises(ValueError, match=r"computed_steps ≤ 1: .*\d"):
@@ -250,7 +250,7 @@ def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
 
 def test_another_threshold_compiles_nothing_anew():
     torch._dynamo.reset()
-    # How it is made faster does not matter here, and takes long.
+    # The backend does not matter here, and others take longer.
     counter = CompileCounterWithBackend("eager")
     pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
     apply_cache_on_pipe(pipe)

@@ -103,7 +103,7 @@ def test_another_transformer_is_refused_with_what_is_supported(make, message):
         expected = f"^{type(given).__name__} .*{message}.*{SUPPORTED}"
         with pytest.raises(TypeError, match=expected) as error:
             attempt(given)
-        # Which dim holds tokens depends on the model: of most image models dim 1 are channels.
+        # The token dim depends on the model: in most image models dim 1 is channels.
         assert "dim=1" not in str(error.value)
 
 

@@ -76,7 +76,7 @@ def test_without_generator_ranks_draw_as_first_rank(rank_pool, ring, ulysses):
             assert torch.equal(state, state_alone)
 
 
-# What rank 1 says otherwise than rank 0, and what the error calls it.
+# A difference of rank 1 from rank 0, and its name in the error.
 DIFFERENCES = {
     "prompt": {"prompt": "a small blue square"},
     "height": {"height": 80},

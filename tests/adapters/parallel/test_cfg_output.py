@@ -37,7 +37,7 @@ def forms(tree):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        # Whose branches are in one batch: nothing is to be foreseen.
+        # Models with both branches in one batch: there is nothing to predict.
         *[(name, torch.float32) for name in MODELS if name not in BATCHED],
         *[(name, torch.bfloat16) for name in SIXTEEN_BITS],
     ],

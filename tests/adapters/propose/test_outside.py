@@ -159,7 +159,7 @@ def test_answers_say_all_of_a_plan_without_a_guess():
 
 def test_split_of_output_replaces_the_guess():
     model = fill(Dit(), seed=1).eval()
-    # Of what the position embedding is added to, a plan can only shard what the blocks are given.
+    # Only inputs of blocks can be sharded here, not the tensor that the position embedding is added to.
     answers = {"blocks.0(0)": Split(1, segment="image")}
     proposal = propose_plan(model, (dit_inputs(),), answers=answers)
     assert proposal.plan.inner == {"blocks.0": {0: Split(1, segment="image")}}

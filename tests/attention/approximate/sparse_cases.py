@@ -71,7 +71,7 @@ def check_all(rank_pool, items, ring, ulysses, compile_with=None):
         where = f"item {index}: {item}\nring {ring} × ulysses {ulysses}"
         for rank in ranks:
             assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
-        # Where a query sees one key softmax does not move: gradients are what rounding leaves of 0.
+        # If a query sees one key, softmax is constant, and its gradients are rounding errors of 0.
         for place, layout in enumerate((query_layout, key_layout, key_layout)):
             whole = put_together([results[rank][index][1][place] for rank in ranks], -2, layout)
             scale = max(qkv[place].grad.norm(), qkv[2].grad.norm())

@@ -109,7 +109,7 @@ def send(share):
 def test_only_kept_keys_travel(rank_pool):
     whole, part = rank_pool.run(send, 2, 1.0), rank_pool.run(send, 2, 0.25)
     assert whole == [2 * 2 * 256 * 16] * 2
-    # Which rank has more of the kept keys is in the data; padded to the head that keeps most.
+    # The rank with most kept keys depends on the data; heads are padded to the one that keeps most.
     assert all(elements < 0.4 * whole[0] for elements in part)
 
 
