@@ -46,7 +46,7 @@ def test_flux_is_measured_each_way_with_few_blocks():
     assert rows["an empty mode around each attention"]["python calls"] < rows["an empty mode around it"]["python calls"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_call_is_measured_on_fake_group():
     rows = host_cost.measure_fake(1, ranks=2)
     expected = {f"{name}, {way}" for name in ("ulysses", "ring") for way in ("by hand", "eager", "compiled")}

@@ -53,7 +53,12 @@ def probe():
         assert adapters.WHOSE == "PyPI's", adapters.__path__
 
 if __name__ == "__main__":
-    probe()
+    # Here only where modules are found: importing them, in the process that is spawned, takes seconds.
+    import importlib.util
+    import kernels
+
+    assert kernels.WHOSE == "PyPI's", kernels.__path__
+    assert Path(importlib.util.find_spec("para_core").origin).is_relative_to(sys.argv[2])
     process = multiprocessing.get_context("spawn").Process(target=probe)
     process.start()
     process.join()

@@ -22,6 +22,7 @@ from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
 from zoo.tiny.pipelines.parts import TEXT_WIDTH, embeddings, random_image, random_video
 from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import SHELF
 
 FLUX_1 = "diffusers.pipelines.flux."  # tests/adapters/test_flux_pipelines.py
@@ -35,7 +36,7 @@ def generate(pipe, name, **options):
             torch.manual_seed(7)
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
-        # Where ranks along the batch dim have nothing to share, which is tested elsewhere.
+        # Ranks along the batch dim may have nothing to share, which is tested elsewhere.
         warnings.filterwarnings("ignore", message=r".*guidance: .*'batch'|.* \d+ sample.*'batch'")
         out = pipe(**PIPELINES[name].call(**options))
     assert (type(out) is tuple) == (options.get("return_dict") is False)
@@ -87,7 +88,11 @@ def long_but(names, of):
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in of]
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+# Further ways to call a pipeline of the shelf: the default run has its first way.
+OTHER_WAYS = [name for name in SHELF_PIPELINES if "," in name and name.split(",")[0] in SHELF_PIPELINES]
+
+
+@pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
 
@@ -161,7 +166,7 @@ def test_every_supported_pipeline_is_tried_or_named():
             if planned:
                 (on_the_shelf if shelf.issuperset(planned) else on_them).add(name)
     tried = {type(build(name)).__name__ for name in PIPELINES}
-    # Of models of the shelf, the transformer alone may be tried (test_transformers.py): docs/pipelines.md says so.
+    # For models of the shelf, testing the transformer alone suffices (test_transformers.py): docs/pipelines.md says so.
     assert on_them - NOT_TRIED.keys() == tried - on_the_shelf
 
 
@@ -414,7 +419,7 @@ def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, nam
         assert max(errors.values()) < 1e-5, errors
 
 
-# Whose text may be sharded, or replicated.
+# Pipelines whose text may be sharded or replicated.
 WITH_TEXT = ["qwen-image", "qwen-image, controlnet", "ltx", "flux2 klein"]
 
 
@@ -449,7 +454,7 @@ def test_step_noise_equals_that_of_first_rank(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-# Of which pipeline, what rank 1 says otherwise than rank 0, and what both say.
+# The pipeline, the difference of rank 1 from rank 0, and the arguments of both.
 DIFFERENCES = [
     ("hunyuan", {"num_frames": 13}),
     ("hunyuan", {"guidance_scale": 5.0}),

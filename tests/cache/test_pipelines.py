@@ -33,13 +33,11 @@ ON_TWO_RANKS += [
     # [S, B, C]: tokens are no samples.
     "ernie-image",
 ]
-# Of a pipeline's ways the first.
-# Its blocks store keys for later calls.
+# The blocks store keys for later calls.
 UNCACHED = ("anyflow far",)
-FIRST_WAYS = [name for name in SHELF_PIPELINES if "," not in name and name not in UNCACHED]
-# Keys of its prompt are kept from the first step on, and with them all blocks run.
+# Keys of the prompt are kept from the first step on, and with these all blocks run.
 NEVER_ASKED = ("qwen-image 2.1",)
-# Whose branches are called one after the other: the second half of the ranks computes the second.
+# Models that call the branches of guidance one after the other: the second half of the ranks computes the second.
 GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 
 
@@ -72,7 +70,7 @@ def test_cache_on_blocks_that_store_keys_is_refused(name):
 @pytest.mark.parametrize(
     "name",
     long_but(
-        [*ON_TWO_RANKS, *FIRST_WAYS, "qwen-image 2.1, no cached keys"],
+        [*ON_TWO_RANKS, "qwen-image 2.1, no cached keys"],
         dict.fromkeys(n for n in PIPELINES if n not in (*NEVER_ASKED, *UNCACHED)),
     ),
 )

@@ -20,5 +20,6 @@ def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:
 
 def _is_short(launch: Launch) -> bool:
     _, of_a_head_dim, head_dim = launch.name.partition("D = ")
-    # A row that is padded, and the row that needs most registers.
-    return launch.common and (not of_a_head_dim or head_dim in ("96", "256"))
+    # A row that is padded, and the row that needs most registers; of an exchange in 8 bits, each in one format.
+    dims = {"int8": ("96",), "e4m3": ("256",)}.get(launch.name.partition(" as ")[2].partition(",")[0], ("96", "256"))
+    return launch.common and (not of_a_head_dim or head_dim in dims)

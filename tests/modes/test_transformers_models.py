@@ -393,8 +393,9 @@ def compiled_decoder(lengths):
     return outs, refused
 
 
-def test_decoder_in_graph_takes_4d_mask(rank_pool):
-    lengths, model = [12, 15], make("llama, one layer")
+@pytest.mark.parametrize("lengths", [[12], pytest.param([12, 15], marks=pytest.mark.long)])
+def test_decoder_in_graph_takes_4d_mask(rank_pool, lengths):
+    model = make("llama, one layer")
     with torch.no_grad():
         expected = [model(make_ids(S)).last_hidden_state for S in lengths]
     for outs, refused in rank_pool.run(compiled_decoder, 2, lengths):

@@ -58,7 +58,7 @@ CASES = [
     for when in ("before", "after")
 ]
 
-SHORT = [("flux", "fsdp", "before"), ("wan", "fsdp", "after"), ("flux", "tensor", "after"), ("wan", "stages", "before")]
+SHORT = [("flux", "fsdp", "before"), ("wan", "tensor", "after"), ("wan", "stages", "before")]
 
 
 def num_ranks(name, method):

@@ -72,7 +72,7 @@ def test_checker_accepts_every_true_drawing_of_one_thing():
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
 
 
-@pytest.mark.parametrize("num_things", [2, 3])
+@pytest.mark.parametrize("num_things", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_checker_accepts_true_drawings_of_several_things(num_things):
     for i in range(150):
         scene = grammar.held_out_scene(rng(8, i), num_things)

@@ -55,7 +55,10 @@ def test_same_seed_draws_same_video():
     assert not np.array_equal(draw_crowded(rng(6)), draw_crowded(rng(7)))
 
 
-@pytest.mark.parametrize("direction", list(grammar.DIRECTIONS))
+@pytest.mark.parametrize(
+    "direction",
+    [pytest.param(x, marks=pytest.mark.long if i % 4 else ()) for i, x in enumerate(grammar.DIRECTIONS)],
+)
 def test_the_checker_accepts_true_videos(direction):
     for i, shape in enumerate(("circle", "square", "triangle", "cross", "ring")):
         scene = replace(grammar.random_scene(rng(8, i), held_out=False), shape=shape, direction=direction)
