@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from para_core.fleet.models import Kind, find_model
 from para_core.fleet.outputs import choose_format
 from para_core.fleet.request import read_size
 
+_RESULTS = Path("~/.cache/para_core/videos")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -48,6 +50,8 @@ def serve(
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", LIMITS)] = None,
     max_steps: Annotated[int, option(None, "N", LIMITS)] = 200,
     request_seconds: Annotated[float, option("Waiting included.", "S", LIMITS)] = 600,
+    results: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT)] = _RESULTS,
+    keep_hours: Annotated[float, option("How long these videos are kept.", "H", LIMITS, min=0)] = 24,
     retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS)] = 0,
     debug: options.Debug = False,
 ) -> None:
@@ -62,6 +66,7 @@ def serve(
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
     from para_core.fleet import serving
     from para_core.fleet.group import ReplicaShape
+    from para_core.fleet.server import ServerOptions
 
     pipeline = find_model(model)
     recipe = options.make_recipe(
@@ -97,12 +102,16 @@ def serve(
         recipe,
         ReplicaShape(count_ranks(ranks, replicas), spread),
         limits,
-        replicas=replicas,
-        format_=choose_format(pipeline, format_),
-        fps=fps,
+        ServerOptions(
+            choose_format(pipeline, format_),
+            replicas,
+            api_key,
+            fps,
+            videos=results.expanduser(),
+            keep_hours=keep_hours,
+        ),
         host=host,
         port=port,
-        api_key=api_key,
         room=None if memory is None else memory * 1e9,
         debug=debug,
     )

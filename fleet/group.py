@@ -151,6 +151,14 @@ class Replica:
         memory: Memory | None = await self.actors[0].memory.remote(self.mesh, room)
         return memory
 
+    async def alive(self) -> bool:
+        """Whether the replica runs, and none of its ranks has ended."""
+        try:
+            alive = [actor.process.options(concurrency_group=CONTROL).remote() for actor in self.actors]
+            return len(await asyncio.gather(*[_await(ref) for ref in alive])) > 0
+        except ray.exceptions.RayError:
+            return False
+
     async def _poll(self, id_: str, progress: Callable[[int], None]) -> None:
         reported = 0
         while True:

@@ -8,6 +8,10 @@ from typing import Any
 
 from para_core.fleet.foresee import Memory
 
+# Longest text of a request, in characters per token that the model reads. English has about 4; a tokenizer needs
+# minutes for a text of megabytes, of which the model would read the beginning only.
+CHARACTERS_PER_TOKEN = 32
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -16,7 +20,7 @@ class Limits:
     Args:
         waiting (`int`): Requests that may wait while all replicas are busy.
         pixels (`int`): Pixels of all images or frames of a request.
-        seconds (`float`): Seconds after which a request is cancelled, waiting included.
+        seconds (`float`): Seconds after which a request that a client waits for is cancelled, waiting included.
         retries (`int`): How often a request is retried after its replica died.
         memory (`Memory`, *optional*): Memory of a rank, which limits the size of results. None if it is unknown.
     """
@@ -47,5 +51,6 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the response, in the form of OpenAI's API."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "code": self.code}}

@@ -119,20 +119,30 @@ def require_file(path: Path | None) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror}. Use another file with --out.") from error
 
 
-def encode(result: Any, format_: str, *, fps: int) -> list[Output]:
-    """Encode the PIL images or frames of a pipeline's output as files. Equal pixels give equal bytes."""
+def encode(result: Any, format_: str, *, fps: int, quality: int | None = None) -> list[Output]:
+    """Encode the PIL images or frames of a pipeline's output as files. Equal pixels give equal bytes.
+
+    Args:
+        quality (`int`, *optional*): 0 to 100, for JPEG and WebP images. Defaults to 95, and to lossless WebP.
+    """
     videos = getattr(result, "frames", None)
     if videos is not None:
         files = [_encode_video(frames, format_, fps) for frames in videos]
     else:
-        files = [_encode_image(image, format_) for image in result.images]
+        files = [encode_image(image, format_, quality) for image in result.images]
     several = len(files) > 1
     return [Output(f"-{i}.{format_}" if several else f".{format_}", data) for i, data in enumerate(files)]
 
 
-def _encode_image(image: Any, format_: str) -> bytes:
+def encode_image(image: Any, format_: str, quality: int | None = None) -> bytes:
+    """Encode a PIL image as a file."""
     buffer = io.BytesIO()
-    options: dict[str, dict[str, Any]] = {"png": {}, "jpg": {"quality": 95}, "webp": {"lossless": True}}
+    lossy = {} if quality is None else {"quality": quality}
+    options: dict[str, dict[str, Any]] = {
+        "png": {},
+        "jpg": lossy or {"quality": 95},
+        "webp": lossy or {"lossless": True},
+    }
     image.save(buffer, "JPEG" if format_ == "jpg" else format_.upper(), **options[format_])
     return buffer.getvalue()
 

@@ -5,19 +5,38 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from typing import Any, Literal, NamedTuple
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
+from starlette.requests import ClientDisconnect
 
-from para_core.fleet.limits import Limits, RequestError
+from para_core.fleet.forms import read_form, rename
+from para_core.fleet.limits import CHARACTERS_PER_TOKEN, Limits, RequestError
 from para_core.fleet.models import Model
-from para_core.fleet.request import Request, describe_error, estimated_pixels, open_image, request_from, request_schema
+from para_core.fleet.outputs import FORMATS
+from para_core.fleet.request import (
+    Delivery,
+    Request,
+    describe_error,
+    estimated_pixels,
+    open_image,
+    request_from,
+    request_schema,
+)
 
 _MAX_IMAGES = 16
 # Text encoders read fewer tokens, but a tokenizer would pad to any number.
 _MAX_TOKENS = 4096
+# Tokens of a text if the pipeline has no max_sequence_length: those of CLIP.
+_CLIP_TOKENS = 77
+# Nesting of a field that may have any JSON value. Sending it to a replica recurses.
+_MAX_NESTING = 16
 # Fields of OpenAI's API that have no meaning for a pipeline.
-_IGNORED = ("user", "model", "quality", "style", "background", "moderation")
+_IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
+_FORMAT_NAMES = {"jpeg": "jpg"}
 
 
 class Body(NamedTuple):
@@ -26,6 +45,7 @@ class Body(NamedTuple):
     request: Request
     response_format: Literal["b64_json", "url"]
     stream: bool
+    progress: bool
 
 
 def body_schema(model: Model, limits: Limits) -> type[BaseModel]:
@@ -34,21 +54,43 @@ def body_schema(model: Model, limits: Limits) -> type[BaseModel]:
     options: dict[str, Any] = {
         "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
         "stream": (bool | None, False),
+        "progress": (Annotated[bool, Field(description="Whether a stream reports each step.")] | None, False),
+        "partial_images": (Annotated[int, Field(ge=0, le=3)] | None, 0),
+        "output_format": (Literal[_format_names(model)] | None, None),
+        "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
         **dict.fromkeys(_IGNORED, (Any, None)),
     }
+    if model.kind == "video":
+        options["seconds"] = (Annotated[str | int | float, Field(description="Duration.")] | None, None)
     schema = request_schema(model, at_most={**limited, **dict.fromkeys(model.images, _MAX_IMAGES)})
     extended: type[BaseModel] = create_model(schema.__name__, __base__=schema, **options)
     return extended
 
 
-async def read_body(http: Any, limits: Limits) -> bytes:
+def _format_names(model: Model) -> tuple[str, ...]:
+    names = FORMATS[model.kind]
+    return (*names, "jpeg") if "jpg" in names else names
+
+
+class Content(NamedTuple):
+    """The body of an HTTP request: JSON, or the fields and files of a form."""
+
+    json: bytes = b""
+    fields: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = {}
+
+
+async def read_content(http: Any, limits: Limits) -> Content:
     """Return the body of the HTTP request ``http``, which is read no further than its limit.
 
     Raises:
-        RequestError: If the body is too large, too slow, or not ``application/json``.
+        RequestError: If the body is too large, too slow, or neither JSON nor a form.
     """
-    if http.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise RequestError(415, "invalid_content_type", "expected Content-Type: application/json.")
+    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind not in ("application/json", "multipart/form-data"):
+        raise RequestError(
+            415, "invalid_content_type", "expected Content-Type: application/json or multipart/form-data."
+        )
     body = bytearray()
     try:
         async with asyncio.timeout(limits.seconds):
@@ -56,35 +98,115 @@ async def read_body(http: Any, limits: Limits) -> bytes:
                 body += chunk
                 if len(body) > limits.body_bytes:
                     raise RequestError(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
+    except ClientDisconnect:
+        raise RequestError(499, "client_left", "the client disconnected while it sent the body.") from None
     except TimeoutError:
         raise RequestError(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
-    return bytes(body)
+    if kind == "application/json":
+        return Content(bytes(body))
+    fields, files = await read_form(bytes(body), http.headers)
+    return Content(fields=fields, files=files)
 
 
-def read_request(body: bytes, schema: type[BaseModel], model: Model, limits: Limits) -> Body:
-    """Return the request in ``body``. Images are decoded.
+def read_request(content: Content, schema: type[BaseModel], model: Model, limits: Limits, *, fps: int = 16) -> Body:
+    """Return the request in ``content``. Images are decoded.
 
     Raises:
         RequestError: If the body is not valid, or the request exceeds a limit.
     """
     try:
-        # OpenAI's clients send null for what they omit.
-        fields = schema.model_validate_json(body).model_dump(exclude_unset=True, exclude_none=True)
+        fields = _validated(content, schema)
     except ValidationError as error:
         code = "invalid_value" if error.errors()[0]["loc"] else "invalid_json"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
     for name in _IGNORED:
         fields.pop(name, None)
     response_format, stream = fields.pop("response_format", "b64_json"), fields.pop("stream", False)
+    progress, partial_images = fields.pop("progress", False), fields.pop("partial_images", 0)
+    format_ = fields.pop("output_format", None)
+    delivery = Delivery(_FORMAT_NAMES.get(format_, format_), fields.pop("output_compression", None), partial_images)
+
+    def read_image(text: str) -> bytes:
+        data = content.files.get(text)
+        if data is None:
+            return _decode_image(text, limits.pixels)
+        open_image(data, limits.pixels)
+        return data
+
     try:
-        request = request_from(fields, model, read_image=lambda text: _decode_image(text, limits.pixels))
+        _require_flat(fields)
+        _require_short_texts(fields, model)
+        for name in set(fields) - set(model.images):
+            if isinstance(fields[name], str) and fields[name] in content.files:
+                raise ValueError(f"field {name!r} is a file; expected a text or a number.")
+        if "seconds" in fields:
+            fields["frames"] = _frames(fields.pop("seconds"), fps)
+        request = replace(request_from(fields, model, read_image=read_image), delivery=delivery)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
     _require_size(request, model, limits)
     longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
     if longest > limits.steps:
         raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
-    return Body(request, response_format, stream)
+    return Body(request, response_format, stream, progress)
+
+
+def _validated(content: Content, schema: type[BaseModel]) -> dict[str, Any]:
+    # OpenAI's clients send null for what they omit.
+    if content.fields is not None:
+        return schema.model_validate(content.fields).model_dump(exclude_unset=True, exclude_none=True)
+    try:
+        valid = schema.model_validate_json(content.json)
+    except ValidationError as error:
+        if not error.errors(include_input=False)[0]["loc"]:
+            raise
+        # The fields may have OpenAI's names.
+        values = json.loads(content.json)
+        valid = schema.model_validate(rename(values))
+    return valid.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def _frames(seconds: str | float, fps: int) -> int:
+    try:
+        return max(1, round(float(seconds) * fps) + 1)
+    except (ValueError, OverflowError):
+        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
+
+
+def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
+    """Raise RequestError if a tokenizer would get more characters than the model can read."""
+    name = "max_sequence_length"
+    tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
+    tokens = tokens if isinstance(tokens, int) else _CLIP_TOKENS
+    most = CHARACTERS_PER_TOKEN * tokens
+    prompt = fields.get("prompt")
+    prompts = max(1, len(prompt)) if isinstance(prompt, list) else 1
+    for name in set(fields) - set(model.images):
+        value = fields[name]
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        lengths = [len(text) for text in texts if isinstance(text, str)]
+        if sum(lengths) > most * prompts or max(lengths, default=0) > most:
+            raise RequestError(
+                400,
+                "text_too_long",
+                f"field {name!r} has {sum(lengths)} characters; expected at most {most} for each of {prompts} prompts "
+                f"({CHARACTERS_PER_TOKEN} for each of the {tokens} tokens that the model reads).",
+            )
+
+
+def _require_flat(fields: dict[str, Any]) -> None:
+    """Raise ValueError if a field is nested more deeply than any pipeline's argument."""
+    for name, value in fields.items():
+        level = [value]
+        for _ in range(_MAX_NESTING):
+            level = [
+                item
+                for parent in level
+                if isinstance(parent, (list, dict))
+                for item in (parent.values() if isinstance(parent, dict) else parent)
+            ]
+        if level:
+            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
 
 
 def _require_size(request: Request, model: Model, limits: Limits) -> None:

@@ -36,6 +36,21 @@ USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _U
 
 
 @dataclass(frozen=True)
+class Delivery:
+    """Form in which the result of a request is delivered. It does not change the pixels.
+
+    Args:
+        format_ (`str`, *optional*): Format of the files. Defaults to that of the replica.
+        quality (`int`, *optional*): 0 to 100, for JPEG and WebP.
+        partial_images (`int`): Previews that are sent while the request runs.
+    """
+
+    format_: str | None = None
+    quality: int | None = None
+    partial_images: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """One call of a pipeline.
 
@@ -43,11 +58,13 @@ class Request:
         fields (`Mapping[str, Any]`): Arguments of the call under diffusers' names, as JSON values.
         seed (`int`, defaults to `0`): Seed of the generator.
         images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
+        delivery (`Delivery`): How the result is delivered.
     """
 
     fields: Mapping[str, Any]
     seed: int = 0
     images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    delivery: Delivery = Delivery()
 
     @property
     def digest(self) -> str:
@@ -64,6 +81,12 @@ class Request:
         return int(
             prompts * (self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1)
         )
+
+    @property
+    def size(self) -> str:
+        """Width x height as requested; ``"auto"`` if the pipeline chooses them."""
+        width, height = self.fields.get("width"), self.fields.get("height")
+        return "auto" if width is None or height is None else f"{width}x{height}"
 
     def pixels(self) -> int | None:
         """Return the pixels of all images or frames. None if the pipeline chooses the size.
@@ -154,12 +177,17 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
     if first["type"] == "extra_forbidden":
         return unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
-        return f"field {name!r} is {first['input']!r:.80}: expected width x height in pixels, such as '1024x768'."
+        return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
     # A value that fits no member of a union has an error for each member.
     same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
     expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
     value = min(same, key=lambda other: -len(other["loc"]))["input"]
-    return f"field {name!r} is {value!r:.80}: {expected}."
+    return f"field {name!r} is {_short(value)}: {expected}."
+
+
+def _short(value: Any) -> str:
+    """Return the beginning of a value, which may have megabytes."""
+    return repr(value[:80] if isinstance(value, (str, list)) else value)[:80]
 
 
 def make_request(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+import time
+import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
@@ -16,45 +17,58 @@ from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFaile
 from para_core.fleet.foresee import Memory
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
+from para_core.fleet.queue import QueuedRequest, RequestQueue
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.server import Server
-from para_core.fleet.work import Result
+from para_core.fleet.server import Server, ServerOptions
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
+# Interval of a replica's reports that it lives, and how long a replica without one counts as ready.
+_REPORT_SECONDS, _SILENT_SECONDS = 1.0, 4.0
+# How long the first reports may take after the replicas have loaded.
+_READY_SECONDS = 60.0
+logger = logging.getLogger(__name__)
 # A kind and its value.
 Event = tuple[str, Any]
 _FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
 
 
 class ReplicaDeployment:
-    """A replica as a Serve deployment. It answers one request at a time, and restarts its ranks after one died."""
+    """A replica as a Serve deployment. It answers one request at a time, and restarts its ranks after one died.
+
+    Every second it reports to :class:`Front` that all its ranks live.
+    """
 
     async def __init__(  # type: ignore[misc]
-        self, recipe: Recipe, shape: group.ReplicaShape, format_: str, fps: int
+        self, recipe: Recipe, shape: group.ReplicaShape, format_: str, fps: int, room: float | None
     ) -> None:
         self._replica = group.Replica(recipe, shape, format_=format_, fps=fps)
+        self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
         await self._replica.start()
+        self._memory = await self._replica.memory(room)
+        self._reporting = asyncio.ensure_future(self._report())
 
     async def generate(self, id_: str, request: Request) -> AsyncIterator[Event]:
         """Yield ``begin`` with the first rank (for :func:`group.cancel`), ``step``, and then ``done`` or a failure."""
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        if not self._replica.actors:  # an earlier restart failed
-            await self._replica.restart()
-        yield "begin", self._replica.actors[0]
-        task = asyncio.ensure_future(self._answer(id_, request, events))
+        self._busy = True
+        task = None
         try:
+            await self._ensure_running()
+            yield "begin", self._replica.actors[0]
+            events: asyncio.Queue[Event] = asyncio.Queue()
+            task = asyncio.ensure_future(self._answer(id_, request, events))
             while True:
                 kind, value = await events.get()
                 yield kind, value
                 if kind == "died":
-                    # Serve sends no other request here until the generator ends.
-                    yield "restarted", await self._replica.restart()
+                    # The queue sends no other request here until the generator ends.
+                    await self._ensure_running()
                 if kind != "step":
                     break
         finally:
-            if not task.done() and self._replica.actors:  # the caller stopped iterating
+            self._busy = False
+            if task is not None and not task.done() and self._replica.actors:  # the caller stopped iterating
                 group.cancel(self._replica.actors[0], id_)
 
     async def _answer(self, id_: str, request: Request, events: asyncio.Queue[Event]) -> None:
@@ -67,80 +81,95 @@ class ReplicaDeployment:
             kind = next(name for name, failure in _FAILURES.items() if isinstance(error, failure))
             events.put_nowait((kind, str(error)))
 
-    async def memory(self, room: float | None) -> Memory | None:
-        return await self._replica.memory(room)
+    async def _ensure_running(self) -> None:
+        async with self._starting:
+            if not self._replica.actors:
+                await self._replica.restart()
+
+    async def _report(self) -> None:
+        """Report to the front while all ranks live. Ranks that died while no request ran are restarted."""
+        while True:
+            try:
+                if await self._replica.alive():
+                    await serve.get_deployment_handle("Front", APP).replica_lives.remote(self._id, self._memory)
+                elif not self._busy:
+                    await self._replica.stop()
+                    await self._ensure_running()
+            except Exception as error:
+                # The front may be missing or restarting, or the cluster busy: the next second may do better.
+                logger.warning("a replica cannot report: %s", group.cause(error))
+            await asyncio.sleep(_REPORT_SECONDS)
 
 
-class ServeBackend:
-    """Backend of the server that sends each request to a free replica through a Serve handle."""
+class ServeReplicas:
+    """The replicas of the server, through a Serve handle."""
 
-    def __init__(self, handle: Any, replicas: int) -> None:
-        self._handle = handle.options(method_name="generate", stream=True)
-        self._replicas = replicas
-        self._restarting = 0
+    def __init__(self) -> None:
+        self._handle: Any = None
         self._first_ranks: dict[str, Any] = {}
         self._cancelled: set[str] = set()
-        self._reading: set[asyncio.Future[None]] = set()
-        # When a client disconnects, Serve cancels every Ray task that was started in the request's context, including
-        # running ranks. Calls of replicas run in a copy of this context instead, and are cancelled between two steps.
-        self._context = contextvars.copy_context()
+        self._reports: dict[str, float] = {}
 
-    async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
-        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        # Events are read to their end, even if nobody waits: a replica that died is restarted after its last answer.
-        reading = asyncio.get_running_loop().create_task(
-            self._read(id_, request, progress, answer), context=self._context.copy()
-        )
-        self._reading.add(reading)
-        reading.add_done_callback(self._reading.discard)
-        return await asyncio.shield(answer)
-
-    async def _read(
-        self, id_: str, request: Request, progress: Callable[[int], None], answer: asyncio.Future[Result]
-    ) -> None:
-        died = False
+    async def run(self, entry: QueuedRequest) -> None:
+        """Run a request on a free replica, and set its answer. Returns when the replica can take the next request."""
+        if self._handle is None:
+            handle = serve.get_deployment_handle("Replicas", REPLICAS)
+            self._handle = handle.options(method_name="generate", stream=True)
         try:
-            async for kind, value in self._handle.remote(id_, request):
+            async for kind, value in self._handle.remote(entry.id_, entry.request):
                 if kind == "begin":
-                    self._first_ranks[id_] = value
-                    if id_ in self._cancelled:
-                        group.cancel(value, id_)
+                    self._first_ranks[entry.id_] = value
+                    if entry.id_ in self._cancelled:
+                        group.cancel(value, entry.id_)
                 elif kind == "step":
-                    progress(value)
+                    entry.progress(value)
                 elif kind == "done":
-                    answer.set_result(value)
-                elif kind in _FAILURES:
-                    died = kind == "died"
-                    self._restarting += died
-                    answer.set_exception(_FAILURES[kind](value))
-                    self._first_ranks.pop(id_, None)
+                    entry.answer.set_result(value)
+                else:
+                    self._first_ranks.pop(entry.id_, None)
+                    entry.answer.set_exception(_FAILURES[kind](value))
         except Exception as error:
-            if not answer.done():
-                answer.set_exception(ReplicaDied(f"the replica's actor ended: {group.cause(error)}"))
+            if not entry.answer.done():
+                entry.answer.set_exception(ReplicaDied(f"the replica's actor ended: {group.cause(error)}"))
         finally:
-            if not answer.done():
-                answer.set_exception(ReplicaDied("the replica ended without an answer."))
-            self._restarting -= died
-            self._first_ranks.pop(id_, None)
-            self._cancelled.discard(id_)
+            self._first_ranks.pop(entry.id_, None)
+            self._cancelled.discard(entry.id_)
 
     def cancel(self, id_: str) -> None:
+        """End this running request after its current step."""
         self._cancelled.add(id_)
         if id_ in self._first_ranks:
-            self._context.copy().run(group.cancel, self._first_ranks[id_], id_)
+            group.cancel(self._first_ranks[id_], id_)
 
     async def ready(self) -> int:
-        return self._replicas - self._restarting
+        """Return the number of replicas that reported lately."""
+        now = time.monotonic()
+        return sum(now - last < _SILENT_SECONDS for last in self._reports.values())
+
+    def report(self, id_: str) -> None:
+        """Note that a replica lives."""
+        now = self._reports[id_] = time.monotonic()
+        self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
 
 
 class Front:
     """The deployment that answers HTTP."""
 
-    def __init__(
-        self, handle: Any, model: Model, limits: Limits, format_: str, replicas: int, api_key: str | None
-    ) -> None:
-        backend = ServeBackend(handle, replicas)
-        self._server = Server(backend, model, limits, format_=format_, replicas=replicas, api_key=api_key)
+    def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
+        self._replicas = ServeReplicas()
+        queue = RequestQueue(self._replicas, options.replicas)
+        self._server = Server(queue, model, limits, options)
+        self._server.loading = True
+
+    async def replica_lives(self, id_: str, memory: Memory | None) -> None:
+        """Receive the report of a replica."""
+        self._replicas.report(id_)
+        self._server.set_memory(memory)
+        self._server.loading = False
+
+    async def ready(self) -> int:
+        """Return the number of replicas that can answer."""
+        return await self._replicas.ready()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._server.app
@@ -151,20 +180,16 @@ def start(
     recipe: Recipe,
     shape: group.ReplicaShape,
     limits: Limits,
+    options: ServerOptions,
     *,
-    replicas: int,
-    format_: str,
-    fps: int,
     host: str,
     port: int,
-    api_key: str | None,
     room: float | None = None,
     debug: bool = False,
 ) -> None:
     """Start the server on Ray, and return when it answers.
 
     Args:
-        api_key (`str`, *optional*): Key that requests must send.
         room (`float`, *optional*): Bytes of a rank for weights and results. Defaults to the memory of its device.
 
     Raises:
@@ -173,6 +198,7 @@ def start(
         RuntimeError: If a replica cannot start, the cluster runs such a server already, or Serve listens on another
             port.
     """
+    replicas = options.replicas
     _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)
@@ -188,15 +214,23 @@ def start(
             max_constructor_retry_count=1,
         )
         front = serve.deployment(serve.ingress()(Front), name="Front").options(
-            num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+            num_replicas=1,
+            max_ongoing_requests=10_000,
+            # On the node that listens, because results are kept on its disk.
+            ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
+        # The front is first, and answers 503 while the replicas load.
+        handle = serve.run(front.bind(model, limits, options), name=APP, route_prefix="/")
+        _require_answer(host, port)
         try:
-            handle = serve.run(deployment.bind(recipe, shape, format_, fps), name=REPLICAS, route_prefix=None)
+            serve.run(
+                deployment.bind(recipe, shape, options.format_, options.fps, room), name=REPLICAS, route_prefix=None
+            )
         except RuntimeError as error:
             raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
-        limits = replace(limits, memory=handle.memory.remote(room).result())
-        serve.run(front.bind(handle, model, limits, format_, replicas, api_key), name=APP, route_prefix="/")
-        _require_answer(host, port)
+        deadline = time.monotonic() + _READY_SECONDS
+        while handle.ready.remote().result() < replicas and time.monotonic() < deadline:
+            time.sleep(_REPORT_SECONDS / 4)
     except BaseException:
         stop()
         raise

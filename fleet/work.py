@@ -74,9 +74,11 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
         return None
     videos = getattr(output, "frames", None)
     first = output.images[0] if videos is None else videos[0][0]
+    delivery = request.delivery
+    files = encode(output, delivery.format_ or format_, fps=fps, quality=delivery.quality)
     # The pipeline may have rounded the requested size.
     size = {"size": f"{first.width}x{first.height}"}
-    return Result(tuple(encode(output, format_, fps=fps)), {**metadata(pipe, request, recipe, seconds), **size})
+    return Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size})
 
 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:

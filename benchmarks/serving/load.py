@@ -32,7 +32,7 @@ from para_core.fleet.models import Model, find_model
 from para_core.fleet.outputs import encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
-from para_core.fleet.server import Server
+from para_core.fleet.server import Server, ServerOptions
 from para_core.fleet.work import Result
 
 # Loads relative to the capacity of a server.
@@ -82,7 +82,7 @@ class PlainBackend:
 
 @contextlib.contextmanager
 def plain_server(model: Model, limits: Limits, port: int) -> Iterator[None]:
-    server = Server(PlainBackend(model.name), model, limits, format_="png", replicas=1, api_key=None)
+    server = Server(PlainBackend(model.name), model, limits, ServerOptions("png", 1))
     web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run)
     thread.start()
@@ -103,7 +103,7 @@ def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks
     from para_core.fleet.group import ReplicaShape
 
     shape, recipe = ReplicaShape(ranks), Recipe(model.name)
-    options = {"replicas": replicas, "format_": "png", "fps": 16, "host": HOST, "port": port, "api_key": None}
+    options = {"options": ServerOptions("png", replicas), "host": HOST, "port": port}
     serving.start(model, recipe, shape, limits, **options)
     try:
         yield

@@ -28,6 +28,7 @@ from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.request import make_request
+from para_core.fleet.server import ServerOptions
 from para_core.fleet.work import Watch, generate
 
 # Ray's own sockets and threads, which end with the cluster.
@@ -61,12 +62,9 @@ def server(model, recipe):
     limits = Limits(waiting=2, seconds=300)
     shape = group.ReplicaShape(ranks=2)
     options = {
-        "replicas": 2,
-        "format_": "png",
-        "fps": 16,
+        "options": ServerOptions("png", 2),
         "host": "127.0.0.1",
         "port": PORT,
-        "api_key": None,
         "room": 6e7,
     }
     serving.start(model, recipe, shape, limits, **options)
@@ -114,7 +112,7 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     broken = Path(shutil.copytree(model.name, tmp_path / "broken"))
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 12, "api_key": None}
+    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT + 12}
     with pytest.raises(RuntimeError, match="Unable to load weights"):
         serving.start(find_model(str(broken)), Recipe(str(broken)), group.ReplicaShape(1), Limits(), **options)
     end_cluster()
@@ -158,7 +156,7 @@ def test_too_large_size_is_refused_by_planner(server):
 
 
 def test_second_server_is_refused(server, model, recipe):
-    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT + 11, "api_key": None}
+    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT + 11}
     before = rank_processes()
     with pytest.raises(RuntimeError, match="has a para_core server already"):
         serving.start(model, recipe, group.ReplicaShape(ranks=1), Limits(), **options)
@@ -167,7 +165,7 @@ def test_second_server_is_refused(server, model, recipe):
 
 
 def test_used_port_is_refused_before_replicas(server, model, recipe):
-    options = {"replicas": 1, "format_": "png", "fps": 16, "host": "127.0.0.1", "port": PORT, "api_key": None}
+    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT}
     with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
         serving.start(model, recipe, group.ReplicaShape(ranks=2), Limits(), **options)
 

@@ -22,7 +22,7 @@ from para_core.fleet.foresee import Memory
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import describe
 from para_core.fleet.outputs import Output
-from para_core.fleet.server import Server
+from para_core.fleet.server import Server, ServerOptions
 from para_core.fleet.work import Result
 
 PATH = "/v1/images/generations"
@@ -30,6 +30,8 @@ PATH = "/v1/images/generations"
 
 class StandIn:
     """One replica whose steps take ``seconds`` each; a prompt may make it fail."""
+
+    format_ = "png"
 
     def __init__(self, seconds=0.0):
         self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
@@ -48,7 +50,8 @@ class StandIn:
                     raise RequestCancelled(f"cancelled after step {step + 1}.")
                 progress(step + 1)
             self.ran.append((id_, request))
-            return Result((Output(".png", f"{prompt} {request.seed}".encode()),), {"seconds": 0.5})
+            suffix = f".{request.delivery.format_ or self.format_}"
+            return Result((Output(suffix, f"{prompt} {request.seed}".encode()),), {"seconds": 0.5})
 
     def cancel(self, id_):
         self.cancelled.add(id_)
@@ -58,11 +61,12 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, format_="png"):
+def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, format_="png", **options):
     """A port at which a server answers, and its backend."""
     backend = backend or StandIn()
+    backend.format_ = format_
     model = describe("", pipeline, {})
-    server = Server(backend, model, limits or Limits(), format_=format_, replicas=1, api_key=api_key)
+    server = Server(backend, model, limits or Limits(), ServerOptions(format_, 1, api_key, **options))
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
@@ -125,15 +129,15 @@ def test_video_pipeline_answers_at_videos_route():
     limits = Limits(pixels=64 * 32 * 17)
     with serving(pipeline=WanPipeline, format_="mp4", limits=limits) as (port, backend):
         asked = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
-        status, _, body = ask(port, asked, path="/v1/videos", X_Request_Id="mine")
+        status, _, body = ask(port, asked, path="/v1/videos/sync", X_Request_Id="mine")
         assert status == 200
         assert backend.ran[0][1].fields["num_frames"] == 17
         status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
         assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
-        status, _, body = ask(port, {**asked, "frames": 33}, path="/v1/videos")
+        status, _, body = ask(port, {**asked, "frames": 33}, path="/v1/videos/sync")
         assert status == 400
         assert "32x32" in body["error"]["message"]
-        assert "POST /v1/videos" in str(ask(port, asked)[2])
+        assert "POST /v1/videos/sync" in str(ask(port, asked)[2])
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +227,7 @@ def test_every_error_is_a_json_object():
         for method, path, expected in (("POST", "/v1/videos", 404), ("GET", PATH, 405)):
             status, _, body = ask(port, None, method=method, path=path)
             assert status == expected
-            assert "POST /v1/images/generations, DELETE" in body["error"]["message"]
+            assert "POST /v1/images/generations" in body["error"]["message"]
         status, _, body = ask(port, None, method="GET", path="/health")
         assert (status, body["error"]["type"]) == (500, "server_error")
 
@@ -256,12 +260,12 @@ def test_one_request_more_than_may_wait_comes_back_later():
 
 def test_stream_reports_each_step_and_result():
     with serving() as (port, _):
-        status, headers, text = ask(port, {"prompt": "a", "steps": 3, "stream": True})
+        status, headers, text = ask(port, {"prompt": "a", "steps": 3, "stream": True, "progress": True})
         assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
         events = [json.loads(event.split("data: ")[1]) for event in text.decode().strip().split("\n\n")]
-        assert [event["type"] for event in events] == ["accepted", *["progress"] * 3, "done"]
+        assert [event["type"] for event in events] == ["accepted", *["progress"] * 3, "image_generation.completed"]
         assert [event.get("step") for event in events[1:4]] == [1, 2, 3]
-        assert base64.b64decode(events[-1]["data"][0]["b64_json"]) == b"a 0"
+        assert base64.b64decode(events[-1]["b64_json"]) == b"a 0"
 
 
 @pytest.mark.parametrize("stream", [False, True])

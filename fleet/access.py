@@ -1,0 +1,92 @@
+"""Access to a server: API key, names of this host, and pages of other sites."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import re
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.requests import Request as HttpRequest
+
+from para_core.fleet.limits import RequestError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_HEADER_BYTES = 2**16
+# RFC 9110: host and optional port. An IPv6 address is in brackets.
+_HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
+
+
+class Access:
+    """Check of the API key, or without one, of the names by which a request reaches this host.
+
+    Args:
+        api_key (`str`, *optional*): Key that requests must send. None accepts requests to loopback names only.
+        origins (`Sequence[str]`): Sites whose pages may use the server (CORS), or ``"*"``.
+    """
+
+    def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:
+        self._keys = None if api_key is None else _encodings(api_key)
+        self._origins = frozenset(origins)
+
+    async def require(self, http: HttpRequest) -> None:
+        """Raise RequestError if the request may not use the server."""
+        if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
+            raise RequestError(431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes.")
+        host = require_host(http)
+        if self._keys is not None:
+            self._require_key(http)
+        # A page of another site, in a browser on this machine, can send requests to a name that resolves to loopback.
+        elif host not in _LOOPBACK:
+            raise RequestError(
+                403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."
+            )
+        else:
+            self._require_own_page(http)
+
+    def _require_key(self, http: HttpRequest) -> None:
+        keys = self._keys or ()
+        # The scheme is case-insensitive (RFC 9110). Starlette decodes header bytes as Latin-1.
+        scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
+        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not any(hmac.compare_digest(given, key) for key in keys):
+            raise RequestError(
+                401,
+                "invalid_api_key",
+                "expected the header Authorization: Bearer with the server's key.",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    def _require_own_page(self, http: HttpRequest) -> None:
+        # A form of another site may be sent to loopback without asking the server (a simple request of CORS).
+        origin = http.headers.get("origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return
+        if urlsplit(origin).netloc.lower() != http.headers.get("host", "").lower():
+            raise RequestError(
+                403,
+                "foreign_page",
+                f"pages of {origin[:80]} may not use this server, which has no API key; see --cors.",
+            )
+
+
+def require_host(http: HttpRequest) -> str:
+    """Return the host name of the request, in lower case and without brackets.
+
+    Raises:
+        RequestError: If the Host header is missing, empty, repeated or malformed.
+    """
+    hosts = http.headers.getlist("host")
+    match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if match is None:
+        raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
+    return match[1].strip("[]").lower()
+
+
+def _encodings(key: str) -> tuple[bytes, ...]:
+    """Return the bytes by which clients may send ``key``: most use UTF-8, some Latin-1."""
+    encodings = [key.strip().encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        encodings.append(key.strip().encode("latin-1"))
+    return tuple(dict.fromkeys(encodings))

@@ -1,0 +1,183 @@
+"""Accepted requests of a server: their number is limited, and each ends with a result, an error or a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.limits import Limits, RequestError
+from para_core.fleet.metrics import Metrics
+from para_core.fleet.outputs import Output
+from para_core.fleet.request import Request
+from para_core.fleet.work import Result
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Interval of checks that the client is still connected.
+_POLL_SECONDS = 0.2
+
+
+class Backend(Protocol):
+    """Replicas that each answer one request at a time."""
+
+    async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
+        """Return the result of a request. Waits while all replicas are busy.
+
+        Args:
+            progress (`Callable[[int | Output], None]`): Receives the number of finished steps, and partial images.
+
+        Raises:
+            RequestFailed: If the pipeline failed.
+            RequestCancelled: If :meth:`cancel` was called.
+            ReplicaDied: If the replica died.
+        """
+
+    def cancel(self, id_: str) -> None:
+        """End this request: at once if it waits, after its current step if it runs."""
+
+    async def ready(self) -> int:
+        """Return the number of replicas that can answer."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that waits or runs. ``events`` receives numbers of finished steps and partial images."""
+
+    id_: str
+    request: Request
+    task: asyncio.Future[Result] = field(init=False)
+    events: asyncio.Queue[int | Output] = field(default_factory=asyncio.Queue)
+    steps_done: int = 0
+
+
+class Jobs:
+    """The requests that wait or run on ``backend``."""
+
+    def __init__(self, backend: Backend, limits: Limits, replicas: int) -> None:
+        self._backend, self._limits, self._replicas = backend, limits, replicas
+        self._jobs: dict[str, Job] = {}
+        self.metrics = Metrics()
+
+    def __contains__(self, id_: str) -> bool:
+        return id_ in self._jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def require_room(self) -> None:
+        """Raise RequestError if no request may be added now."""
+        room = self._replicas + self._limits.waiting
+        if len(self._jobs) >= room:
+            self.metrics.requests.labels("refused").inc()
+            seconds = max(1, round(self.metrics.mean_seconds() * self._limits.waiting / self._replicas))
+            message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
+            raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
+
+    def start(self, request: Request, id_: str | None = None) -> Job:
+        """Send ``request`` to the backend.
+
+        Args:
+            id_ (`str`, *optional*): Name of the request. Defaults to a random one.
+
+        Raises:
+            RequestError: If there is no room, or the name is in use or invalid.
+        """
+        self.require_room()
+        id_ = id_ or uuid.uuid4().hex
+        if not _ID.fullmatch(id_) or id_ in self._jobs:
+            raise RequestError(
+                409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -."
+            )
+        job = self._jobs[id_] = Job(id_, request)
+        job.task = asyncio.ensure_future(self._run(job))
+        return job
+
+    def cancel(self, id_: str) -> None:
+        """Cancel a request.
+
+        Raises:
+            RequestError: If no such request waits or runs.
+        """
+        if id_ not in self._jobs:
+            raise RequestError(404, "not_found", f"no request {id_[:64]!r} is waiting or running.")
+        self._backend.cancel(id_)
+
+    async def wait(
+        self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
+    ) -> Result:
+        """Return the result of a job.
+
+        Args:
+            disconnected (`Callable`, *optional*): Whether the client has left.
+            seconds (`float`): Longest time to wait.
+
+        Raises:
+            RequestError: If the job has no result, its client left, or its time ran out.
+        """
+        start = time.monotonic()
+        outcome = "failed"
+        try:
+            while not (await asyncio.wait({job.task}, timeout=_POLL_SECONDS))[0]:
+                if time.monotonic() - start > seconds:
+                    outcome = "timed_out"
+                    raise RequestError(504, "timed_out", f"not done after {seconds:g} s; cancelled.")
+                if disconnected is not None and await disconnected():
+                    outcome = "cancelled"
+                    raise RequestError(499, "client_left", "the client disconnected; cancelled.")
+            error = job.task.exception()
+            outcome = "cancelled" if isinstance(error, RequestCancelled) else "failed"
+            if error is not None:
+                raise _response(error)
+            outcome = "done"
+            return job.task.result()
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self.metrics.requests.labels(outcome).inc()
+            self.metrics.seconds.observe(time.monotonic() - start)
+
+    def end(self, job: Job) -> None:
+        """Cancel the request if it still runs, and forget the job once no replica works on it."""
+        if job.task.done():
+            self._forget(job)
+        else:
+            self._backend.cancel(job.id_)
+            job.task.add_done_callback(lambda _: self._forget(job))
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.pop(job.id_, None)
+        if not job.task.cancelled():
+            job.task.exception()  # retrieved, or asyncio would log that it never was
+
+    async def _run(self, job: Job) -> Result:
+        def progress(event: int | Output) -> None:
+            if event == job.steps_done:
+                return
+            if isinstance(event, int):
+                self.metrics.steps.inc(max(0, event - job.steps_done))
+                job.steps_done = event
+            job.events.put_nowait(event)
+
+        for tries_left in range(self._limits.retries, -1, -1):
+            try:
+                return await self._backend.generate(job.id_, job.request, progress)
+            except ReplicaDied:
+                self.metrics.deaths.inc()
+                job.steps_done = 0
+                if tries_left == 0:
+                    raise
+        raise RuntimeError("the number of retries is negative.")
+
+
+def _response(error: BaseException) -> RequestError:
+    if isinstance(error, RequestCancelled):
+        return RequestError(409, "cancelled", str(error))
+    if isinstance(error, RequestFailed):
+        return RequestError(400, "refused_by_the_pipeline", str(error))
+    return RequestError(500, "replica_died", f"{error} The replica is being restarted.")

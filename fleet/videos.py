@@ -1,0 +1,228 @@
+"""Asynchronous videos: requests that run without a client, and whose results stay on disk for a stated time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from para_core.fleet.jobs import Job, Jobs
+from para_core.fleet.limits import RequestError
+from para_core.fleet.outputs import Output, write_atomically
+from para_core.fleet.request import Request
+
+_ID = re.compile(r"video_[0-9a-f]{32}")
+_RUNNING = ("queued", "in_progress")
+_PAGE = 100
+
+
+class Videos:
+    """Videos of one server: one JSON record in ``folder`` for each, and its files. They survive a restart.
+
+    Videos that ran when an earlier server ended have the status ``failed``.
+
+    Args:
+        folder (`Path`): Made if it does not exist.
+        keep_seconds (`float`): Time from the end of a request until its record and files are deleted.
+    """
+
+    def __init__(self, jobs: Jobs, folder: Path, keep_seconds: float, *, model: str, fps: int) -> None:
+        self._jobs, self._folder, self._keep_seconds = jobs, folder, keep_seconds
+        self._model, self._fps = model, fps
+        self._running: dict[str, Job] = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._records: dict[str, dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("video_*.json"):
+            record = _read_record(path)
+            if record is None:
+                continue
+            self._records[record["id"]] = record
+            if record["status"] in _RUNNING:
+                self._fail(record, "server_restarted", "the server ended before the video was done.")
+        self._delete_expired()
+
+    def create(self, request: Request) -> dict[str, Any]:
+        """Start a video, and return its record."""
+        id_ = f"video_{uuid.uuid4().hex}"
+        job = self._jobs.start(request, id_)
+        frames = request.fields.get("num_frames") or request.fields.get("video_length") or 0
+        prompt = request.fields.get("prompt")
+        record = {
+            "id": id_,
+            "object": "video",
+            "created_at": int(time.time()),
+            "status": "queued",
+            "progress": 0,
+            "model": self._model,
+            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
+            "seconds": f"{frames / self._fps:g}",
+            "size": request.size,
+            "completed_at": None,
+            "expires_at": None,
+            "error": None,
+        }
+        self._records[id_], self._running[id_] = record, job
+        self._write(record)
+        task = asyncio.ensure_future(self._finish(job, record))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return self.get(id_)
+
+    def get(self, id_: str) -> dict[str, Any]:
+        """Return the record of a video, in the form of OpenAI's API.
+
+        Raises:
+            RequestError: If there is none (any more).
+        """
+        self._delete_expired()
+        record = self._records.get(id_)
+        if record is None:
+            raise RequestError(404, "not_found", f"no video {id_[:64]!r} exists (any more).")
+        job = self._running.get(id_)
+        if job is not None and job.steps_done:
+            steps = job.request.fields.get("num_inference_steps") or job.steps_done + 1
+            record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
+        return {name: value for name, value in record.items() if name != "files"}
+
+    def list(self, *, after: str | None = None, limit: int = 20, newest_first: bool = True) -> dict[str, Any]:
+        """Return a page of records, sorted by time.
+
+        Args:
+            after (`str`, *optional*): Last video of the page before.
+        """
+        self._delete_expired()
+        ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=newest_first)
+        if after is not None:
+            if after not in ids:
+                raise RequestError(404, "not_found", f"no video {after[:64]!r} exists (any more).")
+            ids = ids[ids.index(after) + 1 :]
+        page = ids[: max(1, min(limit, _PAGE))]
+        ends = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+        return {"object": "list", "data": [self.get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
+
+    def content(self, id_: str, index: int = 0) -> Path:
+        """Return the file of a video.
+
+        Raises:
+            RequestError: If the video is not done, or has no file of this index.
+        """
+        status = self.get(id_)["status"]
+        if status != "completed":
+            raise RequestError(409 if status in _RUNNING else 404, "not_ready", f"video {id_} is {status}.")
+        files: list[str] = self._records[id_]["files"]
+        path = self._folder / files[index] if 0 <= index < len(files) else None
+        if path is None or not path.is_file():
+            raise RequestError(404, "not_found", f"video {id_} has no file {index}.")
+        return path
+
+    def delete(self, id_: str) -> dict[str, Any]:
+        """Cancel a video if it is not done, and delete its record and files."""
+        self.get(id_)
+        if id_ in self._running:
+            self._jobs.end(self._running.pop(id_))
+        self._remove(id_)
+        return {"id": id_, "object": "video.deleted", "deleted": True}
+
+    async def _finish(self, job: Job, record: dict[str, Any]) -> None:
+        try:
+            result = await self._jobs.wait(job)
+            if job.id_ in self._records:
+                await asyncio.to_thread(self._write_files, record, result.outputs)
+                record |= {"size": result.metadata.get("size", record["size"])}
+                self._end(record, status="completed", progress=100)
+        except RequestError as error:
+            self._fail(record, error.code, str(error))
+        except OSError as error:
+            self._fail(record, "disk", f"the result cannot be written to {self._folder}: {error.strerror}.")
+        finally:
+            self._running.pop(job.id_, None)
+            self._jobs.end(job)
+            if job.id_ not in self._records:  # deleted while its files were written
+                self._remove_files(job.id_)
+
+    def _write_files(self, record: dict[str, Any], outputs: tuple[Output, ...]) -> None:
+        for output in outputs:
+            write_atomically(self._folder / f"{record['id']}{output.suffix}", output.data)
+        record["files"] = [f"{record['id']}{output.suffix}" for output in outputs]
+
+    def _fail(self, record: dict[str, Any], code: str, message: str) -> None:
+        self._end(record, status="failed", error={"code": code, "message": message})
+
+    def _end(self, record: dict[str, Any], **changes: Any) -> None:
+        now = int(time.time())
+        record |= {"completed_at": now, "expires_at": int(now + self._keep_seconds), **changes}
+        if record["id"] in self._records:
+            self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        write_atomically(self._folder / f"{record['id']}.json", json.dumps(record).encode())
+
+    def _delete_expired(self) -> None:
+        now = time.time()
+        for id_, record in list(self._records.items()):
+            if record["expires_at"] is not None and record["expires_at"] <= now:
+                self._remove(id_)
+
+    def _remove(self, id_: str) -> None:
+        del self._records[id_]
+        self._remove_files(id_)
+
+    def _remove_files(self, id_: str) -> None:
+        for path in self._folder.glob(f"{id_}[.-]*"):
+            path.unlink(missing_ok=True)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Return the record in a file; None if the file is not one."""
+    try:
+        record = json.loads(path.read_bytes())
+        is_record = bool(_ID.fullmatch(record["id"])) and path.stem == record["id"]
+        return record if is_record and {"status", "created_at", "expires_at"} <= record.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def add_routes(
+    add: Callable[..., None], videos: Videos, read: Callable[[Any], Any], guard: list[Any], body: dict[str, Any]
+) -> None:
+    """Add the routes of asynchronous videos to an application.
+
+    Args:
+        add (`Callable`): ``FastAPI.add_api_route``.
+        read (`Callable`): Reads and validates the body of an HTTP request.
+    """
+
+    async def create(http: HttpRequest) -> Response:
+        """Start a video, and return its record at once."""
+        return JSONResponse(videos.create((await read(http)).request))
+
+    async def list_(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
+        """List the videos that run or are kept."""
+        return JSONResponse(videos.list(after=after, limit=limit, newest_first=order != "asc"))
+
+    async def show(video_id: str) -> Response:
+        """Show the status of a video."""
+        return JSONResponse(videos.get(video_id))
+
+    async def content(video_id: str, index: int = 0) -> Response:
+        """Fetch the file of a video that is done."""
+        return FileResponse(videos.content(video_id, index))
+
+    async def delete(video_id: str) -> Response:
+        """Cancel a video, and delete its files."""
+        return JSONResponse(videos.delete(video_id))
+
+    add("/v1/videos", create, methods=["POST"], dependencies=guard, openapi_extra=body, response_model=None)
+    add("/v1/videos", list_, dependencies=guard, response_model=None)
+    add("/v1/videos/{video_id}", show, dependencies=guard, response_model=None)
+    add("/v1/videos/{video_id}/content", content, dependencies=guard, response_model=None)
+    add("/v1/videos/{video_id}", delete, methods=["DELETE"], dependencies=guard, response_model=None)

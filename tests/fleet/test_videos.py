@@ -1,0 +1,116 @@
+"""Asynchronous videos over a replica that is a stand-in, by OpenAI's own client."""
+
+import json
+import time
+
+import openai
+import pytest
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from openai.types import Video, VideoDeleteResponse
+
+from para_core.fleet.limits import Limits
+from tests.fleet.test_openai import client, picture, strict
+from tests.fleet.test_server import StandIn, ask, serving
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+LIMITS = Limits(pixels=1280 * 720 * 129)
+
+
+def videos(folder, backend=None, pipeline=WanPipeline, **options):
+    options = {"pipeline": pipeline, "format_": "mp4", "limits": LIMITS, "videos": folder, **options}
+    return serving(backend or StandIn(), **options)
+
+
+def ended(port, id_):
+    deadline = time.monotonic() + 20
+    while (video := client(port).videos.retrieve(id_)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return video
+
+
+def test_video_is_made_and_survives_a_restart(tmp_path):
+    with videos(tmp_path) as (port, backend):
+        started = client(port).videos.create(prompt="a", size="1280x720", seconds="4")
+        assert started.status == "queued"
+        done = ended(port, started.id)
+        for video in (started, done):
+            strict(Video, video)
+        assert (done.status, done.progress, done.prompt) == ("completed", 100, "a")
+        assert done.expires_at - done.completed_at == 24 * 3600
+        assert backend.ran[0][1].fields["num_frames"] == 65
+        assert client(port).videos.download_content(started.id).read() == b"a 0"
+    with videos(tmp_path) as (port, _):
+        assert [video.id for video in client(port).videos.list()] == [started.id]
+        assert client(port).videos.download_content(started.id).read() == b"a 0"
+        strict(VideoDeleteResponse, client(port).videos.delete(started.id))
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(openai.NotFoundError):
+            client(port).videos.retrieve(started.id)
+
+
+def test_input_reference_is_the_image(tmp_path):
+    with videos(tmp_path, pipeline=WanImageToVideoPipeline) as (port, backend):
+        started = client(port).videos.create(prompt="a", size="64x32", input_reference=picture())
+        assert ended(port, started.id).status == "completed"
+        assert len(backend.ran[0][1].images["image"]) == 1
+
+
+def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path):
+    with videos(tmp_path, StandIn(0.1)) as (port, backend):
+        id_ = ask(port, {"prompt": "a", "size": "64x32", "frames": 17, "steps": 50}, path="/v1/videos")[2]["id"]
+        time.sleep(0.5)
+        video = client(port).videos.retrieve(id_)
+        assert video.status == "in_progress"
+        assert 0 < video.progress < 50
+        with pytest.raises(openai.ConflictError):
+            client(port).videos.download_content(id_)
+        client(port).videos.delete(id_)
+        time.sleep(0.3)
+        assert backend.cancelled == {id_}
+        assert backend.ran == []
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_no_time_limit_and_no_client(tmp_path):
+    limits = Limits(pixels=LIMITS.pixels, seconds=0.2)
+    with videos(tmp_path, StandIn(0.1), limits=limits) as (port, _):
+        id_ = client(port).videos.create(prompt="a", size="64x32", seconds="1", extra_body={"steps": 6}).id
+        assert ended(port, id_).status == "completed"
+
+
+def test_failed_video_has_its_reason(tmp_path):
+    with videos(tmp_path) as (port, _):
+        video = ended(port, client(port).videos.create(prompt="refused", size="64x32", seconds="1").id)
+        assert video.status == "failed"
+        assert video.error.message == "the pipeline says no."
+
+
+def test_videos_are_listed_in_pages(tmp_path):
+    with videos(tmp_path) as (port, _):
+        ids = {client(port).videos.create(prompt="a", size="64x32", seconds="1").id for _ in range(5)}
+        assert {video.id for video in client(port).videos.list(limit=2)} == ids
+        page = client(port).videos.list(limit=2)
+        assert len(page.data) == 2
+        assert page.has_more
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [({}, "completed"), ({"status": "in_progress", "expires_at": None}, "failed"), ({"expires_at": 1}, None)],
+)
+def test_records_of_an_earlier_server(tmp_path, change, status):
+    id_ = "video_" + "0" * 32
+    record = {"id": id_, "object": "video", "created_at": 1, "status": "completed", "expires_at": 2**40, "files": []}
+    (tmp_path / f"{id_}.json").write_text(json.dumps({**record, **change}))
+    (tmp_path / "video_other.json").write_text("no record")
+    with videos(tmp_path) as (port, _):
+        answer, _, body = ask(port, None, method="GET", path=f"/v1/videos/{id_}")
+        assert (body.get("status"), answer) == (status, 404 if status is None else 200)
+        assert (tmp_path / f"{id_}.json").exists() == (status is not None)
+
+
+@pytest.mark.parametrize("path", ["/v1/videos/..%2f..%2fetc", "/v1/videos/none/content", "/v1/videos?after=none"])
+def test_unknown_videos_are_not_found(tmp_path, path):
+    with videos(tmp_path) as (port, _):
+        assert ask(port, None, method="GET", path=path)[0] == 404
