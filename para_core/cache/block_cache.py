@@ -29,8 +29,6 @@ from para_core.cache.decision import (
     DecisionParams,
     NumberDecider,
     Step,
-    StepRecord,
-    Stopwatch,
     TensorDecider,
     Verdict,
     blocks_before_deciding,
@@ -39,7 +37,7 @@ from para_core.cache.decision import (
 from para_core.cache.diffusers_caches import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.cache.plain_weights import GroupBlocks
-from para_core.cache.report import Readings
+from para_core.cache.report import Readings, StepRecord, Stopwatch
 from para_core.cache.residuals import CacheState, Streams
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -156,55 +155,6 @@ class DecisionOutcome(NamedTuple):
         """Return copies of the tensors, which the next replay of a CUDA graph overwrites."""
         values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
         return DecisionOutcome(*values)
-
-
-class Stopwatch:
-    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the
-    device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[Any, Any] | None = None
-        self._seconds = 0.0
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events[0].record()
-        self._start = time.perf_counter()
-
-    def stop(self) -> Stopwatch:
-        self._seconds = time.perf_counter() - self._start
-        if self._events is not None:
-            self._events[1].record()
-        return self
-
-    @property
-    def seconds(self) -> float:
-        if self._events is None:
-            return self._seconds
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One call, for the report. Reading its tensors or seconds may wait for the device.
-
-    Args:
-        step: Index of the step in the schedule.
-        branch: Name of the branch, or of several branches in one batch.
-        num_branches, batch: Number of branches in a whole batch, and its number of samples; 0 if unknown.
-        room: Maximum number of stored residuals.
-    """
-
-    step: int
-    branch: str
-    num_branches: int
-    batch: int
-    threshold: float
-    outcome: DecisionOutcome
-    room: int
-    stopwatch: Stopwatch
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
-"""The report of a cache, step by step."""
+"""The records of a cache's steps, and the report that is made from them."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from para_core.cache.decision import StepRecord, Verdict
+from para_core.cache.decision import DecisionOutcome, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +51,55 @@ class CachedStep:
     def hit(self) -> bool:
         """Whether the step was skipped."""
         return self.verdict.skips
+
+
+class Stopwatch:
+    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the
+    device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[Any, Any] | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def stop(self) -> Stopwatch:
+        self._seconds = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+        return self
+
+    @property
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._seconds
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One call, for the report. Reading its tensors or seconds may wait for the device.
+
+    Args:
+        step: Index of the step in the schedule.
+        branch: Name of the branch, or of several branches in one batch.
+        num_branches, batch: Number of branches in a whole batch, and its number of samples; 0 if unknown.
+        room: Maximum number of stored residuals.
+    """
+
+    step: int
+    branch: str
+    num_branches: int
+    batch: int
+    threshold: float
+    outcome: DecisionOutcome
+    room: int
+    stopwatch: Stopwatch
 
 
 # Number of model calls that are kept for the report. A pipeline clears them at every generation, but a loop that never
