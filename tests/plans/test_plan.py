@@ -10,7 +10,7 @@ from para_core.distributed.mesh import one_rank, sequence_mesh
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.plan import Entries, Gather, Plan, Split
 from para_core.plans.region import apply_plan, mesh_of_plan, remove_plan
-from tests.plans.test_published import GATHER, cut
+from tests.plans.test_published_plan import GATHER, cut
 from tests.tiny import cpu_mesh, fill, relative_error
 
 
