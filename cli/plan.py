@@ -58,26 +58,43 @@ def plan(
         compiled=compiled,
         measured=measured,
     )
-    console.print(str(mesh_plan), markup=False)
-    command = _command(mesh_plan)
+    console.print(str(mesh_plan) if console.is_terminal else mesh_plan.markdown(), markup=False)
+    command = _command(mesh_plan, model, size, frames, steps, compiled=compiled)
     if command is not None:
-        console.print(f"As a command: {command}", markup=False)
+        console.print(f"\nAs a command: {command}", markup=False)
     if out is not None:
         mesh_plan.plot(out)
 
 
-def _command(plan: MeshPlan) -> str | None:
-    """Return the ``para_core generate`` command for the first mesh. None if it has no such options, or nothing fits."""
-    from para_core.fleet.recipe import MESH_NAMES
-    from para_core.planner.mesh_plan import room_of
+def _command(
+    plan: MeshPlan, model: str, size: str | None, frames: int | None, steps: int | None, *, compiled: bool
+) -> str | None:
+    """Return the command that runs the first mesh as it was predicted. None if it does not run."""
+    from para_core.adapters.planner.published import PUBLISHED
 
     row = plan.best
-    sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
-    if row.problem is not None or row.memory > room_of(plan.machine, row.shape) or not set(sizes) <= set(MESH_NAMES):
+    if not plan.runs(row):
         return None
-    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-    rest = [f"--{name.replace('_', '-')} {value}" for name, value in row.options.items()]
-    return " ".join([f"para_core generate --ranks {plan.ranks} --mesh {mesh}", *rest])
+    sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
+    options = {
+        "model": PUBLISHED[model].repository or f"'{model}'",
+        "size": size,
+        "frames": frames,
+        "steps": steps,
+        "compile": "blocks" if compiled and (row.shape.fsdp or row.placement.resident is not None) else None,
+        "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()) if row.shape.ranks > 1 else None,
+        **row.options,
+        "quantize": row.placement.quantize,
+    }
+    if compiled and options["compile"] is None:
+        options["compile"] = "whole"
+    named = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None]
+    per_host = plan.machine.topology.per_host
+    start = f"para_core generate --ranks {plan.ranks}"
+    if plan.ranks > per_host:
+        hosts = -(-plan.ranks // per_host)
+        start = f"torchrun --nnodes={hosts} --nproc_per_node={per_host} … -m para_core generate"
+    return " ".join([start, *named, "--prompt TEXT"])
 
 
 def _read_size(text: str | None) -> tuple[int | None, int | None]:

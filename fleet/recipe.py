@@ -62,6 +62,7 @@ class Recipe:
             ``"fsdp"`` if the weights are sharded, else to every rank's device.
         offload (`"blocks"` or `"model"`, *optional*): What waits in host memory: the transformer's blocks, as in
             :func:`parallelize_pipe`; or each component that does not run (``enable_model_cpu_offload``, CUDA only).
+        resident_blocks (`int`): With offload ``"blocks"``, the number of first blocks that stay on the device.
         quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
         backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
@@ -80,6 +81,7 @@ class Recipe:
     weights: Weights = "replicate"
     text_encoders: TextEncoders | None = None
     offload: Offload | None = None
+    resident_blocks: int = 1
     quantize: Quantize | None = None
     backend: Backend | None = None
     comm_dtype: CommDtype | None = None
@@ -217,6 +219,7 @@ def build(recipe: Recipe) -> Any:
         weights=weights,
         text_encoders=text_encoders,
         offload="blocks" if recipe.offload == "blocks" else None,
+        resident_blocks=recipe.resident_blocks,
         backend=recipe.backend,
         comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,

@@ -120,7 +120,7 @@ import torch
 
 atexit.register(os.write, 1, b", then the rest")  # called after what para_core registers
 
-import para_core
+from para_core import UnifiedAttnMode
 
 ending = threading.Event()
 

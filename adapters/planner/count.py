@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -138,9 +139,18 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
     return CallWork(+operations, base.returned, launches, (moved[0], moved[1]), peak)
 
 
-def bytes_of(module: nn.Module) -> int:
-    """Return the bytes of the module's parameters, with shared ones counted once."""
-    return sum(x.numel() * x.element_size() for x in {id(x): x for x in module.parameters()}.values())
+def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
+    """Return the bytes of the module's parameters, with shared ones counted once.
+
+    Args:
+        in_8_bits: Whether weights of linear layers count as quantized: a byte per element, and a scale in float32 per
+            row.
+    """
+    whole = {id(x): x.numel() * x.element_size() for x in module.parameters()}
+    if in_8_bits:
+        linears = [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
+        whole |= {id(x): x.numel() + 4 * x.shape[0] for x in linears}
+    return sum(whole.values())
 
 
 def weights_of(
@@ -154,39 +164,48 @@ def weights_of(
     no_stages = why_no_stages(transformer)
     patches = no_stages or patch_plan_for(transformer)
     of_encoders = [module_bytes(encoder) for encoder in encoders]
-    return Weights(
-        module_bytes(transformer),
-        transformers,
-        _tensor_bytes(transformer),
-        ModuleBytes(
-            sum(x.total for x in of_encoders),
-            sum(x.sharded for x in of_encoders),
-            max((x.at_once for x in of_encoders), default=0),
-        ),
-        other,
-        () if no_stages else tuple((entry.cost, bytes_of(entry.block)) for entry in stack_of(transformer)),
-        no_stages,
-        patches if isinstance(patches, str) else None,
+    all_encoders = ModuleBytes(
+        sum(x.total for x in of_encoders),
+        sum(x.sharded for x in of_encoders),
+        max((x.at_once for x in of_encoders), default=0),
+        sum(x.parts for x in of_encoders),
+        max((x.largest_layer for x in of_encoders), default=0),
     )
+    whole, in_8_bits = (
+        Weights(
+            module_bytes(transformer, in_8_bits=quantized),
+            transformers,
+            _tensor_bytes(transformer, in_8_bits=quantized),
+            all_encoders,
+            other,
+            () if no_stages else tuple((x.cost, bytes_of(x.block, in_8_bits=quantized)) for x in stack_of(transformer)),
+            no_stages=no_stages,
+            no_patches=patches if isinstance(patches, str) else None,
+        )
+        for quantized in (False, True)
+    )
+    return replace(whole, in_8_bits=in_8_bits)
 
 
-def module_bytes(module: nn.Module) -> ModuleBytes:
+def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
     """Return the bytes that FSDP2 shards, and those gathered while the module runs."""
     blocks = blocks_of(module)
-    of_blocks = [bytes_of(block) for block in blocks]
+    of_blocks = [bytes_of(block, in_8_bits=in_8_bits) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
     root = sum(x.numel() * x.element_size() for x in outside)
     neighbours = max((first + second for first, second in pairwise(of_blocks)), default=sum(of_blocks))
-    return ModuleBytes(bytes_of(module), sum(of_blocks) + root, root + neighbours, len(blocks) + 1)
+    largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
+    total = bytes_of(module, in_8_bits=in_8_bits)
+    return ModuleBytes(total, sum(of_blocks) + root, root + neighbours, len(blocks) + 1, largest)
 
 
-def _tensor_bytes(transformer: nn.Module) -> int:
+def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
     """Return the bytes of the weights that tensor ranks split."""
     plan = tensor_plan_for(transformer)
     linears = {} if plan is None else plan.linears
     return sum(
-        layer.weight.numel() * layer.weight.element_size()
+        layer.weight.numel() * (1 if in_8_bits else layer.weight.element_size())
         for name in linears
         for layer in matching_modules(transformer, name).values()
         if isinstance(layer, nn.Linear)

@@ -26,7 +26,16 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
         return Unpredicted(f"{error}")
     try:
         sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
-        plan = plan_mesh(pipe, ranks=ranks, device=device, ranks_per_host=ranks, weights=sharing)
+        placed: Any = "fsdp" if sharing else "replicate"  # as parallelize_pipe places them by default
+        plan = plan_mesh(
+            pipe,
+            ranks=ranks,
+            device=device,
+            ranks_per_host=ranks,
+            weights=sharing,
+            text_encoders=placed,
+            offload=False,
+        )
     except UnknownModelError as error:
         return Unpredicted(f"{error}")
     except Exception as error:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from para_core.adapters.planner.workload import require_positive, workload
+from para_core.adapters.weights.quantize import Quantize
+from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import MeshPlan, make_plan, require_ranks
+from para_core.planner.mesh_plan import Choices, MeshPlan, make_plan, require_ranks
 from para_core.planner.prediction import SHARING, Sharing
 from para_core.weights.pipefusion import PipeFusion
 
@@ -28,6 +30,9 @@ def plan_mesh(
     steps: int | None = None,
     compiled: bool = False,
     weights: Sequence[Sharing] = SHARING,
+    text_encoders: TextEncoders | None = None,
+    offload: bool = True,
+    quantize: Quantize | None = None,
     pipefusion: PipeFusion | None = None,
     measured: str | Path | None = None,
 ) -> MeshPlan:
@@ -49,6 +54,12 @@ def plan_mesh(
         compiled (`bool`, defaults to `False`): Whether the transformer is compiled.
         weights (`Sequence[str]`, defaults to `("tensor", "stages", "fsdp")`): Ways to shard weights. ``"stages"`` adds
             a ``pipe`` mesh dim; ``"fsdp"`` is tried if the weights do not fit otherwise; ``()`` replicates them.
+        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Placement of the text encoders,
+            as in :func:`parallelize_pipe`. Defaults to its default, and to ``"first"`` (on one rank ``"offload"``) for
+            meshes that do not fit otherwise.
+        offload (`bool`, defaults to `True`): Whether meshes that do not fit may keep transformer blocks in host memory.
+        quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact. Its bytes are
+            predicted, its speed is not. Defaults to exact weights, and to ``"int8"`` if no mesh fits otherwise.
         pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates. Defaults
             to exact meshes only.
         measured (`str` or `Path`, *optional*): JSON file of ``python -m para_core.doctor`` or of ``make gpu-check``
@@ -62,6 +73,7 @@ def plan_mesh(
         ValueError: If a name, device, link or size is invalid.
     """
     require_ranks(ranks)
+    choices = Choices(weights, text_encoders, offload, quantize, pipefusion)
     if ranks_per_host is not None:
         require_positive("ranks_per_host", ranks_per_host)
     accelerator, host = device_named(device), Host()
@@ -72,4 +84,4 @@ def plan_mesh(
     topology = Topology(inside, link_named(between, accelerator), per_host)
     machine = Machine(accelerator, topology, host, Runtime(compiled=compiled))
     work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
-    return make_plan(work, machine, ranks, sharing=weights, pipefusion=pipefusion)
+    return make_plan(work, machine, ranks, choices)

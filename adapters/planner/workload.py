@@ -94,6 +94,7 @@ def _published_workload(name: str, sizes: GenerationSizes, steps: int) -> Worklo
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
         frames=sizes.frames,
+        encodings=model.prompts,
     )
 
 

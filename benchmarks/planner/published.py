@@ -297,7 +297,8 @@ def sources() -> list[str]:
 
 def plans() -> list[str]:
     """Return a plan for cards on which two ranks are slower than one."""
-    plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights=())
+    link = Link("pcie3 via host", 3e-5, 2e9)
+    plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=link, weights=(), compiled=True)
     return ["```text", *str(plan).splitlines(), "```"]
 
 

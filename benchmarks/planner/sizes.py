@@ -26,8 +26,9 @@ from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import tensor_plan_for
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import make_plan
+from para_core.planner.mesh_plan import Choices, duration, make_plan
 from para_core.planner.prediction import MeshPrediction, Workload, predict
+from para_core.planner.weights import Placement
 from para_core.plans.module_matching import matching_modules
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
@@ -50,43 +51,20 @@ RESERVED = 6e9
 # -- the best mesh of each machine
 
 
-def options(shape: MeshShape) -> str:
-    """Return the mesh in the words of ``init_context_parallel_mesh``."""
-    sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-
-
 def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
-    """Return the fastest row that runs. If its weights are gathered or in stages, a faster one with offload may take
-    its place.
-    """
-    plan = make_plan(work, machine, ranks)
-    one, room = predict(MeshShape(), work, machine), machine.device.memory - RESERVED
-    row, offload = plan.best, False
-    others = work.weights.encoders.total + work.weights.other
-    if not row.memory <= room or row.shape.fsdp or row.shape.pipe > 1:
-        # enable_model_cpu_offload(): text encoders and autoencoder are in host memory while the transformer runs.
-        offloaded = [
-            other
-            for other in plan.rows
-            if not (other.problem or other.shape.fsdp or other.shape.pipe > 1)
-            and max(other.memory - others, others) <= room
-        ]
-        fastest = min(offloaded, key=lambda other: other.seconds, default=None)
-        if fastest is not None and (row.memory > room or fastest.seconds < row.seconds):
-            row, offload = fastest, True
-    held = row.memory - others * offload
-    return {
-        "options": options(row.shape),
-        "weights": row.options.get("weights", "replicate"),
-        "offload": offload,
-        "seconds": row.seconds,
-        "one rank": one.seconds,
-        "one rank fits": one.memory <= room,
-        "bytes held": held,
-        "fits": held <= room,
-        "enough ranks": plan.fastest.shape.ranks,
-    }
+    """Return the fastest exact row, and the fastest with int8 weights."""
+    cells: dict[str, Any] = {"one rank": predict(MeshShape(), work, machine).seconds}
+    for name, choices in (("exact", Choices()), ("int8", Choices(quantize="int8"))):
+        plan = make_plan(work, machine, ranks, choices)
+        cells[name] = {
+            "row": str(plan.best),
+            "seconds": plan.best.seconds,
+            "bytes held": plan.best.memory,
+            "bytes in host memory": plan.best.host_memory,
+            "fits": plan.runs(plan.best),
+            "enough ranks": plan.fastest.shape.ranks,
+        }
+    return cells
 
 
 def held(row: MeshPrediction) -> float | None:
@@ -102,11 +80,11 @@ def plan_all() -> dict[str, Any]:
         machines[work.name] = {
             f"{ranks} × {name}": best(work, machine_of(name, link, ranks), ranks)
             for name, link, counts in MACHINES
-            for ranks in counts
+            for ranks in (1, *counts)
         }
         machine = machine_of("H100", None, max(RANKS))
         memory[work.name] = {
-            "weights": work.weights.held(MeshShape()),
+            "weights": work.weights.at_rest(MeshShape(), Placement()),
             "replicated": {ranks: held(predict(MeshShape(ring=ranks), work, machine)) for ranks in RANKS},
             "tensor": {ranks: held(predict(MeshShape(tensor=ranks), work, machine)) for ranks in RANKS[1:]},
         }
@@ -121,35 +99,26 @@ def machine_of(name: str, link: str | None, ranks: int) -> Machine:
     return Machine(device, topology, Host(), Runtime(compiled=True))
 
 
-def machines_table(found: dict[str, Any]) -> list[str]:
-    """Return a row per model and device, a column per number of ranks."""
+def machines_table(found: dict[str, Any], kind: str) -> list[str]:
+    """Return a row per model and device, a column per number of ranks.
+
+    Args:
+        kind: ``"exact"`` or ``"int8"``.
+    """
     rows = []
     for model in SHOWN_MODELS:
         name, cells = next((name, cells) for name, cells in found["machines"].items() if name.startswith(model))
-        for device, _, counts in MACHINES:
-            of_device = [cells[f"{ranks} × {device}"] for ranks in counts]
-            rows.append([name, device, _one(of_device[0]), *map(_option, of_device)])
+        for device, _, counts in MACHINES if kind == "exact" else MACHINES[:2]:
+            rows.append([name, device, *(_option(cells[f"{ranks} × {device}"], kind) for ranks in (1, *counts))])
             name = ""
-    return markdown_table(
-        ["model", "device", "one GPU, s", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows, right=(2,)
-    )
+    return markdown_table(["model", "device", "1 rank", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-
-
-def _one(cell: dict[str, Any]) -> str:
-    return _seconds(cell["one rank"]) if cell["one rank fits"] else "does not fit"
-
-
-def _option(cell: dict[str, Any]) -> str:
-    if not cell["fits"]:
+def _option(cell: dict[str, Any], kind: str) -> str:
+    row, seconds = cell[kind]["row"].replace(", int8 (not exact)", ""), cell[kind]["seconds"]
+    if not cell[kind]["fits"]:
         return "does not fit"
-    marks = [" fsdp" * (cell["weights"] == "fsdp"), " offload" * cell["offload"]]
-    return (
-        f"{cell['options']}{''.join(marks)}: {_seconds(cell['seconds'])} ({cell['one rank'] / cell['seconds']:.2f} ×)"
-    )
+    return f"{row}: {duration(seconds)} ({cell['one rank'] / seconds:.2f} ×)"
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
@@ -315,7 +284,8 @@ def parts() -> dict[str, list[str]]:
     """Return the tables of docs/which_option.md and docs/weights.md."""
     machines, models = read_results("machines"), read_results("weights_memory")["gigabytes"]
     return {
-        "machines": machines_table(machines),
+        "machines": machines_table(machines, "exact"),
+        "int8": machines_table(machines, "int8"),
         "memory": memory_table(machines),
         "held": held_table(models),
         "sent": sent_table(models),

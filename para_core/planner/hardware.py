@@ -23,6 +23,8 @@ class Device:
         link (`str`): Name of the link to other devices of the host.
         of_products, of_attention, of_convolutions (`float`): Fractions of ``products`` that these operations reach.
         of_bandwidth (`float`): Fraction of ``bandwidth`` that is reached.
+        host_bandwidth (`float`): Bytes per second of a copy from pinned host memory: by default, what is reached of
+            PCIe 4 with 16 lanes.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Device:
     of_attention: float = 0.5
     of_convolutions: float = 0.3
     of_bandwidth: float = 0.8
+    host_bandwidth: float = 22e9
     source: str = ""
 
 
@@ -122,23 +125,58 @@ _BLOG = (
     "blog25_Scaling_Video_Generation_Across_NVL72_Rack_with_TensorRT-LLM.md"
 )
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
+# Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
+_PCIE5 = 45e9
 # name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention, of_convolutions
 DEVICES = {
     x.name: x
     for x in (
-        Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", source=f"{_NVIDIA}/h100/; {_FA3}"),
-        Device("H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", source=f"{_NVIDIA}/h100/; {_FA3}"),
-        Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", source=f"{_NVIDIA}/h200/; {_FA3}"),
-        Device("H20", 148e12, 96e9, 4.0e12, 78, "nvlink4", 0.9, 0.8, source=f"{_TECHPOWERUP}/h20.c4133"),
+        Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h100/; {_FA3}"),
+        Device(
+            "H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h100/; {_FA3}"
+        ),
+        Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h200/; {_FA3}"),
+        Device(
+            "H20",
+            148e12,
+            96e9,
+            4.0e12,
+            78,
+            "nvlink4",
+            0.9,
+            0.8,
+            host_bandwidth=_PCIE5,
+            source=f"{_TECHPOWERUP}/h20.c4133",
+        ),
         Device("A100", 312e12, 80e9, 2.04e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device("A100 40GB", 312e12, 40e9, 1.555e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device("A100 PCIe", 312e12, 80e9, 1.935e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device("A100 40GB PCIe", 312e12, 40e9, 1.555e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
         Device(
-            "B200", 2.25e15, 180e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.1, source=f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}"
+            "B200",
+            2.25e15,
+            180e9,
+            8e12,
+            148,
+            "nvlink5",
+            0.72,
+            0.65,
+            0.1,
+            host_bandwidth=_PCIE5,
+            source=f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}",
         ),
         Device(
-            "GB200", 2.5e15, 186e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.094, source=f"{_NVIDIA}/gb200-nvl72/; {_VAE}"
+            "GB200",
+            2.5e15,
+            186e9,
+            8e12,
+            148,
+            "nvlink5",
+            0.72,
+            0.65,
+            0.094,
+            host_bandwidth=_PCIE5,
+            source=f"{_NVIDIA}/gb200-nvl72/; {_VAE}",
         ),
         Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=f"{_TECHPOWERUP}/l20.c4206"),
         Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),

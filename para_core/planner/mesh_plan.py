@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from para_core.planner.cost import Machine, MeshShape
-from para_core.planner.prediction import SHARING, MeshPrediction, Sharing, Workload, predict, shapes
+from para_core.planner.prediction import (
+    SHARING,
+    MeshPrediction,
+    Sharing,
+    Workload,
+    default_text_encoders,
+    most_resident,
+    predict,
+    shapes,
+)
+from para_core.planner.weights import Placement
 from para_core.weights.pipefusion import PipeFusion
 
 if TYPE_CHECKING:
@@ -20,6 +31,8 @@ RESERVED = 6e9
 # channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
+# Schemes of adapters/weights/quantize.py.
+QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class MeshPlan:
     Args:
         rows (`tuple[MeshPrediction, ...]`): One row per mesh.
         fewer (`Mapping[int, MeshPrediction]`): For smaller numbers of ranks, the fastest mesh that runs.
+        more (`MeshPrediction`, *optional*): If no mesh runs, the fastest one of the next larger number of ranks.
     """
 
     work: Workload
@@ -38,6 +52,7 @@ class MeshPlan:
     ranks: int
     rows: tuple[MeshPrediction, ...]
     fewer: Mapping[int, MeshPrediction]
+    more: MeshPrediction | None = None
 
     @property
     def best(self) -> MeshPrediction:
@@ -53,35 +68,91 @@ class MeshPlan:
         """One sentence that says whether ``ranks`` ranks are worth it."""
         fastest, best = self.fastest, self.best
         if not _runs(best, self.machine):
-            least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
-            held = (
-                f"{least.memory / 1e9:.0f} GB of {room_of(self.machine, least.shape) / 1e9:.0f} on each ({least.shape})"
-            )
-            return f"{_ranks(self.ranks)} cannot run it: {least.problem or f'it needs at least {held}'}."
+            return self._way_out()
         if fastest.shape.ranks < self.ranks:
+            less = f"{_count(fastest.shape.ranks)} {duration(fastest.seconds)}"
             return (
-                f"{self.ranks} ranks take {best.seconds:.3g} s, {_count(fastest.shape.ranks)} {fastest.seconds:.3g} s: "
+                f"{self.ranks} ranks take {duration(best.seconds)}, {less}: "
                 f"use {fastest.shape.ranks}, and the others for other prompts (the larger mesh "
                 f"{_largest_loss(best, fastest)})."
             )
         if self.ranks == 1:
-            return f"One rank takes {best.seconds:.3g} s."
+            return f"One rank takes {duration(best.seconds)} (predicted)."
         if 1 not in self.fewer:
-            return f"{self.ranks} ranks take {best.seconds:.3g} s; one rank does not have the memory."
+            return f"{self.ranks} ranks take {duration(best.seconds)}; one rank does not have the memory."
         one = self.fewer[1].seconds
         speedup = f"{one / best.seconds:.2f} times as fast"
-        return f"{self.ranks} ranks take {best.seconds:.3g} s, one takes {one:.3g} s: {speedup}."
+        return f"{self.ranks} ranks take {duration(best.seconds)}, one takes {duration(one)}: {speedup} (predicted)."
 
-    def __str__(self) -> str:
+    def _way_out(self) -> str:
+        """Return a sentence on what runs if nothing of ``rows`` does."""
+        least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
+        if least.problem is not None:
+            needed, smaller = least.problem, ""
+        else:
+            room = room_of(self.machine, least.shape)
+            needed = f"it needs at least {least.memory / 1e9:.0f} GB of {room / 1e9:.0f} on each ({least})"
+            device = (least.memory + self.machine.device.memory - room) / 1e9
+            smaller = f"devices of {device:.0f} GB, or {'fewer frames' if self.work.frames > 1 else 'a smaller image'}"
+        ways = [] if self.more is None else [f"{self.more.shape.ranks} ranks ({self.more})"]
+        ways += [smaller] if smaller else []
+        return f"{_ranks(self.ranks)} cannot run it: {needed}. What runs it: {'; or '.join(ways) or 'another model'}."
+
+    @property
+    def title(self) -> str:
+        """The generation and the machine."""
         device, topology = self.machine.device, self.machine.topology
         connected = topology.inside.name
         if self.ranks > topology.per_host:
             connected += f" within {topology.per_host} ranks of a host, {topology.between.name} between hosts"
-        head = f"{self.work.name}, {self.work.steps} steps, on {self.ranks} × {device.name} ({connected})"
+        return f"{self.work.name}, {self.work.steps} steps, on {self.ranks} × {device.name} ({connected}), predicted"
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the first row: whether it fits, the line that runs it, and what is not predicted."""
+        best, notes = self.best, []
+        if _runs(best, self.machine):
+            held, room = best.memory / 1e9, room_of(self.machine, best.shape) / 1e9
+            notes.append(f"The first row fits: {held:.0f} GB of {room:.0f} on each rank. {best.call}")
+        if best.host_memory:
+            notes.append(f"Each rank keeps {best.host_memory / 1e9:.0f} GB in host memory.")
+        if best.placement.quantize is not None:
+            notes.append(
+                f"{best.placement.quantize} is not exact, and its speed is not predicted: these are the seconds of "
+                "bfloat16."
+            )
+        if not self.machine.runtime.compiled:
+            notes.append(
+                "In eager code the host may take longer than predicted: compiled=True, or measure it (doctor)."
+            )
+        return notes
+
+    def __str__(self) -> str:
         left = len(self.rows) - _PRINTED_ROWS
-        more = ["", f"{left} more rows: plan.rows."] if left > 0 else []
-        best = ["", f"The first row: {self.best.call}"] if _runs(self.best, self.machine) else []
-        return "\n".join([head, "", *table(self.rows[:_PRINTED_ROWS]), *more, *best, "", self.advice])
+        more = [f"{left} more rows: plan.rows."] if left > 0 else []
+        return "\n\n".join([self.title, "\n".join(self.lines()), *more, *self.notes, self.advice])
+
+    def runs(self, row: MeshPrediction) -> bool:
+        """Whether ``row`` can run and fits into the memory of the devices."""
+        return _runs(row, self.machine)
+
+    def markdown(self) -> str:
+        """Return the plan with a Markdown table that has all parts of a step."""
+        rows = table(self.rows[:_PRINTED_ROWS])
+        return "\n\n".join([self.title, "\n".join(rows), *self.notes, self.advice])
+
+    def lines(self, width: int = 80) -> list[str]:
+        """Return a table of the first rows with at most ``width`` characters per line."""
+        lines = ["  seconds    step  compute  waits  GB  mesh, and why it loses"]
+        for row in self.rows[:_PRINTED_ROWS]:
+            step = row.step
+            figures = (
+                f"{duration(row.seconds):>9}{step.total:8.3f}{step.compute:9.3f}"
+                f"{step.communication + step.host:7.3f}{row.memory / 1e9:4.0f}  "
+            )
+            text = f"{row}: {row.problem or row.why}" if row.problem or row.why else str(row)
+            lines += textwrap.wrap(text, width, initial_indent=figures, subsequent_indent=" " * len(figures))
+        return lines
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Make the first row's mesh over all ranks of the process group, by :func:`init_context_parallel_mesh`."""
@@ -96,16 +167,26 @@ class MeshPlan:
         shown = [row for row in self.rows if row.problem is None][:rows][::-1]
         figure = Figure(figsize=(9, 1.5 + 0.35 * len(shown)), layout="constrained")
         panel = figure.subplots()
-        names, left = [str(row.shape) for row in shown], [0.0] * len(shown)
+        names, left = [str(row) for row in shown], [0.0] * len(shown)
         for part in ("products", "attention", "other", "communication", "host"):
             widths = [1e3 * getattr(row.step, part) for row in shown]
             panel.barh(names, widths, left=left, label=part)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        panel.set(
-            xlabel="ms per step", ylabel="batch × pipe × ring × ulysses × tensor", title=str(self).splitlines()[0]
-        )
+        panel.set(xlabel="ms per step", title=self.title)
         panel.legend()
         figure.savefig(path)
+
+
+def duration(seconds: float) -> str:
+    """Return ``seconds`` in words with three digits.
+
+    >>> print(duration(9.876), duration(754), duration(5025), sep=", ")
+    9.88 s, 12 min 34 s, 1 h 23 min
+    """
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def communicators(shape: MeshShape) -> int:
@@ -146,7 +227,7 @@ def _count(ranks: int) -> str:
 def table(rows: Sequence[MeshPrediction]) -> list[str]:
     """Return the lines of a Markdown table of ``rows``."""
     heads = [
-        "batch × pipe × ring × ulysses × tensor",
+        "mesh",
         "s",
         "s per step",
         "compute",
@@ -162,7 +243,7 @@ def table(rows: Sequence[MeshPrediction]) -> list[str]:
     for row in rows:
         step = row.step
         seconds = [row.seconds, step.total, step.compute, step.communication, step.host, row.encoder, row.decoder]
-        cells = [str(row.shape), *[f"{x:.3g}" for x in seconds], f"{row.sent / 1e9:.2f}", f"{row.memory / 1e9:.0f}"]
+        cells = [str(row), *[f"{x:.3g}" for x in seconds], f"{row.sent / 1e9:.2f}", f"{row.memory / 1e9:.0f}"]
         lines.append("| " + " | ".join([*cells, row.problem or row.why]) + " |")
     return lines
 
@@ -183,37 +264,61 @@ def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
     return f"{text}: {1e3 * most:+.3g} ms per step"
 
 
-def make_plan(
-    work: Workload,
-    machine: Machine,
-    ranks: int,
-    *,
-    sharing: Sequence[Sharing] = SHARING,
-    pipefusion: PipeFusion | None = None,
-) -> MeshPlan:
-    """Predict all meshes of ``ranks`` ranks.
+@dataclass(frozen=True)
+class Choices:
+    """Choices of a plan besides the sizes of a mesh. The defaults choose among all exact ways.
 
     Args:
         sharing (`Sequence[Sharing]`): Ways to shard weights. ``"fsdp"`` is tried if they do not fit otherwise.
-        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates. Defaults
-            to exact meshes only.
+        text_encoders (`str`, *optional*): Placement of the text encoders. None takes what ``parallelize_pipe`` chooses,
+            or host memory if the weights do not fit otherwise.
+        offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
+        quantize (`str`, *optional*): Scheme of quantized weights. None takes exact weights, or int8 if no mesh fits.
+        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates.
 
     Raises:
-        ValueError: If ``ranks`` is not a positive integer, or ``sharing`` holds another value.
-        TypeError: If ``pipefusion`` has another type.
+        ValueError, TypeError: If a value is not one of those.
+    """
+
+    sharing: Sequence[Sharing] = SHARING
+    text_encoders: Literal["replicate", "fsdp", "offload", "first"] | None = None
+    offload: bool = True
+    quantize: str | None = None
+    pipefusion: PipeFusion | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
+            raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
+        if self.text_encoders not in (None, "replicate", "fsdp", "offload", "first"):
+            raise ValueError(
+                f"text_encoders is {self.text_encoders!r}; expected 'replicate', 'fsdp', 'offload' or 'first'."
+            )
+        if self.quantize not in (None, *QUANTIZE):
+            raise ValueError(f"quantize is {self.quantize!r}; expected one of {', '.join(QUANTIZE)}.")
+        if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
+            raise TypeError(
+                f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
+                "alone."
+            )
+
+
+def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> MeshPlan:
+    """Predict all meshes of ``ranks`` ranks.
+
+    Raises:
+        ValueError: If ``ranks`` is not a positive integer.
     """
     require_ranks(ranks)
-    if isinstance(sharing, str) or not set(sharing) <= set(SHARING):
-        raise ValueError(f"weights is {sharing!r}; expected some of {SHARING}, or () to replicate them.")
-    if pipefusion is not None and not isinstance(pipefusion, PipeFusion):
-        raise TypeError(
-            f"pipefusion is {pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes alone."
-        )
-    rows = _rows(work, machine, ranks, sharing, pipefusion)
+    choices = choices or Choices()
+    rows = _rows(work, machine, ranks, choices)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
-    smaller = {size: _rows(work, machine, size, sharing, pipefusion)[0] for size in sizes}
+    smaller = {size: _rows(work, machine, size, choices)[0] for size in sizes}
     fewer = {size: row for size, row in smaller.items() if _runs(row, machine)}
-    return MeshPlan(work, machine, ranks, tuple(rows), fewer)
+    more = None
+    if not _runs(rows[0], machine):
+        larger = (_rows(work, machine, size, choices)[0] for size in (2, 4, 8, 16, 32, 64) if size > ranks)
+        more = next((row for row in larger if _runs(row, machine)), None)
+    return MeshPlan(work, machine, ranks, tuple(rows), fewer, more)
 
 
 def require_ranks(ranks: Any) -> None:
@@ -222,17 +327,11 @@ def require_ranks(ranks: Any) -> None:
         raise ValueError(f"ranks is {ranks!r}; expected a positive integer, the number of devices.")
 
 
-def _rows(
-    work: Workload, machine: Machine, ranks: int, sharing: Sequence[Sharing], pipefusion: PipeFusion | None
-) -> list[MeshPrediction]:
+def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
     """Return the predicted meshes: those that run first, by seconds, each with the reason why it loses."""
-    rows = [predict(shape, work, machine) for shape in shapes(ranks, sharing=sharing, pipefusion=pipefusion)]
-    if "fsdp" in sharing:
-        rows += [
-            predict(replace(row.shape, fsdp=True), work, machine)
-            for row in rows
-            if not _fits(row, machine) and row.shape.sequence > 1 and row.shape.tensor == row.shape.pipe == 1
-        ]
+    rows = _placed_rows(work, machine, ranks, choices)
+    if choices.quantize is None and not any(_runs(row, machine) for row in rows) and work.weights.in_8_bits is not None:
+        rows += _placed_rows(work, machine, ranks, replace(choices, quantize="int8"))
     # Of two equally fast meshes, the one that needs fewer kinds of process groups comes first.
     order = sorted(
         rows,
@@ -246,6 +345,32 @@ def _rows(
     )
     best = order[0]
     return [best, *[replace(row, why=_why(row, best, machine)) for row in order[1:]]]
+
+
+def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
+    """Return each mesh with the cheapest placement of weights that fits, and other ways to make it fit."""
+    rows = []
+    for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
+        row = _with_text_encoders(shape, work, machine, choices)
+        rows.append(row)
+        if _fits(row, machine) or row.problem is not None:
+            continue
+        if "fsdp" in choices.sharing and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
+            rows.append(_with_text_encoders(replace(shape, fsdp=True), work, machine, choices))
+        if choices.offload:
+            placed = most_resident(shape, work, room_of(machine, shape), row.placement)
+            rows += [] if placed is None else [predict(shape, work, machine, placed)]
+    return rows
+
+
+def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
+    """Predict a mesh with the text encoders on the device, or in host memory if they do not fit."""
+    usual = Placement(choices.text_encoders or default_text_encoders(shape), quantize=choices.quantize)
+    row = predict(shape, work, machine, usual)
+    # A pipeline without text encoders, and a mesh that cannot run, gain nothing.
+    if choices.text_encoders is not None or row.problem or _fits(row, machine) or not work.weights.encoders.total:
+        return row
+    return predict(shape, work, machine, replace(usual, text_encoders="first" if shape.ranks > 1 else "offload"))
 
 
 def _why(row: MeshPrediction, best: MeshPrediction, machine: Machine) -> str:

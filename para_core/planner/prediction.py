@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from para_core.attention.grid import choose_grid
@@ -19,11 +20,14 @@ from para_core.planner.cost import (
 )
 from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Operation, Product, sent_in_rounds
 from para_core.planner.weights import (
+    Placement,
     Weights,
+    encoding_seconds,
     patched,
     sent_between_stages,
     staged,
     stale_key_bytes,
+    with_copied_weights,
     with_gathered_weights,
 )
 from para_core.weights.pipefusion import PipeFusion
@@ -44,6 +48,7 @@ class Workload:
         encoder, decoder (`float`): Floating-point operations of text encoders and of the VAE decoder.
         heads (`int`): Key heads.
         frames (`int`): Frames of the result; 1 for an image.
+        encodings (`int`): Calls of the text encoders.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Workload:
     decoder: float
     heads: int
     frames: int = 1
+    encodings: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,14 @@ class MeshPrediction:
 
     Args:
         step (`Seconds`): One step with all branches; with PipeFusion, a step on patches.
-        encoder, decoder (`float`): Seconds, equal on every rank.
+        encoder, decoder (`float`): Seconds of text encoders and of the VAE decoder, equal on every rank.
         seconds (`float`): One generation.
         sent (`int`): Bytes that the first rank sends per step.
         memory (`float`): Bytes on the rank with the most.
         problem (`str`, *optional*): Why the mesh cannot run. None if it can.
         why (`str`): Why it is slower than the first row.
+        placement (`Placement`): Where the weights are besides.
+        host_memory (`float`): Bytes that each rank keeps in host memory.
     """
 
     shape: MeshShape
@@ -80,6 +88,23 @@ class MeshPrediction:
     memory: float
     problem: str | None = None
     why: str = ""
+    placement: Placement = field(default_factory=Placement)
+    host_memory: float = 0.0
+
+    def __str__(self) -> str:
+        """Return the mesh dims of several ranks, how keys travel, and where weights are, in words."""
+        shape, placement = self.shape, self.placement
+        sizes = {name: getattr(shape, name) for name in ("pipe", "batch", "ring", "ulysses", "tensor")}
+        words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one rank"]
+        words += ["2d"] * (shape.ring_method == "2d" and shape.ring > 1) + ["fsdp"] * shape.fsdp
+        words += ["PipeFusion (not exact)"] * (shape.pipefusion is not None)
+        if placement.text_encoders != default_text_encoders(shape):
+            words.append(f"text encoders {placement.text_encoders}")
+        if placement.resident is not None:
+            words.append(f"blocks offloaded ({placement.resident} resident)")
+        if placement.quantize is not None:
+            words.append(f"{placement.quantize} (not exact)")
+        return ", ".join(words)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -89,6 +114,10 @@ class MeshPrediction:
             options["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
         if shape.tensor > 1 or shape.fsdp:
             options["weights"] = "fsdp" if shape.fsdp else "tensor"
+        if self.placement.text_encoders != default_text_encoders(shape):
+            options["text_encoders"] = self.placement.text_encoders
+        if self.placement.resident is not None:
+            options |= {"offload": "blocks", "resident_blocks": self.placement.resident}
         if shape.pipefusion is not None:
             options["pipefusion"] = shape.pipefusion
         return options
@@ -109,6 +138,9 @@ class MeshPrediction:
     @property
     def call(self) -> str:
         """Source line that parallelizes a pipeline ``pipe`` on all ranks."""
+        quantized = self.placement.quantize
+        if quantized is not None:
+            return f"# {quantized}: para_core generate --quantize {quantized}, or from_pretrained_sharded(quantize=)"
         if self.shape.ranks == 1 and not self.options:
             return "pipe = pipe  # one device: unchanged"
         mesh = "" if self.shape.ranks == 1 else f"mesh=init_context_parallel_mesh({_arguments(self.mesh_options)})"
@@ -155,8 +187,17 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def problem_of(shape: MeshShape, work: Workload) -> str | None:
+def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:
+    """Return the placement of text encoders that ``parallelize_pipe`` chooses with this mesh."""
+    return "fsdp" if shape.tensor > 1 or shape.fsdp else "replicate"
+
+
+def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) -> str | None:
     """Return why the mesh cannot run, or does not use all of its ranks. None if it does."""
+    if quantize is not None and shape.fsdp and quantize != "int8":
+        return f"FSDP2 cannot gather weights in {quantize}"
+    if quantize is not None and shape.tensor > 1 and quantize.endswith("-dynamic"):
+        return f"{quantize} needs all features of a token, and a tensor rank holds a part"
     if shape.batch > 1 and work.branches == 1 and len(work.calls[2].parts) == 1:
         return "there is one CFG branch, so the batch dim has nothing to split"
     if shape.tensor > 1 and work.weights.tensor == 0:
@@ -174,12 +215,22 @@ def problem_of(shape: MeshShape, work: Workload) -> str | None:
     return None
 
 
-def predict(shape: MeshShape, work: Workload, machine: Machine) -> MeshPrediction:
-    """Predict seconds, bytes and memory of one mesh."""
+def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> MeshPrediction:
+    """Predict seconds, bytes and memory of one mesh.
+
+    Args:
+        placement (`Placement`, *optional*): Where the weights are. Defaults to what ``parallelize_pipe`` chooses.
+    """
+    if placement is None:
+        placement = Placement(default_text_encoders(shape))
+    if placement.quantize is not None and work.weights.in_8_bits is not None:
+        work = replace(work, weights=work.weights.in_8_bits)
     call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
     own = call.parts[0]
     passes = work.branches if len(call.parts) > 1 else -(-work.branches // shape.batch)
     step = exact_step = _step(own, passes, shape, work, machine)
+    if placement.resident is not None:
+        step = exact_step = with_copied_weights(step, work.weights, passes, placement, machine)
     if shape.pipefusion is not None:
         step = patched(own, passes, shape, machine)
     if shape.batch > 1:
@@ -190,6 +241,7 @@ def predict(shape: MeshShape, work: Workload, machine: Machine) -> MeshPredictio
     exact_steps = sum(fusion.is_whole(index, work.steps) for index in range(work.steps)) if fusion else 0
     device = machine.device
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
+    encoder += encoding_seconds(work.encodings, work.weights, shape, placement, machine)
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
     denoising = step.total * (work.steps - exact_steps) + exact_step.total * exact_steps
     return MeshPrediction(
@@ -199,9 +251,30 @@ def predict(shape: MeshShape, work: Workload, machine: Machine) -> MeshPredictio
         decoder,
         denoising + encoder + decoder,
         _sent(call, shape, work, machine, passes),
-        memory_of(shape, work, own, passes),
-        problem_of(shape, work),
+        memory_of(shape, work, own, passes, placement),
+        problem_of(shape, work, placement.quantize),
+        placement=placement,
+        host_memory=work.weights.in_host_memory(placement),
     )
+
+
+def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
+    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes. None if even none fits.
+
+    Group offload moves whole weights, so weights must not be sharded.
+    """
+    weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
+    if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
+        return None
+    call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
+    own_work = replace(work, weights=weights)
+
+    def fits(resident: int) -> bool:
+        placed = replace(placement, resident=resident)
+        return memory_of(shape, own_work, call.parts[0], work.branches, placed) <= room
+
+    resident = bisect.bisect_left(range(len(weights.blocks)), True, key=lambda number: not fits(number))
+    return replace(placement, resident=resident - 1) if resident else None
 
 
 def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine: Machine) -> Seconds:
@@ -235,24 +308,34 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
 
-def memory_of(shape: MeshShape, work: Workload, own: CallWork, passes: int) -> float:
-    """Return the bytes of a rank: weights, the peak of its activations, and the keys that PipeFusion keeps."""
+def memory_of(
+    shape: MeshShape, work: Workload, own: CallWork, passes: int, placement: Placement | None = None
+) -> float:
+    """Return the bytes of a rank: weights, and the larger of what a step and the text encoders need besides.
+
+    A step needs the peak of its activations, gathered weights, and the keys that PipeFusion keeps.
+    """
+    if placement is None:
+        placement = Placement(default_text_encoders(shape))
+    weights = work.weights
     share = region_share(own, shape.sequence) / shape.tensor
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
-    return work.weights.held(shape) + own.peak[0] * share + own.peak[1] + kept
+    denoising = weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept
+    return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(shape, placement))
 
 
 def as_dict(row: MeshPrediction) -> dict[str, Any]:
     """Return ``row`` as JSON-compatible values."""
     step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
     return {
-        "mesh": str(row.shape),
+        "mesh": str(row),
         "seconds": row.seconds,
         "seconds per step": {"total": row.step.total, **step},
         "text encoder": row.encoder,
         "autoencoder": row.decoder,
         "bytes sent per step": row.sent,
         "bytes held": row.memory,
+        "bytes in host memory": row.host_memory,
         "problem": row.problem,
         "why": row.why,
         "call": row.call,

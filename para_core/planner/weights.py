@@ -1,12 +1,29 @@
-"""Sharded weights: bytes per rank, and the communication that stages, patches and gathered blocks add to a step."""
+"""Placed weights: bytes per rank, and the seconds that stages, patches, and gathered or copied blocks add to a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from para_core.planner.cost import Machine, MeshShape, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, Operation, Product, Tokens
 from para_core.weights.stages import balanced
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of weights, besides how the mesh shards those of the transformers.
+
+    Args:
+        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`): As in ``parallelize_pipe``.
+        resident (`int`, *optional*): Number of first blocks on the device; the others wait in host memory. None if all
+            blocks are on the device.
+        quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
+    """
+
+    text_encoders: Literal["replicate", "fsdp", "offload", "first"] = "replicate"
+    resident: int | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
@@ -17,12 +34,15 @@ class ModuleBytes:
         sharded (`int`): Bytes that FSDP2 shards, in ``parts`` units that are gathered one after the other.
         at_once (`int`): Bytes of ``sharded`` that are gathered at the same time: two neighbouring blocks, and
             parameters outside blocks.
+        largest_layer (`int`): Bytes of the largest layer, which is on the device while it runs if the module waits in
+            host memory.
     """
 
     total: int = 0
     sharded: int = 0
     at_once: int = 0
     parts: int = 1
+    largest_layer: int = 0
 
     def at_rest(self, ranks: int) -> float:
         """Return the bytes per rank with FSDP2 over ``ranks`` ranks while the module does not run."""
@@ -43,6 +63,7 @@ class Weights:
         encoders (`ModuleBytes`): All text encoders.
         other (`float`): Bytes of all other modules.
         blocks (`tuple[tuple[float, int], ...]`): Cost (in any unit) and bytes of each block of a transformer, in order.
+        in_8_bits (`Weights`, *optional*): The same pipeline with the linear layers of its transformers in 8 bits.
         no_stages, no_patches (`str`, *optional*): Why the model cannot run in stages, or on patches. None if it can.
     """
 
@@ -52,18 +73,47 @@ class Weights:
     encoders: ModuleBytes = ModuleBytes()
     other: float = 0.0
     blocks: tuple[tuple[float, int], ...] = ()
+    in_8_bits: Weights | None = None
     no_stages: str | None = "its blocks are not described"
     no_patches: str | None = "its blocks are not described"
 
-    def held(self, shape: MeshShape) -> float:
-        """Return the bytes on the rank that holds the most."""
+    def at_rest(self, shape: MeshShape, placement: Placement) -> float:
+        """Return the bytes that the rank with the most holds on its device all the time."""
+        return self._transformers(shape, placement) + self._encoders(shape, placement) + self.other
+
+    def while_denoising(self, shape: MeshShape) -> float:
+        """Return the bytes that a rank holds in addition while a transformer runs, without activations."""
+        ranks = shape.sequence
+        return self.transformer.at_once * (ranks - 1) / ranks if shape.fsdp else 0.0
+
+    def while_encoding(self, shape: MeshShape, placement: Placement) -> float:
+        """Return the bytes that a rank holds in addition while the text encoders run, without activations."""
+        if placement.text_encoders == "fsdp":
+            return self.encoders.at_once * (shape.ranks - 1) / shape.ranks
+        return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
+
+    def in_host_memory(self, placement: Placement) -> float:
+        """Return the bytes that each rank keeps in host memory."""
+        encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0
+        return encoders + self.transformers * self.copied(placement)
+
+    def copied(self, placement: Placement) -> int:
+        """Return the bytes of one transformer that wait in host memory, and that each call copies to the device."""
+        return 0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
+
+    def _encoders(self, shape: MeshShape, placement: Placement) -> float:
+        if placement.text_encoders == "replicate":
+            return self.encoders.total
+        return self.encoders.at_rest(shape.ranks) if placement.text_encoders == "fsdp" else 0.0
+
+    def _transformers(self, shape: MeshShape, placement: Placement) -> float:
         if shape.fsdp:
-            ranks = shape.sequence
-            gathered = max(self.transformer.at_once, self.encoders.at_once) * (ranks - 1) / ranks
-            at_rest = self.transformers * self.transformer.at_rest(ranks) + self.encoders.at_rest(ranks)
-            return at_rest + gathered + self.other
+            return self.transformers * self.transformer.at_rest(shape.sequence)
         apart = self.tensor * (1 - 1 / shape.tensor) + self._of_other_stages(shape.pipe)
-        return self.transformers * (self.transformer.total - apart) + self.encoders.total + self.other
+        if placement.resident is not None:
+            # One block runs, and the next one is copied.
+            apart += self.copied(placement) - 2 * max(size for _, size in self.blocks)
+        return self.transformers * (self.transformer.total - apart)
 
     def _of_other_stages(self, stages: int) -> int:
         if stages == 1 or stages > len(self.blocks):
@@ -85,6 +135,25 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Me
     hidden = min(sending * (1 - 1 / transformer.parts), step.compute)
     exposed = sending - hidden + overlap_cost(hidden, machine)
     return replace(step, communication=step.communication + exposed)
+
+
+def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: Placement, machine: Machine) -> Seconds:
+    """Return ``step``, which consists of ``calls`` model calls, with the time to copy blocks from host memory."""
+    copying = calls * weights.copied(placement) / machine.device.host_bandwidth
+    return replace(step, communication=step.communication + max(0.0, copying - step.compute))
+
+
+def encoding_seconds(
+    encodings: int, weights: Weights, shape: MeshShape, placement: Placement, machine: Machine
+) -> float:
+    """Return the seconds that ``encodings`` calls of the text encoders wait for their weights."""
+    encoders = weights.encoders
+    if placement.text_encoders in ("offload", "first"):
+        return encodings * encoders.total / machine.device.host_bandwidth
+    if placement.text_encoders == "fsdp" and shape.ranks > 1:
+        link = machine.topology.link(1, shape.ranks)
+        return encodings * link.seconds(encoders.gathered(shape.ranks), messages=encoders.parts)
+    return 0.0
 
 
 # -- Stages: the mesh dim ``pipe``.

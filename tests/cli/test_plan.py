@@ -12,30 +12,52 @@ from para_core.fleet.recipe import read_mesh_sizes
 def test_the_plan_is_the_library_s(capsys, tmp_path):
     image = tmp_path / "plan.png"
     assert run(["plan", "--model", "FLUX.1-dev", "--ranks", "2", "--size", "1024x768", "--out", str(image)]) == 0
-    expected = str(plan_mesh("FLUX.1-dev", ranks=2, width=1024, height=768))
+    expected = plan_mesh("FLUX.1-dev", ranks=2, width=1024, height=768).markdown()
     assert expected in capsys.readouterr().out
     assert image.stat().st_size > 1000
 
 
 def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
-    found = plan_mesh("FLUX.1-dev", ranks=4)
-    said = []
+    found = plan_mesh("FLUX.1-dev", ranks=4, device="RTX 4090", compiled=True)
+    options_of_rows = []
     for row in found.rows:
         monkeypatch.setattr("para_core.adapters.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
-        assert run(["plan"]) == 0
+        assert run(["plan", "--compiled", "--steps", "20"]) == 0
         command = re.search(r"As a command: para_core generate (.*)", capsys.readouterr().out)
         if command is None:
-            assert row.problem is not None or row.shape.pipe > 1
+            assert not found.runs(row)
             continue
         words = command[1].split()
         options = dict(zip(words[::2], words[1::2], strict=True))
         assert options.pop("--ranks") == "4"
         mesh = {f"max_{name}_dim_size": size for name, size in read_mesh_sizes(options.pop("--mesh"))}
         assert mesh == row.mesh_options
-        assert options == {f"--{name.replace('_', '-')}": value for name, value in row.options.items()}
-        said += options.items()
-    assert ("--rotate-method", "2d") in said
-    assert ("--weights", "tensor") in said
+        assert options.pop("--model") == "black-forest-labs/FLUX.1-dev"
+        assert options.pop("--steps") == "20"
+        whole = row.placement.resident is None and not row.shape.fsdp
+        assert options.pop("--compile") == ("whole" if whole else "blocks")
+        assert options.pop("--prompt") == "TEXT"
+        assert options == {f"--{name.replace('_', '-')}": str(value) for name, value in row.options.items()}
+        options_of_rows += options.items()
+    expected = [
+        ("--rotate-method", "2d"),
+        ("--weights", "tensor"),
+        ("--text-encoders", "first"),
+        ("--offload", "blocks"),
+    ]
+    assert set(expected) <= set(options_of_rows)
+
+
+def test_table_fits_a_terminal_of_80_columns():
+    for model in ("FLUX.1-dev", "Wan 2.2 A14B"):
+        lines = plan_mesh(model, ranks=8, device="RTX 4090").lines()
+        assert max(map(len, lines)) <= 80
+        assert len(lines) > 14
+
+
+def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
+    assert run(["plan", "--ranks", "16", "--compiled"]) == 0
+    assert "torchrun --nnodes=2 --nproc_per_node=8" in capsys.readouterr().out
 
 
 def test_what_is_not_known_is_a_sentence(capsys):
