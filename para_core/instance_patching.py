@@ -29,7 +29,6 @@ from para_core.torch_internals import (
     ORIGINAL_MODULE,
     SUBMODULES,
     TracingContext,
-    compile_context,
 )
 
 # around(call, instance, *args, **kwargs) runs instead of the method; `call(instance, *args, **kwargs)` runs the next
@@ -197,14 +196,6 @@ def is_compiled(module: Any) -> bool:
     if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
         return True
     return "forward" in state and hasattr(state["forward"], ORIGINAL_CALLABLE)
-
-
-def is_compiled_without_breaks(module: Any) -> bool:
-    """Whether ``module`` itself was compiled with ``fullgraph=True``, in one of the ways of :func:`is_compiled`."""
-    state = module.__dict__
-    contexts = [state.get("dynamo_ctx")]
-    contexts += [compile_context(compiled) for compiled in (state.get(COMPILED_CALL), state.get("forward"))]
-    return any(getattr(context, "fullgraph", False) for context in contexts)
 
 
 def has_compiled_parts(module: Any) -> bool:

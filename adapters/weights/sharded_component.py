@@ -23,14 +23,13 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.instance_patching import (
     WrapperPriority,
     is_compiled,
-    is_compiled_without_breaks,
     unwrap,
     unwrapped_class,
     wrap_method,
     wrapper,
 )
 from para_core.plans.region import mesh_of_plan
-from para_core.torch_internals import buffer_slots, parameter_slots, parse_to
+from para_core.torch_internals import COMPILED_CALL, buffer_slots, compile_context, parameter_slots, parse_to
 from para_core.weights.fsdp import discard_shards, gather_blocks, is_sharded, shard_blocks, shard_mesh
 from para_core.weights.tensor import discard_tensors, gather_tensors, shard_tensors, tensor_mesh
 from para_core.weights.tensor_plan import TensorPlan
@@ -309,12 +308,20 @@ def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
     Args:
         called: ``module``, or the wrapper of ``torch.compile`` around it.
     """
-    if is_sharded(module) and (is_compiled_without_breaks(called) or is_compiled_without_breaks(module)):
+    if is_sharded(module) and (_is_compiled_without_breaks(called) or _is_compiled_without_breaks(module)):
         raise RuntimeError(
             f"{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the "
             "weights of each block in a hook, where the graph breaks. Compile its blocks instead: "
             f"{name}.compile_repeated_blocks(fullgraph=True); or leave fullgraph=True out."
         )
+
+
+def _is_compiled_without_breaks(module: Any) -> bool:
+    """Whether ``module`` itself was compiled with ``fullgraph=True``, by ``torch.compile`` or in place."""
+    state = module.__dict__
+    contexts = [state.get("dynamo_ctx")]
+    contexts += [compile_context(compiled) for compiled in (state.get(COMPILED_CALL), state.get("forward"))]
+    return any(getattr(context, "fullgraph", False) for context in contexts)
 
 
 def refuse_late_quantization(module: nn.Module, name: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.attention.attention_options import AttnOptions
@@ -34,7 +34,6 @@ from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
-from para_core.instance_patching import original_class
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
 
@@ -381,25 +380,3 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
             "tokens: make the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, "
             "SplitMask((segment,))."
         ) from error
-
-
-# -- detection of models that use flex attention
-
-_NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
-
-
-def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether the Python modules that define ``module``'s classes name flex attention or a function for its masks."""
-    parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
-    files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
-    return any(_names_flex_attention(sys.modules.get(name)) for name in files if not name.startswith("torch."))
-
-
-def _names_flex_attention(file: Any) -> bool:
-    values = list(vars(file).values()) if file is not None else []
-    own = [value for value in values if getattr(value, "__module__", None) == file.__name__]
-    functions = [value for value in own if not isinstance(value, type)]
-    functions += [value for cls in own if isinstance(cls, type) for value in vars(cls).values()]
-    return _NAMES & set(vars(file) if file is not None else ()) != set() or any(
-        _NAMES & set(getattr(getattr(function, "__code__", None), "co_names", ())) for function in functions
-    )

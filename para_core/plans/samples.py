@@ -95,12 +95,12 @@ def own_arguments(
             )
         return args, kwargs, None
 
-    def own(name: str, value: Any) -> Any:
+    def own_part(name: str, value: Any) -> Any:
         return own_samples(value, plan.batched[name], total, batch) if name in plan.batched else value
 
     # Positional arguments stay positional, so that the model itself raises for unknown or repeated arguments.
-    positional = [own(name, value) for name, value in zip(parameters, args, strict=False)]
-    named = {name: own(name, value) for name, value in kwargs.items()}
+    positional = [own_part(name, value) for name, value in zip(parameters, args, strict=False)]
+    named = {name: own_part(name, value) for name, value in kwargs.items()}
     return (*positional, *args[len(positional) :]), named, total // batch.size
 
 

@@ -571,6 +571,9 @@ def use_layouts():
         outs["ranks"] = message_of(lambda: cp.using(other).__enter__())
     with UnifiedAttnMode(mesh, layout=layout) as cp:
         outs["layout="] = cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2, sequence=layout)
+    with UnifiedAttnMode(mesh) as cp:
+        cp.set_layout(layout)
+        outs["set_layout"] = cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2, sequence=layout)
     outs["key_layout alone"] = message_of(lambda: UnifiedAttnMode(mesh, key_layout=layout))
     return outs
 
@@ -579,6 +582,7 @@ def test_an_explicit_layout_decides_before_what_was_cut(rank_pool):
     for outs in rank_pool.run(use_layouts, 2):
         assert relative_error(outs["using"], on_one_device(12)) < 1e-5
         assert relative_error(outs["layout="], on_one_device(12)) < 1e-5
+        assert relative_error(outs["set_layout"], on_one_device(12)) < 1e-5
         assert re.search(r"query has \d+ .*layout.*key_layout=", outs["wrong"])
         assert re.search(r"layout .*4 ranks.* 2", outs["ranks"])
         assert re.search(r"key_layout .*layout", outs["key_layout alone"])
