@@ -17,12 +17,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
+from para_core.cli.options import name_options
 from para_core.cli.plan import doctor, plan
 from para_core.cli.serve import serve
 from para_core.fleet.failures import sentence
 from para_core.version import __version__
 
-FAILED = 1
+FAILED, WRONG_OPTION = 1, 2
 
 
 class _HelpWithoutValue:
@@ -84,10 +85,12 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
+        text = sentence(error)
+        named = name_options(text, arguments) if isinstance(error, (ValueError, TypeError)) else text
         # Each rank prints its error, because it may be the only one that failed.
         rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
-        _print_error(sentence(error) if rank is None else f"rank {rank}: {sentence(error)}")
-        return FAILED
+        _print_error(named if rank is None else f"rank {rank}: {named}")
+        return FAILED if named == text else WRONG_OPTION
     return 0
 
 

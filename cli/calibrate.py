@@ -41,6 +41,8 @@ def calibrate(
 
     quiet(debug)
     require_file(out)
+    if prompt and prompts is not None:
+        raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     pipeline = find_model(model)
@@ -52,7 +54,7 @@ def calibrate(
             raise ValueError(f"{prompts}, line {problems[0].number}: {problems[0].reason}")
         requests = [line.request for line in lines]
     else:
-        requests = [make_request({**common, "prompt": text}, pipeline) for text in prompt or []]
+        requests = [make_request({**common, "prompt": text}, pipeline, seed=seed) for text in prompt or []]
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
     recipe = Recipe(pipeline.name, dtype=cast(Dtype, dtype), mesh=read_mesh_sizes(mesh))

@@ -16,7 +16,7 @@ def generate(
     model: options.Model = None,
     prompt: Annotated[str | None, option("What to generate.", "TEXT", INPUT)] = None,
     prompts: options.Prompts = None,
-    out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT)] = Path("out"),
+    out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT, parser=options.read_folder)] = Path("out"),
     name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None,
     size: options.Size = None,
     steps: options.Steps = None,
@@ -58,7 +58,14 @@ def generate(
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
     named: dict[str, Any] = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
     named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
-    common = {**{name: value for name, value in named.items() if value is not None}, **options.read_fields(set_)}
+    if prompt is not None and prompts is not None:
+        raise typer.BadParameter("--prompt and --prompts: expected one of them.")
+    common, fields = {name: value for name, value in named.items() if value is not None}, options.read_fields(set_)
+    for field in common.keys() & fields.keys():
+        raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
+    if size is not None and fields.keys() & {"height", "width"}:
+        raise typer.BadParameter("--size and --set height or width: expected one of them.")
+    common |= fields
     pipeline = find_model(model)
     recipe = options.make_recipe(
         pipeline.name,

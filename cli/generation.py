@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars, NoBars
-from para_core.cli.ranks import RankJob, RankReport, run_job
+from para_core.cli.ranks import RankJob, RankReport, in_torchrun, run_job
 from para_core.fleet.foresee import Memory, bytes_of_device, foresee_mesh, given_mesh, predict_memory, without_weights
-from para_core.fleet.models import Model, require_field
-from para_core.fleet.names import choose_names, digest, require_name
+from para_core.fleet.models import Model
+from para_core.fleet.names import choose_names, digest, digest_of, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, dtype_of, require_loras
@@ -30,7 +32,7 @@ from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ def make_task(
     require_name(prefix)
     require_loras(recipe)
     if recipe.mesh:
-        given_mesh(recipe, ranks)
+        try:
+            given_mesh(recipe, ranks)
+        except ValueError as error:
+            raise typer.BadParameter(f"--mesh does not fit: {error}") from None
     problems: Sequence[Problem] = ()
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None:
@@ -91,9 +96,9 @@ def make_task(
         request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines: Sequence[Line] = (Line(1, request),)
     else:
-        for name in common:
-            if name not in ("size", "steps", "frames"):
-                require_field(model, name)
+        # An invalid option is an error of its own, not one of each line.
+        fields = {**common, "prompt": common.get("prompt") or "a"} if "prompt" in model.fields else common
+        make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines, problems = read_prompts(prompts, model, common, seed=seed)
         reasons = {line.number: too_large(folder, line.request, model, chosen) for line in lines}
         lines = [line for line in lines if reasons[line.number] is None]
@@ -135,6 +140,8 @@ def _memory_problems(
 
 
 def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Memory | None:
+    if recipe.quantize is not None:
+        return None  # only loaded weights are quantized
     try:
         pipe = without_weights(model, dtype_of(recipe))
         mesh = foresee_mesh(pipe, recipe, ranks)
@@ -161,24 +168,60 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     if task.finished:
         console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
     report = RankReport((), ())
-    if task.lines:
-        try:
-            with alone_in(task.folder) if first else nullcontext():
-                report = _generate_lines(task, debug)
-        except (KeyboardInterrupt, SignalException):
-            console.print("interrupted: run the same command again to continue.")
-            return _INTERRUPTED
+    try:
+        with alone_in(task.folder) if first and task.lines else nullcontext(), _terminable():
+            report = _generate_lines(task, debug) if task.lines else report
+    except (KeyboardInterrupt, SignalException) as end:
+        by_ctrl_c = type(end) is KeyboardInterrupt or getattr(end, "sigval", None) == signal.SIGINT
+        console.print(f"{'interrupted' if by_ctrl_c else 'ended by SIGTERM'}: run the same command again to continue.")
+        _print_results(task, report, console)
+        return _INTERRUPTED if by_ctrl_c else _TERMINATED
+    except Exception:
+        if _made(task):
+            _print_results(task, report, console)
+        raise
+    _print_results(task, report, console)
+    # torchrun stops all ranks as soon as one exits with an error. Only the first rank, which writes and ends last, does
+    # so.
+    return 1 if first and (task.problems or report.problems) else 0
+
+
+def _print_results(task: GenerationTask, report: RankReport, console: Console) -> None:
+    """Print the problems that came up, and how many results were generated."""
     for problem in report.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(report.problems)
-    names = [line.name for line in task.lines if line.number in report.done]
+    names = _made(task)
     files = f" ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else ""
     console.print(
         f"{len(names)} generated in {task.folder}/{files}" + (f", {failed} failed" if failed else ""), markup=False
     )
-    # torchrun stops all ranks as soon as one exits with an error. Only the first rank, which writes and ends last, does
-    # so.
-    return 1 if failed and first else 0
+
+
+def _made(task: GenerationTask) -> list[str]:
+    """Return the names of the results that are complete."""
+    return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM. Like Ctrl-C it is no error of the current line."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Raise :class:`_Terminated` on SIGTERM, which would end the process without a word. Not on torchrun's ranks."""
+    if in_torchrun() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: Any) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:

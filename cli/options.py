@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,15 +29,22 @@ def flag(name: str, help_: str, panel: str | None = None) -> Any:
     return typer.Option(name, help=help_, metavar="", rich_help_panel=panel)
 
 
+def read_folder(text: str | Path) -> Path:
+    """Return the folder. An empty text, as of a variable of the shell that is not set, is not the current folder."""
+    if text == "":
+        raise ValueError("expected a folder")
+    return Path(text)
+
+
 # -- input and output
 Model = Annotated[str | None, option("Folder or Hub name; default: tiny FLUX.", "NAME", INPUT)]
-Prompts = Annotated[Path | None, option("JSON lines, one request each.", "FILE", INPUT)]
+Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
 Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
 Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
-Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT)]
+Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
 Fields = Annotated[list[str] | None, option("Any other argument of the call.", "FIELD=JSON", INPUT, "--set")]
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
-Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1)]
+Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
 # -- pipeline
 Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
@@ -62,18 +71,52 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
     """Parse ``FIELD=JSON`` options; a value that is not JSON is a text.
 
     Raises:
-        typer.BadParameter: If one has no ``=``.
+        typer.BadParameter: If one has no ``=``, or two set the same field.
     """
     fields: dict[str, Any] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
-        if not equals:
+        if not equals or not name:
             raise typer.BadParameter(f"--set {text}: expected FIELD=VALUE, such as guidance_scale=4.5.")
+        if name in fields:
+            raise typer.BadParameter(f"--set {name} is given twice.")
         try:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
     return fields
+
+
+# Options that have another name than the argument or field that they set.
+_OPTIONS = {
+    "num_inference_steps": "steps",
+    "num_frames": "frames",
+    "guidance_scale": "guidance",
+    "ranks_per_host": "per-host",
+    **dict.fromkeys(("height", "width"), "size"),
+}
+_SUBJECT = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
+
+
+def name_options(text: str, arguments: Sequence[str]) -> str:
+    """Return an error message with options in place of the arguments and fields that they set.
+
+    Args:
+        arguments (`Sequence[str]`): The command line. What it does not set keeps its name.
+
+    >>> name_options("field 'num_inference_steps' is 0: expected at least 1.", ["generate", "--steps", "0"])
+    '--steps is 0: expected at least 1.'
+    """
+
+    def option_of(match: re.Match[str]) -> str:
+        name = match["argument"] or match["field"]
+        option = _OPTIONS.get(name, name).replace("_", "-")
+        for candidate in (f"--{option}", f"--max-{option}"):
+            if any(argument == candidate or argument.startswith(f"{candidate}=") for argument in arguments):
+                return candidate
+        return f"--set {name}" if any(argument.startswith(f"{name}=") for argument in arguments) else match[0]
+
+    return _SUBJECT.sub(option_of, text)
 
 
 def make_recipe(
@@ -88,14 +131,20 @@ def make_recipe(
         typer.BadParameter: If ``cache`` is neither a number nor ``"default"``.
         ValueError: If another option is invalid.
     """
-    from para_core.fleet.recipe import Recipe, read_mesh_sizes
+    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
 
     if lora and find_spec("peft") is None:
         raise ModuleNotFoundError("--lora needs peft", name="peft")
+    for text in lora or ():
+        name, scale = read_lora(text)
+        if not name or not math.isfinite(scale):
+            raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
     threshold: Any = cache
     if cache is not None and cache != "default":
         try:
             threshold = float(cache)
         except ValueError:
-            raise typer.BadParameter(f"--cache {cache}: expected a threshold such as 0.08, or default.") from None
+            threshold = math.nan
+        if not math.isfinite(threshold):
+            raise typer.BadParameter(f"--cache {cache}: expected a threshold such as 0.08, or default.")
     return Recipe(model, mesh=read_mesh_sizes(mesh), cache=threshold, lora=tuple(lora or ()), **rest)

@@ -128,11 +128,14 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
         run_rank(job)
         return None
     if not job.debug:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in logging.root.manager.loggerDict:
+            if name.startswith("torch.distributed."):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as logs, _one_thread_per_rank():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
+            run_id="para_core",
             nproc_per_node=ranks,
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",

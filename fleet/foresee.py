@@ -76,8 +76,11 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     """Predict the memory of weights and transformer activations on a rank of ``mesh``. The VAE is not included.
 
     Returns:
-        The prediction. None if the planner does not know the pipeline, or predicts that not even the weights fit.
+        The prediction. None if the planner does not know the pipeline, if parts of it wait in host memory, or if not
+        even the weights are predicted to fit.
     """
+    if recipe.offload is not None:
+        return None
     shape = MeshShape(
         batch=mesh["batch"],
         pipe=mesh.get("pipe", 1),

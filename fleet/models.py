@@ -114,12 +114,6 @@ def _can_be_given(name: str) -> bool:
     return name not in _OWN and not tensor and not name.startswith("callback")
 
 
-def require_field(model: Model, name: str) -> None:
-    """Raise ValueError if the pipeline's call has no field ``name``."""
-    if name not in model.fields:
-        raise ValueError(unknown_field(model, name))
-
-
 def unknown_field(model: Model, name: str) -> str:
     """Return the message of an unknown field, with the most similar known one."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)

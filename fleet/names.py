@@ -40,7 +40,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     taken = {int(match[1]) for match in map(pattern.fullmatch, files) if match}
     results: dict[str, list[int]] = {}
     for number in sorted(taken, reverse=True):
-        results.setdefault(_digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
+        results.setdefault(digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
     left: list[Line] = []
     finished: list[Line] = []
     for line in lines:
@@ -55,7 +55,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     return [replace(line, file=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished
 
 
-def _digest_of(folder: Path, name: str) -> str:
+def digest_of(folder: Path, name: str) -> str:
     """Return the digest of the result ``name``; an empty text if it is not complete."""
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())

@@ -47,21 +47,33 @@ def read_prompts(
 ) -> tuple[list[Line], list[Problem]]:
     """Read the requests of a file. Returns the valid lines and the problems of invalid ones; empty lines are skipped.
 
+    Each line of a ``.txt`` file is a prompt, of any other file a JSON object.
+
     Args:
         common (`Mapping[str, Any]`): Fields for every line that does not set them.
         seed (`int`, defaults to `0`): Seed of line 1 unless it sets one; each following line adds one.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not UTF-8.
+        ValueError: If it is not UTF-8, is one JSON array, or has no line.
     """
     try:
         # splitlines() would also split at characters such as U+2028, which JSON texts may contain.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error.strerror}.") from error
+
+    is_plain = path.suffix.lower() == ".txt"
+    lines = text.split("\n")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; expected one request per line.")
+    if not is_plain and _is_array(text):
+        raise ValueError(
+            f'{path} is one JSON array; expected one object per line, such as {{"prompt": "a red circle"}}, without '
+            "brackets and commas around them."
+        )
 
     def read_image(name: str) -> bytes:
         return (path.parent / name).read_bytes()
@@ -73,7 +85,7 @@ def read_prompts(
         if not text.strip():
             continue
         try:
-            values = json.loads(text)
+            values = {"prompt": text.strip()} if is_plain else json.loads(text)
             if not isinstance(values, dict):
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
@@ -89,3 +101,10 @@ def read_prompts(
         else:
             requests.append(Line(number, request))
     return requests, problems
+
+
+def _is_array(text: str) -> bool:
+    try:
+        return text.lstrip().startswith("[") and isinstance(json.loads(text), list)
+    except (ValueError, RecursionError):
+        return False

@@ -145,13 +145,15 @@ def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
         ValueError: If a name or size is invalid.
     """
     sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
+    for part in text.split(",") if text else ():
         name, _, size = part.strip().partition("=")
         if name not in MESH_NAMES or not size.isdecimal() or int(size) < 1:
             raise ValueError(
                 f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes: "
                 "'batch=2,ring=2'."
             )
+        if name in sizes:
+            raise ValueError(f"mesh has two sizes for {name}; expected one.")
         sizes[name] = int(size)
     return tuple(sizes.items())
 

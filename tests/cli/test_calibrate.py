@@ -32,3 +32,20 @@ def test_missing_prompt_and_unknown_metric_are_refused(capsys):
     assert re.search(r"--prompt .*--prompts ", " ".join(capsys.readouterr().err.split()))
     assert run(["calibrate", "--prompt", "a", "--metric", "beauty"]) == 2
     assert "psnr, ssim, lpips" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "-1"], "--seed"),
+        (["--seed", str(2**63)], f"--seed is {2**63}; expected"),
+        (["--prompts", "prompts.jsonl"], "--prompt and --prompts"),
+        (["--tries", "0"], "--tries is 0"),
+        (["--target", "nan"], "--target is nan"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--mesh", "ring=2,ring=3"], "--mesh has two sizes for ring"),
+    ],
+)
+def test_impossible_options_exit_with_2(capsys, options, said):
+    assert run(["calibrate", "--prompt", "a", *options]) == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", "").split())

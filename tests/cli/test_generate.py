@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -180,7 +181,7 @@ def test_unwritable_results_are_refused_before_loading(tmp_path, monkeypatch, ca
     (tmp_path / "file").write_text("")
     assert run([*one, "--out", str(tmp_path / "file")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err
-    assert run([*one, "--out", str(tmp_path), "--format", "mp4"]) == 1
+    assert run([*one, "--out", str(tmp_path), "--format", "mp4"]) == 2
     assert re.search(r"FluxPipeline .*png or jpg or webp", capsys.readouterr().err)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
     assert run([*one, "--out", str(tmp_path / "full")]) == 1
@@ -210,34 +211,116 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--steps", "0"], "'steps' .*0.* 1"),
-        (["--frames", "3"], "FluxPipeline .*'frames'"),
-        (["--size", "big"], "'size' .*'big'"),
-        (["--cache", "-1"], "cache .*-1; .*0"),
-        (["--mesh", "rings=2"], "mesh .*'rings=2'; .*batch, ring, ulysses, tensor"),
-        (["--weights", "tensor"], "--mesh tensor=2"),
-        (["--rotate-method", "3d"], "rotate_method .*'3d'; .*alltoall, allgather, 2d"),
-        (["--compile", "yes"], "compile .*'yes'; .*no, blocks, whole"),
-        (["--set", "generator=3"], "FluxPipeline .*'generator'"),
-        (["--set", "prompt_embeds=[1]"], "FluxPipeline .*'prompt_embeds'"),
-        (["--timeout", "0"], "timeout .*0 s"),
-        (["--timeout", "inf"], "timeout .*inf s"),
-        (["--seed", "-1"], "seed .*-1; .*0"),
-        (["--lora", "absent.safetensors"], "lora 'absent.safetensors'"),
-        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "2 ranks .*ring 1 × ulysses 1"),
+        (["--steps", "0"], "--steps .*0.* 1"),
+        (["--steps=0"], "--steps .*0.* 1"),
+        (["--frames", "3"], "FluxPipeline has no --frames"),
+        (["--guidance", "nan"], "--guidance .*nan"),
+        (["--size", "big"], "--size .*'big'"),
+        (["--cache", "-1"], "--cache .*-1; .*0"),
+        (["--mesh", "rings=2"], "--mesh .*'rings=2'; .*batch, ring, ulysses, tensor"),
+        (["--mesh", ","], "--mesh has ''"),
+        (["--mesh", "ring=2,ring=3"], "--mesh has two sizes for ring"),
+        (["--weights", "tensor"], "--weights .*--mesh tensor=2"),
+        (["--rotate-method", "3d"], "--rotate-method .*'3d'; .*alltoall, allgather, 2d"),
+        (["--compile", "yes"], "--compile .*'yes'; .*no, blocks, whole"),
+        (["--format", "mp4"], "--format .*'mp4'; .*png"),
+        (["--set", "generator=3"], "FluxPipeline has no --set generator"),
+        (["--set", "prompt_embeds=[1]"], "FluxPipeline has no --set prompt_embeds"),
+        (["--set", "true_cfg_scale=high"], "--set true_cfg_scale .*'high'"),
+        (["--timeout", "0"], "--timeout .*0 s"),
+        (["--timeout", "inf"], "--timeout .*inf s"),
+        (["--text-encoders", "disk"], "--text-encoders .*'disk'; .*fsdp"),
+        (["--backend", "disk"], "--backend .*'disk'; .*flash"),
+        (["--comm-dtype", "disk"], "--comm-dtype .*'disk'; .*int8"),
+        (["--name", "a/b"], "--name .*'a/b'"),
     ],
 )
 def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
-    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 1
-    assert re.search(said, capsys.readouterr().err)
+    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
+    assert re.match(f"error: {said}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    "options", [["--ranks", "0"], ["--memory", "0"], ["--replicas", "0"], ["--fps", "0"], ["--cache", "high"]]
+    ("options", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0"),
+        (["--memory", "0"], "--memory 0"),
+        (["--replicas", "0"], "--replicas 0"),
+        (["--fps", "0"], "--fps"),
+        (["--seed", "-1"], "--seed"),
+        (["--cache", "high"], "--cache high"),
+        (["--cache", "inf"], "--cache inf"),
+        (["--cache", "nan"], "--cache nan"),
+        (["--lora", ""], "--lora ''"),
+        (["--lora", ":0.5"], "--lora ':0.5'"),
+        (["--lora", "a/b:inf"], "--lora 'a/b:inf'"),
+        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "--mesh .*2 ranks .*ring 1 × ulysses 1"),
+        (["--prompts", "prompts.jsonl"], "--prompt and --prompts"),
+        (["--set", "steps=3", "--steps", "4"], "--set steps"),
+        (["--set", "steps=3", "--set", "steps=4"], "--set steps is given twice"),
+        (["--set", "=3"], "--set =3"),
+        (["--set", "height=48", "--size", "64x48"], "--size and --set height"),
+        (["--fps", "1001"], "--fps"),
+        (["--out", ""], "--out"),
+    ],
 )
-def test_impossible_options_exit_with_2(tmp_path, options):
-    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
+def test_impossible_options_exit_with_2(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    assert run(["generate", "--prompt", CAPTION, *options]) == 2
+    assert re.search(said, " ".join(capsys.readouterr().err.replace("│", "").split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_option_beside_prompts_is_one_error(tmp_path, prompts, capsys):
+    path = prompts({"prompt": "a"}, {"prompt": "b"})
+    assert run(["generate", "--prompts", path, "--steps", "0", "--out", str(tmp_path / "out")]) == 2
+    assert re.match("error: --steps is 0", capsys.readouterr().err)
+
+
+def test_text_file_has_a_prompt_in_each_line(tmp_path, monkeypatch, capsys):
+    asked = stand_in(monkeypatch)
+    path = tmp_path / "prompts.txt"
+    path.write_text('a red circle\n\n  {"prompt": "in braces"}\n[b]\n')
+    assert run(["generate", "--prompts", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert asked == ["a red circle", '{"prompt": "in braces"}', "[b]"]
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["00001.png", "00003.png", "00004.png"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"prompt": "a"}]', "is one JSON array; expected one object per line"),
+        ('[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "is one JSON array; expected one object per line"),
+        ("", "is empty; expected one request per line"),
+        (" \n\n", "is empty; expected one request per line"),
+    ],
+)
+def test_other_prompt_files_say_what_is_expected(tmp_path, capsys, content, said):
+    path = tmp_path / "prompts.json"
+    path.write_text(content)
+    assert run(["generate", "--prompts", str(path), "--out", str(tmp_path / "out")]) == 1
+    assert re.match(f"error: .*prompts.json {said}", capsys.readouterr().err)
+
+
+def test_sigterm_ends_with_a_sentence(tmp_path, prompts, monkeypatch, capsys):
+    asked = stand_in(monkeypatch)
+    generate, before = para_core.cli.ranks.generate, signal.getsignal(signal.SIGTERM)
+
+    def terminated(*args, **kwargs):
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(para_core.cli.ranks, "generate", terminated)
+    path = prompts({"prompt": "a"}, {"prompt": "b"})
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 143
+    assert re.fullmatch("ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n", capsys.readouterr().err)
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
+    assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 0
+    assert asked == ["a", "b"]
 
 
 def test_more_ranks_than_gpus_are_an_error(tmp_path, monkeypatch, capsys):
@@ -280,7 +363,8 @@ def test_full_disk_keeps_finished_results(tmp_path, prompts, monkeypatch, capsys
 
     monkeypatch.setattr("os.fsync", full)
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == "error: No space left on device.\n"
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"1 generated in .*out/ \(00001\)\nerror: .*out/00002.png: No space left on device.\n", said)
     assert asked == ["a", "b"]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["00001.json", "00001.png"]
 
@@ -545,45 +629,3 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
         capsys.readouterr()
         assert run([*command, *options]) == 0
         assert f"{1 - finished}, {finished} finished" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("option", ["--text-encoders", "--backend", "--comm-dtype"])
-def test_unknown_values_name_the_known_ones(tmp_path, capsys, option):
-    assert run(["generate", "--prompt", CAPTION, option, "disk", "--out", str(tmp_path)]) != 0
-    assert "disk" in capsys.readouterr().err
-
-
-def test_quantized_ranks_equal_one_quantized_process(tmp_path):
-    command = ["generate", "--prompt", CAPTION, "--seed", "7", "--quantize", "int8", *SMALL]
-    assert run([*command, "--out", str(tmp_path / "alone")]) == 0
-    plain = plain_pixels(prompt=CAPTION, seed=7)
-    alone = pixels(tmp_path / "alone/00001.png")
-    assert np.abs(alone - plain).max() > 1
-    for number, options in enumerate(
-        (["--mesh", "ring=2"], ["--weights", "tensor", "--mesh", "tensor=2"], ["--offload", "blocks"])
-    ):
-        assert run([*command, "--ranks", "2", *options, "--out", str(tmp_path / str(number))]) == 0
-        assert np.abs(pixels(tmp_path / f"{number}/00001.png") - alone).max() <= 1, options
-
-
-@pytest.mark.parametrize("what", ["blocks", "model"])
-def test_weights_in_host_memory_give_the_image_of_the_plain_pipeline(tmp_path, what):
-    command = ["generate", "--prompt", CAPTION, "--seed", "7", "--offload", what, *SMALL]
-    assert run([*command, "--out", str(tmp_path)]) == 0
-    assert np.abs(pixels(tmp_path / "00001.png") - plain_pixels(prompt=CAPTION, seed=7)).max() == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--quantize", "fp8", "--weights", "fsdp"],
-        ["--quantize", "int4"],
-        ["--offload", "blocks", "--weights", "fsdp"],
-        ["--offload", "model", "--text-encoders", "first"],
-        ["--offload", "disk"],
-    ],
-)
-def test_placements_that_exclude_each_other_are_refused_before_loading(tmp_path, capsys, options):
-    assert run(["generate", "--prompt", CAPTION, *SMALL, *options, "--out", str(tmp_path / "out")]) != 0
-    assert options[1] in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -65,8 +65,8 @@ def test_what_is_not_known_is_a_sentence(capsys):
     assert "FLUX.1-dev" in capsys.readouterr().out.splitlines()
     assert run(["plan", "--model", "FLUX.7"]) == 1
     assert "FLUX.7" in capsys.readouterr().err
-    assert run(["plan", "--device", "abacus"]) == 1
-    assert "abacus" in capsys.readouterr().err
+    assert run(["plan", "--device", "abacus"]) == 2
+    assert "--device is 'abacus'" in capsys.readouterr().err
     assert run(["plan", "--size", "large"]) == 2
     assert "large" in " ".join(capsys.readouterr().err.split())
 
