@@ -67,6 +67,7 @@ def test_cache_on_blocks_that_store_keys_is_refused(name):
         apply_cache_on_pipe(build(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     long_but(
