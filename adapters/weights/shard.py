@@ -19,7 +19,7 @@ from para_core.adapters.weights.sharded_component import (
     KEY,
     METHODS,
     Method,
-    Placement,
+    MoveGuard,
     ShardedComponent,
     gather_component,
     is_distributed,
@@ -197,9 +197,9 @@ def shard_components(
             if not (keep and component.is_applied()):
                 component.replace_earlier(rollback, hold_weights=not from_files)
         with raising_on_all(ranks, "weights could not be sharded"):
-            placement = _placement_of(pipe)
+            guard = _move_guard_of(pipe)
             for component in sharded.values():
-                component.refuse_late(placement)
+                component.refuse_late(guard)
         rollback.pop_all()
     return list(sharded)
 
@@ -355,12 +355,12 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
     return shard_again
 
 
-def _placement_of(pipe: Any) -> Placement:
-    """Return the :class:`Placement` whose wrappers guard moving and saving ``pipe``. Installs them if necessary."""
-    placement = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
-    if not isinstance(placement, Placement):
-        placement = Placement()
-        for method, around in (("enable_model_cpu_offload", placement.offload), ("save_pretrained", placement.save)):
+def _move_guard_of(pipe: Any) -> MoveGuard:
+    """Return the :class:`MoveGuard` whose wrappers guard moving and saving ``pipe``. Installs them if necessary."""
+    guard = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
+    if not isinstance(guard, MoveGuard):
+        guard = MoveGuard()
+        for method, around in (("enable_model_cpu_offload", guard.offload), ("save_pretrained", guard.save)):
             if hasattr(pipe, method):
                 wrap_method(pipe, method, KEY, around, order=WrapperPriority.PLAN)
-    return placement
+    return guard

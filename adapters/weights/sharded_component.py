@@ -118,9 +118,9 @@ class ShardedComponent:
         leave_loras(self.module)
         held.put_back()
 
-    def refuse_late(self, placement: Placement) -> None:
+    def refuse_late(self, guard: MoveGuard) -> None:
         """Wrap methods of the module that would fail on sharded weights, or lose them, so that they raise."""
-        wrap_method(self.module, "to", KEY, _Move(self, placement).move, order=WrapperPriority.PLAN)
+        wrap_method(self.module, "to", KEY, _Move(self, guard).move, order=WrapperPriority.PLAN)
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
                 wrap_method(self.module, method, KEY, partial(_too_late, problem), order=WrapperPriority.PLAN)
@@ -182,7 +182,7 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
     )
 
 
-class Placement:
+class MoveGuard:
     """Guards against moving or saving the sharded components of one pipeline.
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)`` would
@@ -239,10 +239,10 @@ class _Move:
     """The wrapper of ``module.to`` of one component. It also records how the component is sharded."""
 
     component: ShardedComponent
-    placement: Placement
+    guard: MoveGuard
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return self.placement.move(call, module, *args, **kwargs)
+        return self.guard.move(call, module, *args, **kwargs)
 
 
 # -- checks

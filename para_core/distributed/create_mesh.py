@@ -70,22 +70,22 @@ def choose_mesh_shape(
         _require_maximum(name, maximum)
 
     batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
-    left = num_ranks // batch
+    remaining = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
         # A group of neighbouring ranks stays on one host if its size divides the ranks per host.
-        max_ulysses_dim_size = gcd(left, ranks_per_host)
-    ring = largest_divisor(left, max_ring_dim_size) if max_ring_dim_size else 1
-    left //= ring
-    ulysses = largest_divisor(left, max_ulysses_dim_size) if max_ulysses_dim_size else left
-    left //= ulysses
+        max_ulysses_dim_size = gcd(remaining, ranks_per_host)
+    ring = largest_divisor(remaining, max_ring_dim_size) if max_ring_dim_size else 1
+    remaining //= ring
+    ulysses = largest_divisor(remaining, max_ulysses_dim_size) if max_ulysses_dim_size else remaining
+    remaining //= ulysses
     if max_ring_dim_size is None:
-        ring, left = ring * left, 1
-    if left > 1:
+        ring, remaining = ring * remaining, 1
+    if remaining > 1:
         raise ValueError(
-            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses {num_ranks // left} "
-            f"of them. max_ring_dim_size={ring * left}, max_ulysses_dim_size={ulysses * left} or "
-            f"max_batch_dim_size={batch * left} would fit; or leave one of ring and ulysses open (None): it takes what "
-            "remains."
+            f"{num_ranks} ranks do not fit: batch {batch} × ring {ring} × ulysses {ulysses} uses "
+            f"{batch * ring * ulysses} of them. max_ring_dim_size={ring * remaining}, "
+            f"max_ulysses_dim_size={ulysses * remaining} or max_batch_dim_size={batch * remaining} would fit; or leave "
+            "one of ring and ulysses open (None): it takes what remains."
         )
     return batch, ring, ulysses
 

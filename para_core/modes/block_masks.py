@@ -151,9 +151,9 @@ def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
     # Entries of a row beyond its number of blocks are undefined, so they go to an extra column that is cut off.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
-    places = torch.where(valid, indices, columns).long()
+    positions = torch.where(valid, indices, columns).long()
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.bool, device=indices.device)
-    return table.scatter(-1, places, torch.ones_like(places, dtype=torch.bool))[..., :columns]
+    return table.scatter(-1, positions, torch.ones_like(positions, dtype=torch.bool))[..., :columns]
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
