@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,6 +14,10 @@ from para_core.adapters.registry import TRANSFORMERS, adapter_for, plan_for, req
 from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
+
+# Where text encoders are held, and how weights are quantized: options of sharded pipelines and of the planner.
+TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
+Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 
 # Beginnings of the names of encoders of prompts and conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")

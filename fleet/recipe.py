@@ -14,17 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
+from para_core.adapters.components import Quantize, TextEncoders
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import (
     QUANTIZE,
-    Quantize,
     loading_config,
     quantize_transformers,
     require_quantize_fits,
 )
 from para_core.adapters.weights.text_encoders import (
     TEXT_ENCODERS,
-    TextEncoders,
     encoders_with_blocks,
     text_encoders_of,
 )

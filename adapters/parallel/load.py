@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.components import components_of
+from para_core.adapters.components import Quantize, components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.download import download_once_per_node, folder_of
 from para_core.adapters.weights.quantize import (
-    Quantize,
     cast_linears,
     quantize_transformers,
     require_quantize_fits,

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.components import TextEncoders
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
@@ -17,7 +18,6 @@ from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.staged_transformer import release_pipe
-from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.attention.attention_options import RotateMethod
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_check
+from para_core.adapters.components import TextEncoders
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
@@ -35,7 +36,6 @@ from para_core.adapters.weights.sharded_component import METHODS, Method, is_dis
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.adapters.weights.text_encoders import (
     OffloadedEncoders,
-    TextEncoders,
     encoders_with_blocks,
     offloader_of,
     require_not_offloaded,

@@ -12,6 +12,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.components import TextEncoders
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import require_plan
@@ -23,7 +24,7 @@ from para_core.adapters.weights.staged_transformer import (
     require_stages_fit,
     suspend_stage,
 )
-from para_core.adapters.weights.text_encoders import TEXT_ENCODERS, TextEncoders
+from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend

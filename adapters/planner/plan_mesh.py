@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from para_core.adapters.components import Quantize, TextEncoders
 from para_core.adapters.planner.workload import require_positive, workload
-from para_core.adapters.weights.quantize import Quantize
-from para_core.adapters.weights.text_encoders import TextEncoders
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import Choices, MeshPlan, make_plan, require_ranks

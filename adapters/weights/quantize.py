@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from para_core.adapters.components import blocks_of
+from para_core.adapters.components import Quantize, blocks_of
 from para_core.adapters.registry import TRANSFORMERS, transformers_of
 
-Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 

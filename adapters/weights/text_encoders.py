@@ -6,20 +6,19 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.adapters.components import components_of
+from para_core.adapters.components import TextEncoders, components_of
 from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method
 
-TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
 _KEY = "text_encoders"
 # The hooks of diffusers' group offload, innermost last (diffusers/hooks/group_offloading.py).
