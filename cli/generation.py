@@ -87,7 +87,7 @@ def make_task(
         try:
             given_mesh(recipe, ranks)
         except ValueError as error:
-            raise typer.BadParameter(f"--mesh does not fit: {error}") from None
+            raise ValueError(f"mesh is too small: {error}") from None
     problems: Sequence[Problem] = ()
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None:

@@ -578,7 +578,7 @@ def test_torchrun_ranks_are_used(tmp_path, prompts):
     assert record["mesh"] == {"batch": 1, "ring": 2, "ulysses": 1}
     assert np.abs(pixels(tmp_path / "out/00003.png") - plain_pixels(prompt="a blue square", seed=2)).max() <= 1
     said = under_torchrun("--mesh", "ring=1,ulysses=1", "--seed", "9").stderr
-    assert "error: rank 0: 2 ranks " in said
+    assert "error: rank 0: --mesh is too small: 2 ranks " in said
 
 
 KILLED = """
