@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -208,10 +209,13 @@ _LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "to
 def quiet(debug: bool) -> None:
     """Hide other libraries' progress bars, and without ``debug`` their hints and warnings."""
     from diffusers.utils import logging as diffusers_logging
+    from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    # The default lock has a semaphore of the system. If a rank is ended, Python warns that it was left behind.
+    tqdm.set_lock(threading.RLock())
     if not debug:
         for name in _LIBRARIES:
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -553,6 +554,31 @@ def test_three_compiled_cached_sizes_on_ranks_equal_one(tmp_path, prompts):
 
     for image, alone in zip(generated("--ranks", "2", "--compile", "whole"), generated(), strict=True):
         assert np.abs(image - alone).max() <= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_leaves_only_its_sentence(tmp_path, prompts, ranks):
+    path = prompts({"prompt": "a", "steps": 1}, {"prompt": "b", "steps": 10**5})
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "para_core", "generate", "--prompts", path, "--out", str(out), "--size", "64x48"]
+    process = subprocess.Popen(
+        [*command, "--ranks", str(ranks)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not (out / "00001.json").exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.2)
+        process.terminate()
+        said = process.communicate(timeout=100)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert re.fullmatch("ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n", said), said
 
 
 @pytest.mark.long
