@@ -37,6 +37,7 @@ EXTRAS = {
             "pillow",
             "imageio",
             "imageio-ffmpeg",
+            "pyyaml",
             "matplotlib",
         ],
         "`para_core generate`, `plan`, `doctor`, `calibrate`",

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from para_core.cli import options
-from para_core.cli.options import INPUT, LIMITS, RANKS, flag, option
-from para_core.fleet.models import Kind, find_model
-from para_core.fleet.outputs import choose_format
-from para_core.fleet.request import read_size
+from para_core.cli.config_file import config_option
+from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
+from para_core.fleet.models import Kind, Model, find_model
+from para_core.fleet.outputs import choose_format, require_file
+from para_core.fleet.request import Request, make_request, read_size
+
+if TYPE_CHECKING:
+    from para_core.fleet.recipe import Recipe
 
 _RESULTS = Path("~/.cache/para_core/videos")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -53,6 +59,14 @@ def serve(
     request_seconds: Annotated[float, option("Waiting included.", "S", LIMITS)] = 600,
     results: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT)] = _RESULTS,
     keep_hours: Annotated[float, option("How long these videos are kept.", "H", LIMITS, min=0)] = 24,
+    encoded_prompts: Annotated[float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)] = 1,
+    max_batch: Annotated[int, option("Requests of one size generated at once.", "N", LIMITS, min=1)] = 1,
+    loras: Annotated[Path | None, option("Folder of LoRAs that requests may name.", "DIR", PIPELINE)] = None,
+    max_loras: Annotated[int, option("LoRAs of requests that stay loaded.", "N", LIMITS, min=1)] = 4,
+    warmup: Annotated[list[str] | None, option("Generate this size before serving.", "WxH", INPUT)] = None,
+    cors: Annotated[list[str] | None, option("Site whose pages may use the server.", "ORIGIN", INPUT)] = None,
+    request_log: Annotated[Path | None, option("JSON lines, one per request.", "FILE", INPUT)] = None,
+    config: Annotated[Path | None, config_option()] = None,
     retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS)] = 0,
     debug: options.Debug = False,
 ) -> None:
@@ -67,6 +81,7 @@ def serve(
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
     from para_core.fleet import serving
     from para_core.fleet.group import ReplicaShape
+    from para_core.fleet.rank import Kept
     from para_core.fleet.server import ServerOptions
 
     pipeline = find_model(model)
@@ -98,35 +113,94 @@ def serve(
         raise typer.BadParameter(f"{values}: expected more than 0 of each.")
     pixels = _pixels(max_size, pipeline.kind)
     limits = Limits(waiting=queue, pixels=pixels, steps=max_steps, seconds=request_seconds, retries=retries)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    serving.start(
-        pipeline,
-        recipe,
-        ReplicaShape(count_ranks(ranks, replicas), spread),
-        limits,
-        ServerOptions(
-            choose_format(pipeline, format_),
-            replicas,
-            api_key,
-            fps,
-            videos=results.expanduser(),
-            keep_hours=keep_hours,
-        ),
-        host=host,
-        port=port,
+    _require_fit(recipe, max_batch, loras)
+    require_file(request_log)
+    replica_options = serving.ReplicaOptions(
+        choose_format(pipeline, format_),
+        fps,
         room=None if memory is None else memory * 1e9,
-        debug=debug,
+        kept=Kept(int(encoded_prompts * 1e9), 0 if loras is None else max_loras),
+        warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    with _without_ray_messages(debug):
+        serving.start(
+            pipeline,
+            recipe,
+            ReplicaShape(count_ranks(ranks, replicas), spread),
+            limits,
+            ServerOptions(
+                choose_format(pipeline, format_),
+                replicas,
+                api_key,
+                fps,
+                videos=results.expanduser().absolute(),
+                keep_hours=keep_hours,
+                max_batch=max_batch,
+                loras=None if loras is None else loras.absolute(),
+                cors=tuple(cors or ()),
+                request_log=None if request_log is None else request_log.absolute(),
+            ),
+            host=host,
+            port=port,
+            replica_options=replica_options,
+            debug=debug,
+        )
+        try:
+            # SIGTERM, which docker stop and systemd send, should act like Ctrl-C: with Ray's own handler, Serve would
+            # outlive this process on a cluster that others started.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            address = f"[{host}]" if ":" in host else host
+            console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
+            while True:
+                time.sleep(1)
+        except KeyboardInterrupt:
+            serving.stop()
+
+
+@contextmanager
+def _without_ray_messages(debug: bool) -> Iterator[None]:
+    """Drop what Ray prints to stdout about its own processes, unless debugging. The command prints to stderr."""
+    if debug:
+        yield
+        return
+    with Path(os.devnull).open("w") as sink, redirect_stdout(sink):
+        yield
+
+
+def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
+    """Raise BadParameter if options exclude each other."""
+    if max_batch > 1 and recipe.cache is not None:
+        raise typer.BadParameter(
+            f"--max-batch {max_batch} with --cache: the cache decides for a whole batch, so a request would get "
+            "another image than alone."
+        )
+    if loras is None:
+        return
+    if not loras.is_dir():
+        raise typer.BadParameter(f"--loras {loras}: expected a folder.")
+    for name, value, needed in (
+        ("--compile", recipe.compile, "no"),
+        ("--weights", recipe.weights, "replicate"),
+        ("--quantize", recipe.quantize, None),
+        ("--offload", recipe.offload, None),
+    ):
+        if value != needed:
+            raise typer.BadParameter(f"--loras with {name} {value}: LoRAs of requests need layers that can change.")
+
+
+def _warmup_request(model: Model, size: str) -> Request:
+    """Return a request of two steps. A third number of ``size`` counts frames."""
+    fields: dict[str, Any] = {"prompt": "warm-up", "size": size}
+    if "num_inference_steps" in model.fields:
+        fields["steps"] = 2
+    if size.count("x") == 2:
+        fields["size"], _, frames = size.rpartition("x")
+        fields["frames"] = int(frames) if frames.isdecimal() else 0
     try:
-        # SIGTERM, which docker stop and systemd send, should act like Ctrl-C: with Ray's own handler, Serve would
-        # outlive this process on a cluster that others started.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        address = f"[{host}]" if ":" in host else host
-        console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
-        while True:
-            time.sleep(1)
-    except KeyboardInterrupt:
-        serving.stop()
+        return make_request(fields, model)
+    except ValueError as error:
+        raise typer.BadParameter(f"--warmup {size}: {error}") from None
 
 
 def _pixels(size: str | None, kind: Kind) -> int:

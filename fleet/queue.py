@@ -1,16 +1,19 @@
-"""Requests that wait for a free replica: first come, first served. A cancelled one leaves at once."""
+"""Requests that wait for a free replica: first come, first served. A cancelled one leaves at once.
+
+Requests that differ only in prompt and seed may be generated as one batch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.outputs import Output
-from para_core.fleet.request import Request
+from para_core.fleet.request import Request, batch_key
 from para_core.fleet.work import Result
 
 
@@ -27,8 +30,11 @@ class QueuedRequest:
 class Replicas(Protocol):
     """Replicas that each answer one request at a time."""
 
-    async def run(self, entry: QueuedRequest) -> None:
-        """Run a request on a free replica, and set its answer. Returns when the replica can take the next request."""
+    async def run(self, batch: Sequence[QueuedRequest]) -> None:
+        """Run requests as one batch on a free replica, and set their answers.
+
+        Returns when the replica can take the next batch.
+        """
 
     def cancel(self, id_: str) -> None:
         """End this running request after its current step."""
@@ -42,9 +48,18 @@ class RequestQueue:
 
     Args:
         slots (`int`): Number of replicas.
+        max_batch (`int`): Largest number of requests that are generated as one batch.
+        fits (`Callable`, *optional*): Whether these requests fit into memory as one batch.
     """
 
-    def __init__(self, replicas: Replicas, slots: int) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        slots: int,
+        max_batch: int = 1,
+        fits: Callable[[Sequence[Request]], bool] = lambda requests: True,
+    ) -> None:
+        self._max_batch, self._fits = max_batch, fits
         self._replicas, self._free = replicas, slots
         self._waiting: list[QueuedRequest] = []
         self._running: set[str] = set()
@@ -77,19 +92,32 @@ class RequestQueue:
     def _dispatch(self) -> None:
         while self._free and self._waiting:
             self._free -= 1
-            entry = self._waiting.pop(0)
-            self._running.add(entry.id_)
+            batch = self._next_batch()
+            self._running.update(entry.id_ for entry in batch)
             # A task of its own runs to its end even if nobody waits: a replica that died is restarted in it.
-            task = asyncio.get_running_loop().create_task(self._run(entry), context=self._context.copy())
+            task = asyncio.get_running_loop().create_task(self._run(batch), context=self._context.copy())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, entry: QueuedRequest) -> None:
+    def _next_batch(self) -> list[QueuedRequest]:
+        """Take the first request from the queue, and those that can be generated with it."""
+        first = self._waiting.pop(0)
+        batch, key = [first], batch_key(first.request)
+        if self._max_batch > 1 and key is not None:
+            for entry in list(self._waiting):
+                together = [*(other.request for other in batch), entry.request]
+                if len(batch) < self._max_batch and batch_key(entry.request) == key and self._fits(together):
+                    self._waiting.remove(entry)
+                    batch.append(entry)
+        return batch
+
+    async def _run(self, batch: Sequence[QueuedRequest]) -> None:
         try:
-            await self._replicas.run(entry)
+            await self._replicas.run(batch)
         finally:
-            if not entry.answer.done():
-                entry.answer.set_exception(ReplicaDied("the replica ended without an answer."))
-            self._running.discard(entry.id_)
+            for entry in batch:
+                if not entry.answer.done():
+                    entry.answer.set_exception(ReplicaDied("the replica ended without an answer."))
+            self._running.difference_update(entry.id_ for entry in batch)
             self._free += 1
             self._dispatch()

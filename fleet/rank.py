@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
+from para_core.fleet.loras import LoadedLoras, Lora
 from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled, Result, Watch, generate
+from para_core.fleet.work import Cancelled, Result, Watch, generate_batch
 
 # The concurrency group of the actor's methods that run during a request.
 CONTROL = "control"
@@ -41,6 +44,19 @@ _LAUNCHER_NAMES = frozenset(
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Data that a rank keeps from one request to the next.
+
+    Args:
+        prompt_bytes (`int`): Host memory for outputs of text encoders. 0 keeps none.
+        loras (`int`): LoRAs of requests that stay loaded. 0 refuses LoRAs.
+    """
+
+    prompt_bytes: int = 0
+    loras: int = 0
+
+
+@dataclass(frozen=True)
 class Answer:
     """The outcome of a request on one rank.
 
@@ -58,7 +74,10 @@ class Answer:
 class Rank:
     """One of ``ranks`` processes that run one pipeline together."""
 
-    def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int, kept: Kept | None = None) -> None:
+        self._kept = kept or Kept()
+        self._encoded_prompts: EncodedPrompts | None = None
+        self._loras: LoadedLoras | None = None
         self._recipe, self._rank, self._ranks = recipe, rank, ranks
         self._format, self._fps = format_, fps
         self._store: Any = None
@@ -82,6 +101,10 @@ class Rank:
             store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._rank, world_size=self._ranks, timeout=timeout)
         self._pipe = build(self._recipe)
+        if self._kept.prompt_bytes:
+            self._encoded_prompts = EncodedPrompts(self._pipe, self._kept.prompt_bytes)
+        if self._kept.loras:
+            self._loras = LoadedLoras(self._pipe, self._recipe, self._kept.loras, self._encoded_prompts)
         return mesh_shape(self._pipe)
 
     def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
@@ -90,26 +113,53 @@ class Rank:
 
     def generate(self, id_: str, request: Request) -> Answer:
         """Run one request. A collective call: all ranks of the replica get the same request."""
+        return self.generate_batch([(id_, request)])[0]
+
+    def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
+        """Run requests with the same ``batch_key`` as one call. A collective call.
+
+        The call ends early if all requests are cancelled. If it fails, all requests have failed.
+        """
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # per thread, and Ray may call this method in any thread
         if self._release_memory:
             self._release_memory = False
             torch.cuda.empty_cache()
-        watch = Watch(lambda done: self._steps_done.__setitem__(id_, done), lambda: id_ in self._cancelled)
+        ids, requests = [id_ for id_, _ in batch], [request for _, request in batch]
+        watch = Watch(
+            lambda done: self._steps_done.update(dict.fromkeys(ids, done)),
+            lambda: self._cancelled.issuperset(ids),
+        )
         try:
-            result = generate(self._pipe, request, self._recipe, format_=self._format, fps=self._fps, watch=watch)
-            return Answer("done", result, steps=self.steps_done(id_))
+            self._use_lora(requests[0].lora)
+            results = generate_batch(
+                self._pipe, requests, self._recipe, format_=self._format, fps=self._fps, watch=watch
+            )
+            return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
         except Cancelled as error:
-            return Answer("cancelled", reason=str(error), steps=self.steps_done(id_))
+            return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]
         except Exception as error:
             # The memory is released before the next request. cudaFree waits for the device's kernels, and a collective
             # of this request may wait for a rank that has left: this rank would never answer, and the reason would be
             # lost.
             self._release_memory = True
-            return Answer("failed", reason=sentence(error), steps=self.steps_done(id_))
+            return [Answer("failed", reason=sentence(error), steps=self.steps_done(id_)) for id_ in ids]
         finally:
-            self._steps_done.pop(id_, None)
-            self._cancelled.discard(id_)
+            for id_ in ids:
+                self._steps_done.pop(id_, None)
+                self._cancelled.discard(id_)
+
+    def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
+        steps = self.steps_done(id_)
+        if id_ in self._cancelled and batch > 1:
+            return Answer("cancelled", reason=f"cancelled after step {steps}.", steps=steps)
+        return Answer("done", result, steps=steps)
+
+    def _use_lora(self, lora: tuple[str, float] | None) -> None:
+        if self._loras is not None:
+            self._loras.use(None if lora is None else Lora(*lora))
+        elif lora is not None:
+            raise ValueError("this replica takes no LoRA of a request.")
 
     def steps_done(self, id_: str) -> int:
         """Return the number of finished steps of a running request; 0 before the first."""

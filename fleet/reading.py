@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from para_core.fleet.forms import read_form, rename
 from para_core.fleet.limits import CHARACTERS_PER_TOKEN, Limits, RequestError
+from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.request import (
@@ -48,7 +49,7 @@ class Body(NamedTuple):
     progress: bool
 
 
-def body_schema(model: Model, limits: Limits) -> type[BaseModel]:
+def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
     """Return the pydantic model of a request body: the fields of a request, and those of OpenAI's images API."""
     limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
     options: dict[str, Any] = {
@@ -60,6 +61,8 @@ def body_schema(model: Model, limits: Limits) -> type[BaseModel]:
         "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
         **dict.fromkeys(_IGNORED, (Any, None)),
     }
+    if loras:
+        options["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
     if model.kind == "video":
         options["seconds"] = (Annotated[str | int | float, Field(description="Duration.")] | None, None)
     schema = request_schema(model, at_most={**limited, **dict.fromkeys(model.images, _MAX_IMAGES)})
@@ -108,8 +111,20 @@ async def read_content(http: Any, limits: Limits) -> Content:
     return Content(fields=fields, files=files)
 
 
-def read_request(content: Content, schema: type[BaseModel], model: Model, limits: Limits, *, fps: int = 16) -> Body:
+def read_request(
+    content: Content,
+    schema: type[BaseModel],
+    model: Model,
+    limits: Limits,
+    *,
+    fps: int = 16,
+    loras: LoraFolder | None = None,
+) -> Body:
     """Return the request in ``content``. Images are decoded.
+
+    Args:
+        fps (`int`): Frames per second, for ``seconds``.
+        loras (`LoraFolder`, *optional*): LoRAs that a request may name.
 
     Raises:
         RequestError: If the body is not valid, or the request exceeds a limit.
@@ -124,6 +139,7 @@ def read_request(content: Content, schema: type[BaseModel], model: Model, limits
     response_format, stream = fields.pop("response_format", "b64_json"), fields.pop("stream", False)
     progress, partial_images = fields.pop("progress", False), fields.pop("partial_images", 0)
     format_ = fields.pop("output_format", None)
+    lora = fields.pop("lora", None if loras is None else loras.default)
     delivery = Delivery(_FORMAT_NAMES.get(format_, format_), fields.pop("output_compression", None), partial_images)
 
     def read_image(text: str) -> bytes:
@@ -141,7 +157,9 @@ def read_request(content: Content, schema: type[BaseModel], model: Model, limits
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
         if "seconds" in fields:
             fields["frames"] = _frames(fields.pop("seconds"), fps)
-        request = replace(request_from(fields, model, read_image=read_image), delivery=delivery)
+        found = None if loras is None or lora in (None, "none") else loras.find(lora)
+        request = request_from(fields, model, read_image=read_image)
+        request = replace(request, delivery=delivery, lora=found)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
     _require_size(request, model, limits)

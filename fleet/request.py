@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -59,18 +59,21 @@ class Request:
         seed (`int`, defaults to `0`): Seed of the generator.
         images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
         delivery (`Delivery`): How the result is delivered.
+        lora (`tuple[str, float]`, *optional*): Path and scale of a LoRA besides those of the recipe.
     """
 
     fields: Mapping[str, Any]
     seed: int = 0
     images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
     delivery: Delivery = Delivery()
+    lora: tuple[str, float] | None = None
 
     @property
     def digest(self) -> str:
         """16 hex digits, equal for equal requests in all processes."""
         images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
-        text = json.dumps([self.fields, self.seed, images], sort_keys=True)
+        decisive = [self.fields, self.seed, images, *filter(None, [self.lora])]
+        text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -263,6 +266,31 @@ def call_arguments(request: Request) -> dict[str, Any]:
     """Return the arguments of the pipeline's call, except the generator, with images decoded."""
     decoded = {name: [open_image(data) for data in files] for name, files in request.images.items()}
     return {**request.fields, **{name: files[0] if len(files) == 1 else files for name, files in decoded.items()}}
+
+
+# Fields of one text each, which become a list of texts in a batch.
+_TEXTS = tuple(f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4"))
+
+
+def batch_key(request: Request) -> str | None:
+    """Return a text that is equal for requests that can be generated as one batch. None if this one cannot be."""
+    texts = {name: value for name, value in request.fields.items() if name in _TEXTS and value is not None}
+    one_each = all(isinstance(value, str) for value in texts.values()) and request.results == 1
+    if not one_each or request.images or request.delivery.partial_images or "prompt" not in texts:
+        return None
+    rest = {name: value for name, value in request.fields.items() if name not in texts}
+    return json.dumps([rest, sorted(texts), request.lora], sort_keys=True)
+
+
+def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return the arguments of one call for requests with the same :func:`batch_key`, except the generators."""
+    first = requests[0]
+    if len(requests) == 1:
+        return call_arguments(first)
+    texts = {
+        name: [request.fields[name] for request in requests] for name in _TEXTS if first.fields.get(name) is not None
+    }
+    return {**first.fields, **texts}
 
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:

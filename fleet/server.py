@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Security
 from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
@@ -21,8 +23,11 @@ from para_core.fleet.answers import StoredResults, answer_body, answer_events, m
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Backend, Job, Jobs
 from para_core.fleet.limits import Limits, RequestError
+from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.reading import Body, body_schema, read_content, read_request
+from para_core.fleet.request import Request, estimated_pixels
+from para_core.fleet.request_log import RequestLog
 from para_core.fleet.videos import Videos, add_routes
 from para_core.fleet.work import Result
 
@@ -38,6 +43,10 @@ class ServerOptions:
         fps (`int`): Frames per second of videos.
         videos (`Path`, *optional*): Folder of asynchronous videos. None disables them.
         keep_hours (`float`): How long asynchronous videos are kept after they are done.
+        max_batch (`int`): Largest number of requests that are generated as one batch.
+        loras (`Path`, *optional*): Folder of LoRAs that requests may name. None refuses LoRAs of requests.
+        cors (`tuple[str, ...]`): Sites whose pages may use the server, or ``"*"``.
+        request_log (`Path`, *optional*): File to which each request is appended.
     """
 
     format_: str
@@ -46,6 +55,10 @@ class ServerOptions:
     fps: int = 16
     videos: Path | None = None
     keep_hours: float = 24.0
+    max_batch: int = 1
+    loras: Path | None = None
+    cors: tuple[str, ...] = ()
+    request_log: Path | None = None
 
 
 class Server:
@@ -68,8 +81,9 @@ class Server:
             seconds = options.keep_hours * 3600
             name = self._model_card()["id"]
             self._videos = Videos(self._jobs, options.videos, seconds, model=name, fps=options.fps)
-        self._access = Access(options.api_key)
-        self._body_schema = body_schema(model, limits)
+        self._access = Access(options.api_key, options.cors)
+        self._loras = None if options.loras is None else LoraFolder(options.loras)
+        self._body_schema = body_schema(model, limits, loras=self._loras is not None)
         self._paths = ("/v1/videos/sync",) if model.kind == "video" else ("/v1/images/generations", "/v1/images/edits")
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
@@ -77,10 +91,27 @@ class Server:
             exception_handlers={RequestError: _refused, 404: self._absent, 405: self._absent, 500: _failed},
         )
         self._add_routes()
+        if options.cors:
+            expose = ["X-Request-Id", "Retry-After"]
+            self.app.add_middleware(
+                CORSMiddleware,
+                allow_origins=options.cors,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=expose,
+            )
+        if options.request_log is not None:
+            self.app.add_middleware(RequestLog, path=options.request_log)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the size of results to what fits into the memory of a rank."""
         self._limits = replace(self._limits, memory=memory)
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether the limits allow these requests as one batch."""
+        memory = self._limits.memory
+        most = self._limits.pixels if memory is None else min(self._limits.pixels, memory.pixels)
+        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= most
 
     def _add_routes(self) -> None:
         guard = [Depends(self._access.require)]
@@ -100,6 +131,10 @@ class Server:
             add(path + "/{request_id}", self._cancel, methods=["DELETE"], dependencies=guard)
         if self._videos is not None:
             add_routes(add, self._videos, self._read, guard, body)
+        if self._loras is not None:
+            add("/v1/loras", self._list_loras, dependencies=guard)
+            add("/v1/loras/{name}/set", self._set_lora, methods=["POST"], dependencies=guard)
+            add("/v1/loras/unset", self._unset_lora, methods=["POST"], dependencies=guard)
         add("/v1/files/{request_id}/{index}", self._file, dependencies=guard)
 
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
@@ -146,6 +181,29 @@ class Server:
             raise RequestError(404, "model_not_found", f"no model {name[:80]!r} is served; expected {card['id']!r}.")
         return JSONResponse(card)
 
+    async def _list_loras(self) -> Response:
+        """List the LoRAs that requests may name, and the one of requests that name none."""
+        if self._loras is None:
+            raise RequestError(404, "not_found", "this server takes no LoRAs of requests; see --loras.")
+        data = [{"id": name, "object": "lora"} for name in self._loras.names()]
+        return JSONResponse({"object": "list", "data": data, "set": self._loras.default})
+
+    async def _set_lora(self, name: str) -> Response:
+        """Use a LoRA (name or name:scale) for requests that name none."""
+        return await self._change_lora(name)
+
+    async def _unset_lora(self) -> Response:
+        """Use no LoRA for requests that name none."""
+        return await self._change_lora(None)
+
+    async def _change_lora(self, name: str | None) -> Response:
+        if self._loras is not None:
+            try:
+                self._loras.set_default(name)
+            except ValueError as error:
+                raise RequestError(404, "not_found", str(error)) from None
+        return await self._list_loras()
+
     async def _cancel(self, request_id: str) -> Response:
         """Cancel a request: at once if it waits, after its current step if it runs."""
         self._jobs.cancel(request_id)
@@ -164,7 +222,13 @@ class Server:
         content = await read_content(http, self._limits)
         # In a thread, because decoding images would block the event loop.
         return await asyncio.to_thread(
-            read_request, content, self._body_schema, self._model, self._limits, fps=self._options.fps
+            read_request,
+            content,
+            self._body_schema,
+            self._model,
+            self._limits,
+            fps=self._options.fps,
+            loras=self._loras,
         )
 
     async def _generate(self, http: HttpRequest) -> Response:

@@ -7,20 +7,23 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray import serve
 
 from para_core.fleet import group
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
 from para_core.fleet.queue import QueuedRequest, RequestQueue
+from para_core.fleet.rank import Kept
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.server import Server, ServerOptions
+from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
@@ -31,7 +34,25 @@ _READY_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 # A kind and its value.
 Event = tuple[str, Any]
-_FAILURES = {"failed": RequestFailed, "cancelled": RequestCancelled, "died": ReplicaDied}
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Options of the replicas of a server.
+
+    Args:
+        format_ (`str`): Format of results for requests that name none.
+        fps (`int`): Frames per second of videos.
+        room (`float`, *optional*): Bytes of a rank for weights and results. Defaults to the memory of its device.
+        kept (`Kept`): Data that ranks keep from one request to the next.
+        warmup (`tuple[Request, ...]`): Requests that each replica runs before it is ready.
+    """
+
+    format_: str
+    fps: int = 16
+    room: float | None = None
+    kept: Kept = field(default_factory=lambda: Kept(prompt_bytes=2**30))
+    warmup: tuple[Request, ...] = ()
 
 
 class ReplicaDeployment:
@@ -41,23 +62,25 @@ class ReplicaDeployment:
     """
 
     async def __init__(  # type: ignore[misc]
-        self, recipe: Recipe, shape: group.ReplicaShape, format_: str, fps: int, room: float | None
+        self, recipe: Recipe, shape: group.ReplicaShape, options: ReplicaOptions
     ) -> None:
-        self._replica = group.Replica(recipe, shape, format_=format_, fps=fps)
+        self._replica = group.Replica(recipe, shape, format_=options.format_, fps=options.fps, kept=options.kept)
         self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
         await self._replica.start()
-        self._memory = await self._replica.memory(room)
+        self._memory = await self._replica.memory(options.room)
+        for request in options.warmup:
+            await self._replica.generate(request)
         self._reporting = asyncio.ensure_future(self._report())
 
-    async def generate(self, id_: str, request: Request) -> AsyncIterator[Event]:
-        """Yield ``begin`` with the first rank (for :func:`group.cancel`), ``step``, and then ``done`` or a failure."""
+    async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[Event]:
+        """Yield ``begin`` with the first rank (for :func:`group.cancel`), ``step``, and then ``done`` or ``died``."""
         self._busy = True
         task = None
         try:
             await self._ensure_running()
             yield "begin", self._replica.actors[0]
             events: asyncio.Queue[Event] = asyncio.Queue()
-            task = asyncio.ensure_future(self._answer(id_, request, events))
+            task = asyncio.ensure_future(self._answer(batch, events))
             while True:
                 kind, value = await events.get()
                 yield kind, value
@@ -69,17 +92,17 @@ class ReplicaDeployment:
         finally:
             self._busy = False
             if task is not None and not task.done() and self._replica.actors:  # the caller stopped iterating
-                group.cancel(self._replica.actors[0], id_)
+                for id_, _ in batch:
+                    group.cancel(self._replica.actors[0], id_)
 
-    async def _answer(self, id_: str, request: Request, events: asyncio.Queue[Event]) -> None:
+    async def _answer(self, batch: Sequence[tuple[str, Request]], events: asyncio.Queue[Event]) -> None:
         def progress(done: int) -> None:
             events.put_nowait(("step", done))
 
         try:
-            events.put_nowait(("done", await self._replica.generate(request, id_=id_, progress=progress)))
-        except tuple(_FAILURES.values()) as error:
-            kind = next(name for name, failure in _FAILURES.items() if isinstance(error, failure))
-            events.put_nowait((kind, str(error)))
+            events.put_nowait(("done", await self._replica.generate_batch(batch, progress)))
+        except ReplicaDied as error:
+            events.put_nowait(("died", str(error)))
 
     async def _ensure_running(self) -> None:
         async with self._starting:
@@ -110,30 +133,38 @@ class ServeReplicas:
         self._cancelled: set[str] = set()
         self._reports: dict[str, float] = {}
 
-    async def run(self, entry: QueuedRequest) -> None:
-        """Run a request on a free replica, and set its answer. Returns when the replica can take the next request."""
+    async def run(self, batch: Sequence[QueuedRequest]) -> None:
+        """Run requests as one batch on a free replica, and set their answers.
+
+        Returns when the replica can take the next batch.
+        """
         if self._handle is None:
             handle = serve.get_deployment_handle("Replicas", REPLICAS)
             self._handle = handle.options(method_name="generate", stream=True)
         try:
-            async for kind, value in self._handle.remote(entry.id_, entry.request):
+            async for kind, value in self._handle.remote([(entry.id_, entry.request) for entry in batch]):
                 if kind == "begin":
-                    self._first_ranks[entry.id_] = value
-                    if entry.id_ in self._cancelled:
-                        group.cancel(value, entry.id_)
+                    self._begin(batch, value)
                 elif kind == "step":
-                    entry.progress(value)
-                elif kind == "done":
-                    entry.answer.set_result(value)
+                    for entry in batch:
+                        entry.progress(value)
                 else:
-                    self._first_ranks.pop(entry.id_, None)
-                    entry.answer.set_exception(_FAILURES[kind](value))
+                    for entry in batch:
+                        self._first_ranks.pop(entry.id_, None)
+                    _set_answers(batch, [ReplicaDied(value)] * len(batch) if kind == "died" else value)
         except Exception as error:
-            if not entry.answer.done():
-                entry.answer.set_exception(ReplicaDied(f"the replica's actor ended: {group.cause(error)}"))
+            died = ReplicaDied(f"the replica's actor ended: {group.cause(error)}")
+            _set_answers([entry for entry in batch if not entry.answer.done()], [died] * len(batch))
         finally:
-            self._first_ranks.pop(entry.id_, None)
-            self._cancelled.discard(entry.id_)
+            for entry in batch:
+                self._first_ranks.pop(entry.id_, None)
+                self._cancelled.discard(entry.id_)
+
+    def _begin(self, batch: Sequence[QueuedRequest], first_rank: Any) -> None:
+        for entry in batch:
+            self._first_ranks[entry.id_] = first_rank
+            if entry.id_ in self._cancelled:
+                group.cancel(first_rank, entry.id_)
 
     def cancel(self, id_: str) -> None:
         """End this running request after its current step."""
@@ -152,14 +183,25 @@ class ServeReplicas:
         self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
 
 
+def _set_answers(batch: Sequence[QueuedRequest], outcomes: Sequence[Result | Exception]) -> None:
+    for entry, outcome in zip(batch, outcomes, strict=False):
+        if isinstance(outcome, Exception):
+            entry.answer.set_exception(outcome)
+        else:
+            entry.answer.set_result(outcome)
+
+
 class Front:
     """The deployment that answers HTTP."""
 
     def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
         self._replicas = ServeReplicas()
-        queue = RequestQueue(self._replicas, options.replicas)
+        queue = RequestQueue(self._replicas, options.replicas, options.max_batch, self._fits)
         self._server = Server(queue, model, limits, options)
         self._server.loading = True
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        return self._server.fits(requests)
 
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
         """Receive the report of a replica."""
@@ -184,13 +226,13 @@ def start(
     *,
     host: str,
     port: int,
-    room: float | None = None,
+    replica_options: ReplicaOptions | None = None,
     debug: bool = False,
 ) -> None:
     """Start the server on Ray, and return when it answers.
 
     Args:
-        room (`float`, *optional*): Bytes of a rank for weights and results. Defaults to the memory of its device.
+        replica_options (`ReplicaOptions`, *optional*): Defaults to the format and frame rate of ``options``.
 
     Raises:
         OSError: If the port is in use.
@@ -199,6 +241,7 @@ def start(
             port.
     """
     replicas = options.replicas
+    replica_options = replica_options or ReplicaOptions(options.format_, options.fps)
     _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)
@@ -223,9 +266,7 @@ def start(
         handle = serve.run(front.bind(model, limits, options), name=APP, route_prefix="/")
         _require_answer(host, port)
         try:
-            serve.run(
-                deployment.bind(recipe, shape, options.format_, options.fps, room), name=REPLICAS, route_prefix=None
-            )
+            serve.run(deployment.bind(recipe, shape, replica_options), name=REPLICAS, route_prefix=None)
         except RuntimeError as error:
             raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
         deadline = time.monotonic() + _READY_SECONDS

@@ -6,8 +6,9 @@ import importlib.metadata
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.fleet.outputs import Output, encode
 from para_core.fleet.recipe import Recipe, mesh_shape
-from para_core.fleet.request import Request, call_arguments
+from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
 
 
@@ -56,11 +57,20 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 
     Also raises what the pipeline raises; if arguments are invalid, on every rank.
     """
+    results = generate_batch(pipe, [request], recipe, format_=format_, fps=fps, watch=watch)
+    return None if results is None else results[0]
+
+
+def generate_batch(
+    pipe: Any, requests: Sequence[Request], recipe: Recipe, *, format_: str, fps: int, watch: Watch
+) -> list[Result] | None:
+    """Run the pipeline once for requests with the same :func:`batch_key`. For the rest see :func:`generate`."""
     mesh = mesh_of(pipe)
+    # A CPU generator gives the same noise for every device. Each sample has its own, as if it were generated alone.
+    generators = [torch.Generator().manual_seed(request.seed) for request in requests]
     arguments = {
-        **call_arguments(request),
-        # A CPU generator gives the same noise for every device.
-        "generator": torch.Generator().manual_seed(request.seed),
+        **batch_arguments(requests),
+        "generator": generators[0] if len(requests) == 1 else generators,
         **_callback(pipe, mesh, watch),
         "output_type": "pil",
     }
@@ -72,6 +82,17 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
     seconds = time.perf_counter() - start
     if mesh is not None and mesh.rank != 0:
         return None
+    if len(requests) == 1:
+        return [_result(pipe, requests[0], recipe, output, seconds, format_, fps)]
+    name = "images" if getattr(output, "frames", None) is None else "frames"
+    samples = [SimpleNamespace(**{name: [sample]}) for sample in getattr(output, name)]
+    return [
+        _result(pipe, request, recipe, sample, seconds, format_, fps)
+        for request, sample in zip(requests, samples, strict=True)
+    ]
+
+
+def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: float, format_: str, fps: int) -> Result:
     videos = getattr(output, "frames", None)
     first = output.images[0] if videos is None else videos[0][0]
     delivery = request.delivery

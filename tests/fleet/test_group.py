@@ -18,7 +18,7 @@ async def answer_after(seconds, answer):
     await asyncio.sleep(seconds)
     if isinstance(answer, Exception):
         raise answer
-    return answer
+    return [answer]
 
 
 def wait_for(*answers):
@@ -27,7 +27,7 @@ def wait_for(*answers):
     async def run():
         return await group._answers([answer_after(*pair) for pair in answers])
 
-    return [answer.kind for answer in asyncio.run(run())]
+    return [answer.kind for (answer,) in asyncio.run(run())]
 
 
 @pytest.fixture(autouse=True)

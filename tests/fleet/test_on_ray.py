@@ -62,10 +62,10 @@ def server(model, recipe):
     limits = Limits(waiting=2, seconds=300)
     shape = group.ReplicaShape(ranks=2)
     options = {
-        "options": ServerOptions("png", 2),
+        "options": ServerOptions("png", 2, max_batch=2),
         "host": "127.0.0.1",
         "port": PORT,
-        "room": 6e7,
+        "replica_options": serving.ReplicaOptions("png", room=6e7),
     }
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
@@ -122,15 +122,19 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
 def test_the_command_serves_until_it_is_told_to_end():
     command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 10)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         late = threading.Timer(500, process.kill)
         late.start()
         try:
             said = process.stderr.readline()
             assert f"http://127.0.0.1:{PORT + 10}/" in said
+            os.kill(rank_processes()[-1], signal.SIGKILL)  # of which Ray tells its driver
+            time.sleep(5)
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) == 0
-            assert process.stderr.read() == ""
+            assert process.stderr.read() == process.stdout.read() == ""
         finally:
             late.cancel()
             process.kill()
@@ -158,7 +162,7 @@ def test_too_large_size_is_refused_by_planner(server):
 def test_second_server_is_refused(server, model, recipe):
     options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT + 11}
     before = rank_processes()
-    with pytest.raises(RuntimeError, match="has a para_core server already"):
+    with pytest.raises(RuntimeError, match="runs a para_core server already"):
         serving.start(model, recipe, group.ReplicaShape(ranks=1), Limits(), **options)
     assert rank_processes() == before
     assert ask(None, method="GET", path="/health")[0] == 200
@@ -270,3 +274,27 @@ def test_dying_rank_costs_its_request_and_is_replaced(server):
         time.sleep(1)
     with ThreadPoolExecutor(4) as threads:
         assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
+
+
+def test_rank_that_dies_while_idle_is_seen_and_replaced(server):
+    def ready():
+        return json.loads(ask(None, method="GET", path="/health")[1])["ready"]
+
+    def wait_for(count, seconds):
+        deadline = time.monotonic() + seconds
+        while ready() != count:
+            assert time.monotonic() < deadline, f"not {count} replicas"
+            time.sleep(0.2)
+
+    wait_for(2, 300)
+    os.kill(rank_processes()[0], signal.SIGKILL)
+    wait_for(1, 20)
+    wait_for(2, 300)
+
+
+def test_equal_requests_are_one_batch(server):
+    asked = [{"prompt": prompt, "seed": seed, **SMALL} for seed, prompt in enumerate(PROMPTS)]
+    alone = [image(ask(each)) for each in asked]
+    with ThreadPoolExecutor(4) as threads:
+        together = [image(answer) for answer in threads.map(ask, asked)]
+    assert max(difference(*pair) for pair in zip(alone, together, strict=True)) <= 1

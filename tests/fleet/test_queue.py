@@ -16,19 +16,20 @@ class Replicas:
     def __init__(self):
         self.ran, self.cancelled, self.open = [], [], asyncio.Event()
 
-    async def run(self, entry):
-        self.ran.append(entry.id_)
+    async def run(self, batch):
+        self.ran.append("+".join(entry.id_ for entry in batch))
         await self.open.wait()
-        if entry.id_ == "dies":
+        if batch[0].id_ == "dies":
             raise ReplicaDied("gone")
-        entry.answer.set_result(Result((), {"id": entry.id_}))
+        for entry in batch:
+            entry.answer.set_result(Result((), {"id": entry.id_}))
 
     def cancel(self, id_):
         self.cancelled.append(id_)
 
 
-def ask(queue, id_):
-    return asyncio.ensure_future(queue.generate(id_, Request({"prompt": "a"}), print))
+def ask(queue, id_, **fields):
+    return asyncio.ensure_future(queue.generate(id_, Request({"prompt": id_, **fields}, seed=len(id_)), print))
 
 
 def test_cancelled_request_leaves_the_queue_at_once():
@@ -74,5 +75,27 @@ def test_replica_that_ends_frees_its_place():
         with pytest.raises(ReplicaDied):
             await dies
         assert (await lives).metadata["id"] == "lives"
+
+    asyncio.run(run())
+
+
+def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
+    async def run():
+        replicas = Replicas()
+        queue = RequestQueue(replicas, 1, max_batch=3, fits=lambda requests: len(requests) < 4)
+        busy = ask(queue, "busy")
+        one = {"height": 64}
+        answers = [ask(queue, name, **one) for name in ("a", "b")]
+        answers += [ask(queue, "other", height=32), ask(queue, "c", **one), ask(queue, "d", **one)]
+        answers.append(ask(queue, "several", num_images_per_prompt=2, **one))
+        await asyncio.sleep(0)
+        queue.cancel("b")
+        replicas.open.set()
+        results = await asyncio.gather(busy, *answers, return_exceptions=True)
+        assert replicas.ran == ["busy", "a+c+d", "other", "several"]
+        assert isinstance(results[2], RequestCancelled)
+        assert [result.metadata["id"] for result in results if isinstance(result, Result)][1:] == [
+            *("a", "other", "c", "d", "several")
+        ]
 
     asyncio.run(run())

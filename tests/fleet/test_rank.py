@@ -39,7 +39,7 @@ def make_rank(monkeypatch, outcomes):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(rank_module, "generate", generate)
+    monkeypatch.setattr(rank_module, "generate_batch", generate)
     return Rank(Recipe(""), 0, 1, "png", 16)
 
 
@@ -63,13 +63,13 @@ def test_request_after_failure_releases_memory_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
     outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
     rank = make_rank(monkeypatch, outcomes)
-    run = rank_module.generate
+    run = rank_module.generate_batch
 
     def generate(*args, **kwargs):
         calls.append("generate")
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(rank_module, "generate", generate)
+    monkeypatch.setattr(rank_module, "generate_batch", generate)
     kinds = [rank.generate(str(index), Request({}, seed=0)).kind for index in range(len(outcomes))]
     assert kinds == ["done", "failed", "failed", "done", "cancelled", "done"]
     first_three = ["generate", "generate", "release", "generate"]

@@ -31,7 +31,7 @@ PATH = "/v1/images/generations"
 class StandIn:
     """One replica whose steps take ``seconds`` each; a prompt may make it fail."""
 
-    format_ = "png"
+    format_, count, server = "png", 1, None
 
     def __init__(self, seconds=0.0):
         self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
@@ -57,7 +57,7 @@ class StandIn:
         self.cancelled.add(id_)
 
     async def ready(self):
-        return 1
+        return self.count
 
 
 @contextlib.contextmanager
@@ -67,6 +67,7 @@ def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipe
     backend.format_ = format_
     model = describe("", pipeline, {})
     server = Server(backend, model, limits or Limits(), ServerOptions(format_, 1, api_key, **options))
+    backend.server = server
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
@@ -348,3 +349,75 @@ def test_the_page_is_served():
         status, headers, text = ask(port, None, method="GET", path="/")
         assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
         assert b"/v1/images/generations" in text
+
+
+@pytest.mark.parametrize("key", ["secret", "schlüssel", "鍵"])
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_key_in_each_form_that_http_allows(key, scheme):
+    with serving(api_key=key) as (port, _):
+        for encoding in ("utf-8", "latin-1"):
+            with contextlib.suppress(UnicodeEncodeError):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                connection.request("GET", "/v1/models", headers={"Authorization": f"{scheme} {key}".encode(encoding)})
+                assert status_of(connection) == 200
+        assert ask(port, None, method="GET", path="/v1/models", Authorization=f"Basic {'secret'}")[0] == 401
+
+
+def test_pages_of_listed_sites_may_use_the_server():
+    site, other = "https://app.example", "https://evil.example"
+    with serving(cors=(site,)) as (port, _):
+        status, headers, _ = ask(port, {"prompt": "a"}, Origin=site)
+        assert (status, headers["access-control-allow-origin"]) == (200, site)
+        status, headers, _ = ask(port, None, method="OPTIONS", Origin=site, Access_Control_Request_Method="POST")
+        assert (status, headers["access-control-allow-origin"]) == (200, site)
+        assert ask(port, {"prompt": "a"}, Origin=other)[0] == 403
+
+
+def test_requests_are_logged_without_their_secrets(tmp_path):
+    with serving(api_key="secret", request_log=tmp_path / "log") as (port, _):
+        ask(port, {"prompt": "private"}, Authorization="Bearer secret", X_Request_Id="mine")
+        ask(port, {"prompt": "private"}, path=PATH + "?token=private")
+    lines = (tmp_path / "log").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(record["method"], record["path"], record["status"], record["id"]) for record in records] == [
+        ("POST", PATH, 200, "mine"),
+        ("POST", PATH, 401, None),
+    ]
+    assert "private" not in "".join(lines)
+    assert "secret" not in "".join(lines)
+
+
+def test_loras_are_listed_set_and_named_by_requests(tmp_path):
+    (tmp_path / "style.safetensors").touch()
+    with serving(loras=tmp_path) as (port, backend):
+        assert [lora["id"] for lora in ask(port, None, method="GET", path="/v1/loras")[2]["data"]] == ["style"]
+        assert ask(port, {"prompt": "a", "lora": "style:0.5"})[0] == 200
+        for name in ("../style", "other"):
+            assert ask(port, {"prompt": "a", "lora": name})[0] == 400
+        assert ask(port, None, path="/v1/loras/style:0.7/set")[2]["set"] == "style:0.7"
+        ask(port, {"prompt": "a"})
+        ask(port, {"prompt": "a", "lora": "none"})
+        ask(port, None, path="/v1/loras/unset")
+        ask(port, {"prompt": "a"})
+        (tmp_path / "new.safetensors").touch()
+        ask(port, {"prompt": "a", "lora": "new"})
+        used = [
+            request.lora and (request.lora.path.rpartition("/")[2], request.lora.scale) for _, request in backend.ran
+        ]
+        style, new = "style.safetensors", "new.safetensors"
+        assert used == [(style, 0.5), (style, 0.7), None, None, (new, 1.0)]
+        assert ask(port, None, path="/v1/loras/other/set")[0] == 404
+    with serving() as (port, _):
+        assert ask(port, {"prompt": "a", "lora": "style"})[0] == 400
+
+
+def test_loading_server_says_so():
+    with serving() as (port, backend):
+        backend.server.loading = True
+        backend.count = 0
+        status, _, body = ask(port, None, method="GET", path="/health")
+        assert (status, body["status"]) == (503, "loading")
+        status, headers, _ = ask(port, {"prompt": "a"})
+        assert (status, headers["retry-after"]) == (503, "5")
+        backend.server.loading, backend.count = False, 1
+        assert ask(port, {"prompt": "a"})[0] == 200

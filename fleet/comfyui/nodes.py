@@ -1,0 +1,151 @@
+"""Three nodes: an image from text, an edit of an image, and a video."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageSequence
+from torch import Tensor
+
+from .client import generate
+
+Spec = tuple[Any, ...]
+_COMMON: dict[str, Spec] = {
+    "server": ("STRING", {"default": "http://127.0.0.1:8000"}),
+    "prompt": ("STRING", {"multiline": True, "default": ""}),
+    "width": ("INT", {"default": 1024, "min": 16, "max": 16384, "step": 16}),
+    "height": ("INT", {"default": 1024, "min": 16, "max": 16384, "step": 16}),
+    "steps": ("INT", {"default": 28, "min": 1, "max": 1000}),
+    "seed": ("INT", {"default": 0, "min": 0, "max": 2**63 - 1}),
+}
+_OPTIONAL: dict[str, Spec] = {
+    "negative_prompt": ("STRING", {"multiline": True, "default": ""}),
+    "guidance_scale": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 100.0, "tooltip": "0: the pipeline's default."}),
+    "lora": ("STRING", {"default": "", "tooltip": "A name that the server knows, or name:scale."}),
+    "more": ("STRING", {"default": "", "tooltip": 'Other fields as JSON: {"max_sequence_length": 256}.'}),
+}
+
+
+class TextToImage:
+    """An image from text."""
+
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "run"
+    CATEGORY = "para_core"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
+        """Return the inputs of the node."""
+        return {"required": _COMMON, "optional": _OPTIONAL}
+
+    def run(self, server: str, **inputs: Any) -> tuple[Tensor]:
+        """Return the image, ``[1, H, W, 3]`` from 0 to 1."""
+        files = generate(server, "/v1/images/generations", {**_fields(inputs), "output_format": "png"}, _progress())
+        return (_decode(files),)
+
+
+class EditImage:
+    """An edit of an image. With a mask, the white part of the mask is generated."""
+
+    RETURN_TYPES = ("IMAGE",)
+    FUNCTION = "run"
+    CATEGORY = "para_core"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
+        """Return the inputs of the node."""
+        optional = {"mask": ("MASK",), "strength": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0}), **_OPTIONAL}
+        return {"required": {"image": ("IMAGE",), **_COMMON}, "optional": optional}
+
+    def run(
+        self, server: str, image: Tensor, mask: Tensor | None = None, strength: float = 0.0, **inputs: Any
+    ) -> tuple[Tensor]:
+        """Return the edited image, ``[1, H, W, 3]`` from 0 to 1."""
+        fields = {**_fields(inputs), "image": _encode(image), "output_format": "png"}
+        if mask is not None:
+            fields["mask_image"] = _encode(mask.reshape(1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
+        if strength:
+            fields["strength"] = strength
+        return (_decode(generate(server, "/v1/images/edits", fields, _progress())),)
+
+
+class Video:
+    """A video from text, and from an image if the server's pipeline takes one."""
+
+    RETURN_TYPES = ("IMAGE",)
+    RETURN_NAMES = ("frames",)
+    FUNCTION = "run"
+    CATEGORY = "para_core"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
+        """Return the inputs of the node."""
+        frames = {"frames": ("INT", {"default": 81, "min": 1, "max": 10000})}
+        return {"required": {**_COMMON, **frames}, "optional": {"image": ("IMAGE",), **_OPTIONAL}}
+
+    def run(self, server: str, image: Tensor | None = None, **inputs: Any) -> tuple[Tensor]:
+        """Return the frames, ``[F, H, W, 3]`` from 0 to 1."""
+        fields = {**_fields(inputs), "output_format": "webp"}
+        if image is not None:
+            fields["image"] = _encode(image)
+        return (_decode(generate(server, "/v1/videos/sync", fields, _progress())),)
+
+
+def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request. Optional inputs that are empty are left out."""
+    width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
+    fields = {name: value for name, value in inputs.items() if name not in _OPTIONAL or value}
+    return {**fields, "size": f"{width}x{height}", **(json.loads(more) if more.strip() else {})}
+
+
+def _progress() -> Callable[[int, int | None], None]:
+    """Return a function that moves ComfyUI's bar, and raises if the user has interrupted the workflow."""
+    try:
+        from comfy.model_management import throw_exception_if_processing_interrupted
+        from comfy.utils import ProgressBar
+    except ImportError:  # outside of ComfyUI
+        return lambda step, steps: None
+    bar = ProgressBar(1)
+
+    def progress(step: int, steps: int | None) -> None:
+        throw_exception_if_processing_interrupted()
+        bar.update_absolute(step, steps or step + 1)
+
+    return progress
+
+
+def _encode(images: Tensor) -> str:
+    """Return the first image as a PNG in a ``data:`` URL."""
+    buffer = io.BytesIO()
+    Image.fromarray((images[0].clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _decode(files: list[bytes]) -> Tensor:
+    """Return the images or frames of files, ``[N, H, W, 3]`` from 0 to 1."""
+    frames, milliseconds = [], []
+    for data in files:
+        for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
+            frames.append(np.asarray(frame.convert("RGB")))
+            milliseconds.append(frame.info.get("duration") or 1)
+    # Equal frames that follow each other are one frame in the file, which is shown longer.
+    repeats = [round(each / min(milliseconds)) for each in milliseconds]
+    return torch.from_numpy(np.repeat(np.stack(frames), repeats, axis=0)).float() / 255
+
+
+NODE_CLASS_MAPPINGS = {
+    "ParaCoreTextToImage": TextToImage,
+    "ParaCoreEditImage": EditImage,
+    "ParaCoreVideo": Video,
+}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "ParaCoreTextToImage": "Text to image (para_core server)",
+    "ParaCoreEditImage": "Edit image (para_core server)",
+    "ParaCoreVideo": "Video (para_core server)",
+}

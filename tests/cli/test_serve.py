@@ -1,0 +1,68 @@
+"""The options of ``para_core serve``, without starting replicas."""
+
+import pytest
+
+from para_core.cli.app import run
+from para_core.fleet import serving
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments with which the server would start."""
+    calls = []
+
+    def start(model, recipe, shape, limits, options, **rest):
+        calls.append({"recipe": recipe, "limits": limits, "options": options, **rest})
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(serving, "start", start)
+    return calls
+
+
+def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, capsys):
+    config = tmp_path / "serve.yaml"
+    config.write_text("port: 8123\nmax-batch: 4\nmax_steps: 30\nwarmup: [64x64, 32x64]\ncors: https://a.example\n")
+    assert run(["serve", "--config", str(config), "--port", "8124", "--request-log", str(tmp_path / "log")]) == 1
+    (call,) = started
+    assert (call["port"], call["limits"].steps, call["options"].max_batch) == (8124, 30, 4)
+    assert call["options"].cors == ("https://a.example",)
+    assert [request.size for request in call["replica_options"].warmup] == ["64x64", "32x64"]
+    assert call["replica_options"].kept.prompt_bytes == 10**9
+    assert call["options"].request_log == tmp_path / "log"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot: 1", "'prot'"),
+        ("- a", "port: 8000"),
+        ("a: [", "no YAML"),
+        ("port: many", "port"),
+        ("config: x", "'config'"),
+    ],
+)
+def test_bad_config_file_is_named(started, tmp_path, capsys, text, said):
+    config = tmp_path / "serve.yaml"
+    config.write_text(text)
+    assert run(["serve", "--config", str(config)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-batch", "2", "--cache", "0.1"], "--cache"),
+        (["--loras", "/nowhere"], "expected a folder"),
+        (["--loras", ".", "--compile", "whole"], "--compile whole"),
+        (["--warmup", "64"], "--warmup 64"),
+        (["--warmup", "64x64x0"], "--warmup 64x64x0"),
+        (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),
+        (["--config", "/nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(started, capsys, monkeypatch, arguments, said):
+    monkeypatch.delenv("PARA_CORE_API_KEY", raising=False)
+    assert run(["serve", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert not started

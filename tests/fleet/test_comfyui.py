@@ -1,0 +1,152 @@
+"""The nodes for ComfyUI, loaded as ComfyUI loads a folder of custom nodes, against the server over a stand-in."""
+
+import importlib.util
+import io
+import shutil
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxInpaintPipeline, FluxPipeline, WanPipeline
+from PIL import Image
+
+from para_core.fleet.limits import Limits
+from para_core.fleet.outputs import Output, encode
+from para_core.fleet.work import Result
+from tests.fleet.test_server import StandIn, serving
+
+FOLDER = Path(__file__).parents[2] / "fleet" / "comfyui"
+COMMON = {"prompt": "a", "width": 64, "height": 32, "steps": 3, "seed": 7}
+
+
+class Interrupted(Exception):
+    """ComfyUI's exception if the user stops a workflow."""
+
+
+class Painter(StandIn):
+    """Answers with red images or frames of the requested size."""
+
+    async def generate(self, id_, request, progress):
+        await super().generate(id_, request, progress)
+        size = (request.fields["width"], request.fields["height"])
+        frames = [
+            Image.new("RGB", size, (200, 0 if i < 3 else 40 * i, 0)) for i in range(request.fields.get("num_frames", 1))
+        ]
+        if "num_frames" in request.fields:
+            made = encode(types.SimpleNamespace(frames=[frames]), "webp", fps=16)
+            return Result(tuple(made), {"seconds": 0.5})
+        buffer = io.BytesIO()
+        frames[0].save(buffer, "PNG")
+        return Result((Output(".png", buffer.getvalue()),), {"seconds": 0.5})
+
+
+@pytest.fixture
+def comfy(monkeypatch):
+    """The parts of ComfyUI that nodes call. ``stop`` makes it interrupt the workflow."""
+    state = types.SimpleNamespace(bar=[], stop=False)
+
+    class ProgressBar:
+        def __init__(self, total):
+            pass
+
+        def update_absolute(self, value, total):
+            state.bar.append((value, total))
+
+    def throw():
+        if state.stop:
+            raise Interrupted
+
+    modules = {
+        "comfy": types.ModuleType("comfy"),
+        "comfy.utils": types.SimpleNamespace(ProgressBar=ProgressBar),
+        "comfy.model_management": types.SimpleNamespace(throw_exception_if_processing_interrupted=throw),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return state
+
+
+@pytest.fixture
+def nodes(comfy, tmp_path):
+    """The classes of a copy of the folder in ``custom_nodes``."""
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para_core"))
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys()
+    return module.NODE_CLASS_MAPPINGS
+
+
+def run(node, port, **inputs):
+    """Call a node as ComfyUI does: with the defaults of its inputs, by the name of its function."""
+    types_ = node.INPUT_TYPES()
+    known = {**types_["required"], **types_["optional"]}
+    assert inputs.keys() <= known.keys()
+    defaults = {name: spec[1]["default"] for name, spec in known.items() if len(spec) > 1}
+    inputs = {**defaults, "server": f"http://127.0.0.1:{port}", **inputs}
+    outputs = getattr(node(), node.FUNCTION)(**inputs)
+    assert len(outputs) == len(node.RETURN_TYPES)
+    return outputs[0]
+
+
+def test_text_to_image(nodes, comfy):
+    with serving(Painter(), pipeline=FluxPipeline) as (port, backend):
+        image = run(
+            nodes["ParaCoreTextToImage"], port, **COMMON, guidance_scale=2.0, more='{"max_sequence_length": 64}'
+        )
+        assert (image.shape, image.dtype) == ((1, 32, 64, 3), torch.float32)
+        assert torch.equal(image[0, 0, 0], torch.tensor([200, 0, 0]) / 255)
+        request = backend.ran[0][1]
+        assert (request.seed, request.fields["guidance_scale"], request.fields["max_sequence_length"]) == (7, 2.0, 64)
+        assert "negative_prompt" not in request.fields
+        assert comfy.bar == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_edit_sends_image_and_mask(nodes):
+    image, mask = torch.zeros(1, 32, 64, 3), torch.ones(1, 32, 64)
+    with serving(Painter(), pipeline=FluxInpaintPipeline) as (port, backend):
+        edited = run(nodes["ParaCoreEditImage"], port, **COMMON, image=image, mask=mask, strength=0.5)
+        assert edited.shape == (1, 32, 64, 3)
+        request = backend.ran[0][1]
+        assert request.fields["strength"] == 0.5
+        colors = {name: Image.open(io.BytesIO(files[0])).getpixel((0, 0)) for name, files in request.images.items()}
+        assert colors == {"image": (0, 0, 0), "mask_image": (255, 255, 255)}
+
+
+def test_video_is_frames(nodes):
+    with serving(Painter(), pipeline=WanPipeline, format_="webp", limits=Limits(pixels=64 * 32 * 9)) as (port, _):
+        frames = run(nodes["ParaCoreVideo"], port, **COMMON, frames=5)
+        assert frames.shape == (5, 32, 64, 3)
+
+
+def test_interrupting_the_workflow_cancels_the_request(nodes, comfy):
+    with serving(Painter(0.1), pipeline=FluxPipeline) as (port, backend):
+        comfy.stop = True
+        with pytest.raises(Interrupted):
+            run(nodes["ParaCoreTextToImage"], port, **{**COMMON, "steps": 100})
+        deadline = time.monotonic() + 10
+        while not backend.cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert backend.ran == []
+
+
+def test_errors_are_the_servers_sentences(nodes, monkeypatch):
+    node = nodes["ParaCoreTextToImage"]
+    with serving(Painter(), pipeline=FluxPipeline, api_key="secret") as (port, _):
+        with pytest.raises(RuntimeError, match="Authorization"):
+            run(node, port, **COMMON)
+        monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
+        with pytest.raises(RuntimeError, match="9999800001 pixels"):
+            run(node, port, **{**COMMON, "width": 99999, "height": 99999})
+        with pytest.raises(RuntimeError, match="the pipeline says no"):
+            run(node, port, **{**COMMON, "prompt": "refused"})
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        run(node, port, **COMMON)
+    with pytest.raises(RuntimeError, match=r"file:///etc/passwd.*http"):
+        run(node, port, **COMMON, server="file:///etc/passwd")

@@ -1,0 +1,147 @@
+"""Data that a rank keeps between requests: encoded prompts and LoRAs; and requests generated as one batch."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline
+from peft import LoraConfig
+from PIL import Image
+
+from para_core.fleet.loras import Lora, LoraFolder
+from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
+from para_core.fleet.rank import Kept, Rank
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request, batch_key
+
+FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
+PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
+pytestmark = pytest.mark.slow
+
+
+def request(prompt=PROMPTS[0], seed=0, lora=None, **fields):
+    return Request({**FIELDS, "prompt": prompt, **fields}, seed, lora=lora)
+
+
+def make_rank(**kept):
+    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, "png", 16, Kept(**kept))
+    rank.join("127.0.0.1", 0)
+    return rank
+
+
+def pixels(answer):
+    assert answer.kind == "done", answer.reason
+    return np.asarray(Image.open(io.BytesIO(answer.result.outputs[0].data))).astype(int)
+
+
+@pytest.fixture(scope="module")
+def rank():
+    return make_rank(prompt_bytes=2**24, loras=2)
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    """A folder of three LoRAs."""
+    folder = tmp_path_factory.mktemp("loras")
+    for index, name in enumerate("abc"):
+        pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False), name)
+        torch.manual_seed(index)
+        layers = {key: torch.randn_like(x) * 0.3 for key, x in pipe.transformer.named_parameters() if "lora" in key}
+        pipe.transformer.load_state_dict(layers, strict=False)
+        from peft.utils import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(pipe.transformer, adapter_name=name)
+        FluxPipeline.save_lora_weights(folder, transformer_lora_layers=state, weight_name=f"{name}.safetensors")
+    return folder
+
+
+def test_prompt_with_another_seed_encodes_nothing(rank):
+    kept = rank._encoded_prompts
+    first = pixels(rank.generate("a", request(seed=1)))
+    misses, hits = kept.misses, kept.hits
+    second = pixels(rank.generate("b", request(seed=2)))
+    assert kept.misses == misses
+    assert kept.hits > hits
+    assert np.abs(first - second).max() > 10
+    assert np.array_equal(second, pixels(make_rank().generate("c", request(seed=2))))
+
+
+def test_request_with_a_lora_changes_no_other(rank, loras):
+    folder = LoraFolder(loras)
+    plain = pixels(rank.generate("plain", request()))
+    images = {name: pixels(rank.generate(name, request(lora=folder.find(name)))) for name in "abc"}
+    assert rank._loras.loads == 3
+    assert len({image.tobytes() for image in (plain, *images.values())}) == 4
+    # c and b are loaded still; a was used longest ago.
+    assert np.array_equal(pixels(rank.generate("b", request(lora=folder.find("b")))), images["b"])
+    assert rank._loras.loads == 3
+    assert np.array_equal(pixels(rank.generate("a", request(lora=folder.find("a")))), images["a"])
+    assert rank._loras.loads == 4
+    assert np.array_equal(pixels(rank.generate("plain", request())), plain)
+    half = pixels(rank.generate("half", request(lora=folder.find("a:0.5"))))
+    assert 0 < np.abs(half - plain).mean() < np.abs(images["a"] - plain).mean()
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(loras / "a.safetensors")
+    alone = pipe(prompt=PROMPTS[0], generator=torch.Generator().manual_seed(0), **FIELDS).images[0]
+    assert np.array_equal(np.asarray(alone).astype(int), images["a"])
+
+
+def test_broken_lora_fails_its_request_only(rank, tmp_path):
+    (tmp_path / "broken.safetensors").write_text("no weights")
+    before = pixels(rank.generate("before", request()))
+    answer = rank.generate("a", request(lora=LoraFolder(tmp_path).find("broken")))
+    assert (answer.kind, "'broken.safetensors'" in answer.reason) == ("failed", True)
+    assert np.array_equal(pixels(rank.generate("after", request())), before)
+
+
+def test_lora_folder_names_files_in_it_only(tmp_path):
+    folder = tmp_path / "loras"
+    folder.mkdir()
+    (folder / "style.safetensors").touch()
+    (tmp_path / "secret.safetensors").touch()
+    loras = LoraFolder(folder)
+    assert loras.names() == ["style"]
+    assert loras.find("style:0.5") == Lora(str(folder / "style.safetensors"), 0.5)
+    for name in ("../secret", "", ".", "/etc/passwd", "style:nan2", "style:inf", "secret", "a" * 500):
+        with pytest.raises(ValueError, match="expected one of style"):
+            loras.find(name)
+
+
+def test_batch_gives_each_request_its_own_image(rank):
+    requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    assert len({batch_key(each) for each in requests}) == 1
+    alone = [pixels(rank.generate(str(i), each)) for i, each in enumerate(requests)]
+    together = rank.generate_batch([(str(i), each) for i, each in enumerate(requests)])
+    for one, answer in zip(alone, together, strict=True):
+        assert np.abs(one - pixels(answer)).max() <= 1
+    assert [answer.result.metadata["request"]["seed"] for answer in together] == [0, 1, 2]
+
+
+def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
+    rank.cancel("b")
+    kinds = [answer.kind for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
+    assert kinds == ["done", "cancelled"]
+    rank.cancel("a")
+    rank.cancel("b")
+    kinds = [answer.kind for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
+    assert kinds == ["cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_inference_steps": 3},
+        {"guidance_scale": 1.0},
+        {"height": 64},
+        {"negative_prompt": "b"},
+        {"num_images_per_prompt": 2},
+        {"prompt": ["a", "b"]},
+        {"lora": ("a", 1.0)},
+    ],
+)
+def test_requests_that_differ_otherwise_are_no_batch(other):
+    assert batch_key(request()) is not None
+    assert batch_key(request(**other)) != batch_key(request())
