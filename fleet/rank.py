@@ -16,6 +16,7 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.loras import LoadedLoras, Lora
+from para_core.fleet.outputs import Output
 from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Result, Watch, generate_batch
@@ -62,6 +63,7 @@ class Answer:
 
     Args:
         result (`Result`, *optional*): The result, on the first rank of a request that is done.
+        previews (`tuple[Output, ...]`): Partial images, those that were fetched before too.
         reason (`str`): Why the request failed, or the step after which it was cancelled.
     """
 
@@ -69,6 +71,7 @@ class Answer:
     result: Result | None = None
     reason: str = ""
     steps: int = 0
+    previews: tuple[Output, ...] = ()
 
 
 class Rank:
@@ -84,6 +87,7 @@ class Rank:
         self._pipe: Any = None
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
+        self._previews: list[Output] = []
         # The memory that a failed request reserved is released before the next one.
         self._release_memory = False
 
@@ -129,7 +133,9 @@ class Rank:
         watch = Watch(
             lambda done: self._steps_done.update(dict.fromkeys(ids, done)),
             lambda: self._cancelled.issuperset(ids),
+            self._previews.append,
         )
+        self._previews.clear()
         try:
             self._use_lora(requests[0].lora)
             results = generate_batch(
@@ -153,7 +159,7 @@ class Rank:
         steps = self.steps_done(id_)
         if id_ in self._cancelled and batch > 1:
             return Answer("cancelled", reason=f"cancelled after step {steps}.", steps=steps)
-        return Answer("done", result, steps=steps)
+        return Answer("done", result, steps=steps, previews=tuple(self._previews))
 
     def _use_lora(self, lora: tuple[str, float] | None) -> None:
         if self._loras is not None:
@@ -164,6 +170,10 @@ class Rank:
     def steps_done(self, id_: str) -> int:
         """Return the number of finished steps of a running request; 0 before the first."""
         return self._steps_done.get(id_, 0)
+
+    def previews(self, sent: int) -> list[Output]:
+        """Return the partial images of the running request after the first ``sent`` ones. For the first rank."""
+        return self._previews[sent:]
 
     def cancel(self, id_: str) -> None:
         """Cancel this request, and no other, after its current step. For the first rank."""

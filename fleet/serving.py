@@ -18,6 +18,7 @@ from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
+from para_core.fleet.outputs import Output
 from para_core.fleet.queue import QueuedRequest, RequestQueue
 from para_core.fleet.rank import Kept
 from para_core.fleet.recipe import Recipe
@@ -96,7 +97,7 @@ class ReplicaDeployment:
                     group.cancel(self._replica.actors[0], id_)
 
     async def _answer(self, batch: Sequence[tuple[str, Request]], events: asyncio.Queue[Event]) -> None:
-        def progress(done: int) -> None:
+        def progress(done: int | Output) -> None:
             events.put_nowait(("step", done))
 
         try:

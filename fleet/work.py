@@ -18,6 +18,7 @@ from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
 from para_core.fleet.outputs import Output, encode
+from para_core.fleet.previews import Previews
 from para_core.fleet.recipe import Recipe, mesh_shape
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
@@ -35,10 +36,12 @@ class Watch:
         progress (`Callable[[int], None]`, *optional*): Receives the number of finished steps.
         cancelled (`Callable[[], bool]`, *optional*): Whether to stop. The first rank's answer decides, which takes one
             broadcast per step. None never stops.
+        preview (`Callable[[Output], None]`, *optional*): Receives partial images, if the request wants some.
     """
 
     progress: Callable[[int], None] | None = None
     cancelled: Callable[[], bool] | None = None
+    preview: Callable[[Output], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def generate_batch(
     arguments = {
         **batch_arguments(requests),
         "generator": generators[0] if len(requests) == 1 else generators,
-        **_callback(pipe, mesh, watch),
+        **_callback(pipe, mesh, watch, _previews(mesh, requests[0], recipe, format_, watch)),
         "output_type": "pil",
     }
     start = time.perf_counter()
@@ -123,13 +126,26 @@ def _version(package: str) -> str:
         return "not installed"  # para_core, from a checkout
 
 
-def _callback(pipe: Any, mesh: GuidedMesh | None, watch: Watch) -> dict[str, Callable[..., Any]]:
+def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_: str, watch: Watch) -> Previews | None:
+    if watch.preview is None or not request.delivery.partial_images:
+        return None
+    first = mesh is None or mesh.rank == 0
+    # A VAE that runs on all ranks is called on all ranks.
+    send = watch.preview if first else lambda output: None
+    return Previews(request, send, format_=format_, decodes=first or recipe.vae)
+
+
+def _callback(
+    pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None
+) -> dict[str, Callable[..., Any]]:
     if "callback_on_step_end" not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if watch.progress is not None:
             watch.progress(step + 1)
+        if previews is not None:
+            previews.at_step(pipe, step, tensors.get("latents"))
         if watch.cancelled is not None:
             stop = watch.cancelled()
             if mesh is not None:

@@ -13,7 +13,7 @@ from para_core.fleet.loras import Lora, LoraFolder
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import Kept, Rank
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request, batch_key
+from para_core.fleet.request import Delivery, Request, batch_key
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
@@ -145,3 +145,19 @@ def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
 def test_requests_that_differ_otherwise_are_no_batch(other):
     assert batch_key(request()) is not None
     assert batch_key(request(**other)) != batch_key(request())
+
+
+@pytest.mark.parametrize("format_", ["png", "jpg"])
+def test_previews_approach_the_image(rank, format_):
+    wanted = Request(
+        {**FIELDS, "prompt": PROMPTS[0], "num_inference_steps": 8}, 3, delivery=Delivery(format_, partial_images=3)
+    )
+    answer = rank.generate("previews", wanted)
+    image = pixels(answer)
+    previews = [np.asarray(Image.open(io.BytesIO(each.data))).astype(int) for each in answer.previews]
+    assert [each.suffix for each in answer.previews] == [f".{format_}"] * 3
+    distances = [np.abs(preview - image).mean() for preview in previews]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] < 0.5 * distances[0]
+    plain = Request(dict(wanted.fields), 3, delivery=Delivery(format_))
+    assert np.array_equal(pixels(rank.generate("plain", plain)), image)

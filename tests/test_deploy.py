@@ -1,0 +1,67 @@
+"""The container, as far as it can be checked without a daemon: files, user, command and health check."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from para_core.cli.app import run
+from para_core.fleet import serving
+from tests.fleet import test_server
+
+ROOT = Path(__file__).parents[1]
+LINES = re.sub(r"\\\n", " ", (ROOT / "deploy" / "Dockerfile").read_text()).splitlines()
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+SERVICE = COMPOSE["services"]["para_core"]
+
+
+def instructions(name):
+    return [line.removeprefix(name).strip() for line in LINES if line.startswith(name + " ")]
+
+
+def test_copied_files_exist():
+    sources = [source for copy in instructions("COPY") for source in copy.split()[:-1]]
+    assert {"setup.py", "para_core", "fleet"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+    assert (ROOT / "deploy" / SERVICE["build"]["context"] / SERVICE["build"]["dockerfile"]).is_file()
+
+
+def test_server_runs_without_root():
+    last = max(i for i, line in enumerate(LINES) if line.startswith("RUN "))
+    users = [(i, line.split()[1]) for i, line in enumerate(LINES) if line.startswith("USER ")]
+    assert [user for i, user in users if i > last] == ["server"]
+
+
+def test_command_of_the_container_starts_a_server(monkeypatch):
+    started = []
+    monkeypatch.setattr(serving, "start", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
+    monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
+    command = json.loads(instructions("ENTRYPOINT")[0])
+    options = dict(zip(SERVICE["command"][::2], SERVICE["command"][1::2], strict=True))
+    options.pop("--model")  # is on the Hub
+    assert command.pop(0) == "para_core"
+    assert run([*command, *[word for pair in options.items() for word in pair]]) == 1
+    ((_, _, _, _, server), rest) = started[0]
+    assert (rest["host"], rest["port"], server.api_key, str(server.videos)) == ("0.0.0.0", 8000, "secret", "/results")
+
+
+@pytest.mark.parametrize(("ready", "code"), [(1, 0), (0, 1)])
+def test_health_check(ready, code):
+    (line,) = instructions("HEALTHCHECK")
+    command = json.loads(line.partition("CMD")[2])
+    with test_server.serving() as (port, backend):
+        backend.count = ready
+        script = command[2].replace("8000", str(port))
+        assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == code
+
+
+def test_volumes_and_ports_agree():
+    volumes = {volume.partition(":")[2] for volume in SERVICE["volumes"]}
+    assert volumes == set(json.loads(instructions("VOLUME")[0]))
+    assert SERVICE["ports"] == [f"{instructions('EXPOSE')[0]}:{instructions('EXPOSE')[0]}"]
+    assert COMPOSE["volumes"].keys() == {volume.partition(":")[0] for volume in SERVICE["volumes"]}
