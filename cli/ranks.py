@@ -25,11 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from para_core.cli.bars import Bars, NoBars
+from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import sentence
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.recipe import Recipe, build
-from para_core.fleet.work import Watch, generate
+from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.torch_internals import default_store
 
 # How long a rank that raised waits for the others to report that they raised too, before it stops them all.
@@ -237,12 +238,14 @@ def process_group(recipe: Recipe) -> Iterator[None]:
 
 def _run_lines(job: RankJob) -> None:
     lines = _lines_of_first_rank(job.lines)
-    pipe = build(job.recipe)
+    encode_first = EncodeFirst()
+    pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
     first = not dist.is_initialized() or dist.get_rank() == 0
     bars = Bars(len(lines)) if first and job.bars else NoBars()
     with bars:
-        for line in lines:
-            _run_line(job, pipe, line, bars, first)
+        for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request])):
+            for line in batch:
+                _run_line(job, pipe, line, bars, first)
 
 
 def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:

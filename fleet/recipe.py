@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -184,8 +184,22 @@ def require_loras(recipe: Recipe) -> None:
             )
 
 
-def build(recipe: Recipe) -> Any:
+class LoadingOrder(Protocol):
+    """Interface of :class:`~para_core.fleet.encode_first.EncodeFirst`."""
+
+    def fits(self, recipe: Recipe) -> bool:
+        """Whether a pipeline of ``recipe`` can be attached."""
+
+    def attach(self, pipe: Any, device: str, *, park: bool) -> None:
+        """Prepare ``pipe``, whose weights are in host memory."""
+
+
+def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
     """Load the pipeline of ``recipe`` and parallelize it. A collective call on the default process group, if any.
+
+    Args:
+        encode_first (`LoadingOrder`, *optional*): Is attached to the pipeline if the recipe fits, and then decides when
+            text encoders and transformers are on the device.
 
     Raises what loading, parallelizing and caching raise for invalid options.
     """
@@ -210,7 +224,7 @@ def build(recipe: Recipe) -> Any:
             text_encoders = text_encoders or "fsdp"
         weights = None  # They are sharded already.
     else:
-        pipe = _load_whole(recipe, weights, text_encoders, device)
+        pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
     if text_encoders is not None and not text_encoders_of(pipe):
         text_encoders = recipe.text_encoders
     parallelize_pipe(
@@ -237,7 +251,13 @@ def build(recipe: Recipe) -> Any:
     return pipe
 
 
-def _load_whole(recipe: Recipe, weights: str | None, text_encoders: TextEncoders | None, device: str) -> Any:
+def _load_whole(
+    recipe: Recipe,
+    weights: str | None,
+    text_encoders: TextEncoders | None,
+    device: str,
+    encode_first: LoadingOrder | None,
+) -> Any:
     """Load all weights on this rank, with LoRAs, and move to ``device`` what does not wait in host memory."""
     from diffusers import DiffusionPipeline
 
@@ -252,6 +272,9 @@ def _load_whole(recipe: Recipe, weights: str | None, text_encoders: TextEncoders
     on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}
+    if encode_first is not None and encode_first.fits(recipe):
+        # Parking swaps plain weights, and quantized ones are small.
+        encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in on_host:

@@ -69,19 +69,9 @@ def generate_batch(
 ) -> list[Result] | None:
     """Run the pipeline once for requests with the same :func:`batch_key`. For the rest see :func:`generate`."""
     mesh = mesh_of(pipe)
-    # A CPU generator gives the same noise for every device. Each sample has its own, as if it were generated alone.
-    generators = [torch.Generator().manual_seed(request.seed) for request in requests]
-    arguments = {
-        **batch_arguments(requests),
-        "generator": generators[0] if len(requests) == 1 else generators,
-        **_callback(pipe, mesh, watch, _previews(mesh, requests[0], recipe, format_, watch)),
-        "output_type": "pil",
-    }
+    previews = _previews(mesh, requests[0], recipe, format_, watch)
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        # Warnings about one request, such as a rounded size, do not belong into a server's log.
-        warnings.simplefilter("ignore")
-        output = pipe(**arguments)
+    output = call_pipe(pipe, requests, **_callback(pipe, mesh, watch, previews))
     seconds = time.perf_counter() - start
     if mesh is not None and mesh.rank != 0:
         return None
@@ -103,6 +93,26 @@ def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: f
     # The pipeline may have rounded the requested size.
     size = {"size": f"{first.width}x{first.height}"}
     return Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size})
+
+
+def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
+    """Call ``pipe`` for requests with the same :func:`batch_key`, and return its output. A collective call.
+
+    Args:
+        options: Further arguments of the call.
+    """
+    # A CPU generator gives the same noise for every device. Each sample has its own, as if it were generated alone.
+    generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+    arguments = {
+        **batch_arguments(requests),
+        "generator": generators[0] if len(requests) == 1 else generators,
+        "output_type": "pil",
+        **options,
+    }
+    with warnings.catch_warnings():
+        # Warnings about one request, such as a rounded size, do not belong into a server's log.
+        warnings.simplefilter("ignore")
+        return pipe(**arguments)
 
 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:

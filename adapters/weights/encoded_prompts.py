@@ -32,12 +32,15 @@ class EncodedPrompts:
 
     Attributes:
         hits, misses: Numbers of calls that were answered from memory and that were computed.
+        complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text
+            encoders were freed. False by default.
     """
 
     def __init__(self, pipe: Any, max_bytes: int = 2**30) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_bytes is {max_bytes}; expected 0 or more.")
         self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
+        self.complete = False
         self._encoders = text_encoders_of(pipe)
         self._outputs: OrderedDict[bytes, _KeptOutput] = OrderedDict()
         for name, module in self._encoders.items():
@@ -67,6 +70,11 @@ class EncodedPrompts:
             self.hits += 1
             self._outputs.move_to_end(key)
             return kept.restore()
+        if self.complete:
+            raise RuntimeError(
+                f"{name} is called with a prompt that was not encoded before its weights were freed; expected equal "
+                "calls. Keep the text encoders on the device: --text-encoders replicate."
+            )
         self.misses += 1
         value = call(module, *args, **kwargs)
         output = _KeptOutput.of(value)

@@ -42,7 +42,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
     request = make_request({"prompt": "a large red circle", "size": "64x48", "steps": STEPS}, model, seed=3)
     lines = tuple(Line(number, request) for number in ((1, 2) if failing else (2,)))
     job = RankJob(Recipe(str(find_tiny_flux())), lines, folder, "png", 8, folder / "journal", bars=False)
-    with mock.patch.object(para_core.cli.ranks, "build", lambda recipe: pipe):
+    with mock.patch.object(para_core.cli.ranks, "build", lambda recipe, encode_first: pipe):
         _run_lines(job)
 
 

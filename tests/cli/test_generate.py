@@ -348,7 +348,7 @@ def stand_in(monkeypatch):
         asked.append(request.fields["prompt"])
         return Result(tuple(encode(SimpleNamespace(images=[image]), format_, fps=1)), {"request": request.fields})
 
-    monkeypatch.setattr(para_core.cli.ranks, "build", lambda _: None)
+    monkeypatch.setattr(para_core.cli.ranks, "build", lambda *_: None)
     monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
     return asked
 

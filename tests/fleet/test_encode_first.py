@@ -1,0 +1,143 @@
+"""Prompts that are encoded before the transformer is on the device give the images that they give one by one."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from para_core.cli.app import run
+from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.prompts import Line
+from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.request import Request
+from para_core.fleet.work import call_pipe
+from tests.cli.test_generate import CAPTION, SMALL, TINY_FLUX, pixels
+
+SIZE = {"height": 48, "width": 64, "num_inference_steps": 2}
+COLOURS = ("red", "green", "blue", "red")
+
+
+def lines_of(prompts):
+    return [Line(number, Request({"prompt": text, **SIZE}, seed=number)) for number, text in enumerate(prompts, 1)]
+
+
+def caller(pipe):
+    return lambda request: call_pipe(pipe, [request])
+
+
+def image(pipe, line):
+    return np.asarray(call_pipe(pipe, [line.request]).images[0])
+
+
+def memory_of(*modules):
+    tensors = [x for module in modules for x in module.parameters()]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def generate(recipe, lines, max_bytes=2**32):
+    encode_first = EncodeFirst(max_bytes)
+    pipe = build(recipe, encode_first)
+    calls, held, images, sizes = [], [], {}, []
+    next(x for x in pipe.text_encoder_2.modules() if isinstance(x, nn.Linear)).register_forward_hook(
+        lambda *_: calls.append(1)
+    )
+    for batch in encode_first.batches(pipe, lines, caller(pipe)):
+        sizes.append(len(batch))
+        num_calls = len(calls)
+        for line in batch:
+            images[line.number] = image(pipe, line)
+            held.append(memory_of(pipe.text_encoder, pipe.text_encoder_2))
+        assert len(calls) == num_calls
+    return images, sizes, held, calls
+
+
+def expected_images(recipe, lines):
+    pipe = build(recipe)
+    return {line.number: image(pipe, line) for line in lines}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(str(TINY_FLUX)),
+        Recipe(str(TINY_FLUX), cache=0.1),
+        Recipe(str(TINY_FLUX), quantize="int8"),
+        Recipe(str(TINY_FLUX), compile="whole"),
+        Recipe(str(TINY_FLUX), compile="blocks"),
+    ],
+    ids=["plain", "cache", "int8", "whole", "blocks"],
+)
+def test_encoding_first_gives_the_images_of_one_by_one(recipe):
+    lines = lines_of([f"a {colour} circle" for colour in COLOURS])
+    expected = expected_images(recipe, lines)
+    images, sizes, held, calls = generate(recipe, lines)
+    assert sizes == [4]
+    # The last prompt equals the first one.
+    assert len(calls) == 3
+    assert all(np.array_equal(images[number], out) for number, out in expected.items())
+    # Each parked parameter has one element.
+    assert max(held) < 10_000
+
+
+def test_batches_are_bounded_in_bytes_and_weights_come_back():
+    lines = lines_of([f"a {colour} square" for colour in COLOURS])
+    expected = expected_images(Recipe(str(TINY_FLUX)), lines)
+    images, sizes, held, calls = generate(Recipe(str(TINY_FLUX)), lines, max_bytes=1)
+    assert sizes == [1, 1, 1, 1]
+    assert len(calls) == 4
+    assert all(np.array_equal(images[number], out) for number, out in expected.items())
+    assert max(held) < 10_000
+
+
+def test_a_line_that_cannot_be_encoded_comes_last_and_fails_for_its_reason():
+    bad = Line(9, Request({"prompt": "a circle", "height": 48, "width": 64, "prompt_2": 5}, seed=9))
+    first, last = lines_of(["a red circle", "a blue circle"])
+    encode_first = EncodeFirst()
+    pipe = build(Recipe(str(TINY_FLUX)), encode_first)
+    batches = list(encode_first.batches(pipe, [first, bad, last], caller(pipe)))
+    assert batches == [[first, last], [bad]]
+    with pytest.raises(ValueError, match="prompt_2"):
+        call_pipe(pipe, [bad.request])
+    assert image(pipe, first).shape == (48, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(str(TINY_FLUX), text_encoders="replicate"),
+        Recipe(str(TINY_FLUX), offload="blocks"),
+        Recipe(str(TINY_FLUX), text_encoders="offload"),
+    ],
+)
+def test_placed_text_encoders_stay_where_they_are(recipe):
+    encode_first = EncodeFirst()
+    pipe = build(recipe, encode_first)
+    before = memory_of(pipe.text_encoder_2)
+    lines = lines_of(["a red circle", "a blue circle"])
+    assert list(encode_first.batches(pipe, lines, caller(pipe))) == [lines]
+    assert memory_of(pipe.text_encoder_2) == before
+
+
+def test_a_prompt_that_was_not_encoded_is_an_error():
+    encode_first = EncodeFirst()
+    pipe = build(Recipe(str(TINY_FLUX)), encode_first)
+    list(encode_first.batches(pipe, lines_of(["a red circle"]), caller(pipe)))
+    with pytest.raises(RuntimeError, match="text-encoders replicate"):
+        pipe("a green circle", **SIZE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_of_prompts_gives_the_images_of_one_by_one(tmp_path, ranks):
+    path = tmp_path / "prompts.jsonl"
+    texts = [f"{CAPTION}, {colour}" for colour in COLOURS]
+    path.write_text("\n".join(json.dumps({"prompt": text, "seed": 3}) for text in texts))
+    command = ["generate", "--ranks", str(ranks), *SMALL]
+    assert run([*command, "--prompts", str(path), "--out", str(tmp_path / "all")]) == 0
+    for number, text in enumerate(texts[:2], 1):
+        out = tmp_path / f"one {number}"
+        assert run([*command, "--prompt", text, "--seed", "3", "--out", str(out)]) == 0
+        assert torch.equal(
+            torch.from_numpy(pixels(tmp_path / f"all/{number:05d}.png")), torch.from_numpy(pixels(out / "00001.png"))
+        )
