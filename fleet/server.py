@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
@@ -88,7 +89,13 @@ class Server:
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
             redoc_url=None,
-            exception_handlers={RequestError: _refused, 404: self._absent, 405: self._absent, 500: _failed},
+            exception_handlers={
+                RequestError: _refused,
+                RequestValidationError: _invalid,
+                404: self._absent,
+                405: self._absent,
+                500: _failed,
+            },
         )
         self._add_routes()
         if options.cors:
@@ -269,6 +276,12 @@ class Server:
 
 async def _refused(http: HttpRequest, refusal: RequestError) -> Response:
     return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+
+
+async def _invalid(http: HttpRequest, error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    refusal = RequestError(400, "invalid_value", f"parameter {first['loc'][-1]!r}: {first['msg'].lower()}.")
+    return JSONResponse(refusal.body(), refusal.status)
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:

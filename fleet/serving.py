@@ -241,6 +241,8 @@ def start(
         RuntimeError: If a replica cannot start, the cluster runs such a server already, or Serve listens on another
             port.
     """
+    if not debug:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
     replicas = options.replicas
     replica_options = replica_options or ReplicaOptions(options.format_, options.fps)
     _require_free(host, port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 import uuid
@@ -19,6 +20,7 @@ from para_core.fleet.limits import RequestError
 from para_core.fleet.outputs import Output, write_atomically
 from para_core.fleet.request import Request
 
+logger = logging.getLogger(__name__)
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _RUNNING = ("queued", "in_progress")
 _PAGE = 100
@@ -71,7 +73,12 @@ class Videos:
             "error": None,
         }
         self._records[id_], self._running[id_] = record, job
-        self._write(record)
+        try:
+            self._write(record)
+        except OSError as error:
+            del self._records[id_], self._running[id_]
+            self._jobs.end(job)
+            raise RequestError(507, "disk", f"{self._folder} cannot be written to: {error.strerror}.") from None
         task = asyncio.ensure_future(self._finish(job, record))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -161,7 +168,10 @@ class Videos:
         now = int(time.time())
         record |= {"completed_at": now, "expires_at": int(now + self._keep_seconds), **changes}
         if record["id"] in self._records:
-            self._write(record)
+            try:
+                self._write(record)
+            except OSError as error:
+                logger.warning("the record of %s cannot be written: %s", record["id"], error.strerror)
 
     def _write(self, record: dict[str, Any]) -> None:
         write_atomically(self._folder / f"{record['id']}.json", json.dumps(record).encode())

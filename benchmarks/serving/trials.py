@@ -151,7 +151,7 @@ def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
 
 def leave_amid(body: dict[str, Any]) -> int:
     """Disconnect at the first progress event of the stream; return the number of its step."""
-    with contextlib.closing(connect({**body, "stream": True})) as connection:
+    with contextlib.closing(connect({**body, "stream": True, "progress": True})) as connection:
         response = connection.getresponse()
         while line := response.readline():
             event = json.loads(line[5:]) if line.startswith(b"data:") else {}

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 import torch
 from diffusers import FluxPipeline
@@ -148,3 +149,15 @@ def test_cancelled_request_lets_the_next_run(server):
     assert status == 409, body
     assert b"cancelled after step" in body
     assert ask({"prompt": CAPTION, **SMALL})[0] == 200
+
+
+def test_openai_client_streams_partial_images(server, expected):
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
+    assert client.models.list().data[0].owned_by == "para_core"
+    asked = {"prompt": CAPTION, "size": "64x48", "extra_body": {"steps": 2, "seed": 1}}
+    *partials, last = list(client.images.generate(stream=True, partial_images=1, **asked))
+    assert [event.type for event in partials] == ["image_generation.partial_image"]
+    assert last.type == "image_generation.completed"
+    assert np.abs(pixels(base64.b64decode(last.b64_json)) - expected).max() <= 1
+    assert pixels(base64.b64decode(partials[0].b64_json)).shape == expected.shape
+    client.close()

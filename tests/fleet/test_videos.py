@@ -1,5 +1,6 @@
 """Asynchronous videos over a replica that is a stand-in, by OpenAI's own client."""
 
+import errno
 import json
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from openai.types import Video, VideoDeleteResponse
 
+from para_core.fleet import videos as videos_module
 from para_core.fleet.limits import Limits
 from tests.fleet.test_openai import client, picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
@@ -108,6 +110,29 @@ def test_records_of_an_earlier_server(tmp_path, change, status):
         answer, _, body = ask(port, None, method="GET", path=f"/v1/videos/{id_}")
         assert (body.get("status"), answer) == (status, 404 if status is None else 200)
         assert (tmp_path / f"{id_}.json").exists() == (status is not None)
+
+
+def test_full_disk_is_told(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    asked = {"prompt": "a", "size": "64x32", "frames": 9}
+    with videos(tmp_path) as (port, _):
+        monkeypatch.setattr(videos_module, "write_atomically", full)
+        status, _, body = ask(port, asked, path="/v1/videos")
+        assert (status, str(tmp_path) in body["error"]["message"]) == (507, True)
+        monkeypatch.undo()
+        started = ask(port, {**asked, "steps": 3}, path="/v1/videos")[2]
+        monkeypatch.setattr(videos_module, "write_atomically", full)
+        assert ended(port, started["id"]).status in ("failed", "completed")
+
+
+@pytest.mark.parametrize("query", ["?limit=many", "?limit=-1", "?limit=99999999999999999999", "?order=%00"])
+def test_bad_parameters_of_a_list(tmp_path, query):
+    with videos(tmp_path) as (port, _):
+        status, _, body = ask(port, None, method="GET", path=f"/v1/videos{query}")
+        assert status == (400 if "many" in query else 200)
+        assert ("error" in body) == (status == 400)
 
 
 @pytest.mark.parametrize("path", ["/v1/videos/..%2f..%2fetc", "/v1/videos/none/content", "/v1/videos?after=none"])

@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
+from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
+from para_core.fleet.loras import LoadedLoras, Lora
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe, build, dtype_of, read_lora, read_mesh_sizes, require_loras
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled, Watch, generate
+from para_core.fleet.work import Cancelled, Watch, generate, generate_batch
 from para_core.plans.region import plan_options
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
@@ -121,3 +125,37 @@ def test_mesh_sizes_and_loras_are_read_from_texts():
     assert read_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
     assert read_lora("style.safetensors:0.8") == ("style.safetensors", 0.8)
     assert read_lora("C:/style.safetensors") == ("C:/style.safetensors", 1.0)
+
+
+def batch_and_lora(lora):
+    """Bytes of two requests alone and as one batch, and of a request with a LoRA and after it, on the first rank."""
+    recipe = Recipe(str(find_tiny_flux()), mesh=(("ulysses", 2),))
+    pipe = build(recipe)
+    loras = LoadedLoras(pipe, recipe, 1, EncodedPrompts(pipe))
+    requests = [REQUEST, Request({**FIELDS, "prompt": "a blue square"}, seed=4)]
+
+    def run(requests):
+        results = generate_batch(pipe, requests, recipe, format_="png", fps=16, watch=Watch())
+        return [] if results is None else [pixels(result) for result in results]
+
+    alone = [*run(requests[:1]), *run(requests[1:])]
+    together = run(requests)
+    loras.use(Lora(lora, 0.5))
+    changed = run(requests[:1])
+    loras.use(None)
+    return alone, together, changed, run(requests[:1])
+
+
+def test_batches_and_loras_on_two_ranks(rank_pool, tmp_path):
+    torch.manual_seed(0)
+    pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    layers = get_peft_model_state_dict(pipe.transformer, adapter_name="default")
+    FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers, weight_name="a.safetensors")
+    results = rank_pool.run(batch_and_lora, 2, str(tmp_path / "a.safetensors"))
+    alone, together, changed, after = results[0]
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(one - other).max() <= 1
+    assert np.abs(changed[0] - alone[0]).max() > 10
+    assert np.array_equal(after[0], alone[0])
+    assert results[1] == ([], [], [], [])
