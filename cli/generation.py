@@ -140,8 +140,6 @@ def _memory_problems(
 
 
 def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Memory | None:
-    if recipe.quantize is not None:
-        return None  # only loaded weights are quantized
     try:
         pipe = without_weights(model, dtype_of(recipe))
         mesh = foresee_mesh(pipe, recipe, ranks)
@@ -275,6 +273,7 @@ def show_plan(task: GenerationTask) -> None:
         "VAE": "on all ranks" if recipe.vae else "on each rank",
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
+        "memory": _memory(task),
         "to generate": f"{len(task.lines)}, {len(task.finished)} finished, {len(task.problems)} bad",
         "results": f"{task.folder}/*.{task.format_}, at most {task.bytes_ / 1e6:.1f} MB",
     }
@@ -285,6 +284,16 @@ def show_plan(task: GenerationTask) -> None:
     console.print(table)
     for problem in task.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
+
+
+def _memory(task: GenerationTask) -> str:
+    """Return the predicted memory of a rank for the largest line, in words."""
+    room = _room_of_rank(task.ranks * task.replicas)
+    memory = _predict_memory(task.model, task.recipe, task.ranks, room)
+    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
+    if memory is None or not pixels:
+        return "not predicted"
+    return f"{memory.bytes_of(pixels) / 1e9:.3g} of {room / 1e9:.3g} GB on each rank, predicted without the VAE"
 
 
 def _default_text_encoders(recipe: Recipe) -> str:

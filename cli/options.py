@@ -52,6 +52,7 @@ Compile = Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--comp
 Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
 TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
 Offload = Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)]
+PipeFusionPatches = Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, "--pipefusion", min=1)]
 ResidentBlocks = Annotated[int, option("Blocks that stay on the device.", "N", PIPELINE, min=0)]
 Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
 Backend = Annotated[str | None, option("Local attention: flash, cudnn, triton, ...", "NAME", PIPELINE)]

@@ -21,8 +21,8 @@ from para_core.fleet.models import Model
 from para_core.fleet.recipe import Recipe
 from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
-from para_core.planner.prediction import memory_of
-from para_core.planner.weights import ModuleBytes
+from para_core.planner.prediction import default_text_encoders, memory_of
+from para_core.planner.weights import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,10 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     """Predict the memory of weights and transformer activations on a rank of ``mesh``. The VAE is not included.
 
     Returns:
-        The prediction. None if the planner does not know the pipeline, if parts of it wait in host memory, or if not
-        even the weights are predicted to fit.
+        The prediction. None if the planner does not know the pipeline, if components take turns on the device, or if
+        not even the weights are predicted to fit.
     """
-    if recipe.offload is not None:
+    if recipe.offload == "model":
         return None
     shape = MeshShape(
         batch=mesh["batch"],
@@ -103,14 +103,13 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
 def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
     """Return ``(bytes of a rank, pixels)`` of a result of this side, with the pipeline's default number of frames."""
     work = workload(pipe, height=side, width=side)
-    encoders = work.weights.encoders
-    if recipe.text_encoders in ("offload", "first"):
-        encoders = ModuleBytes()
-    elif recipe.text_encoders == "fsdp" and not shape.fsdp:
-        encoders = ModuleBytes(round(encoders.at_rest(shape.ranks)))
-    work = replace(work, weights=replace(work.weights, encoders=encoders))
+    usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
+    resident = recipe.resident_blocks if recipe.offload == "blocks" else None
+    placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize)
+    if recipe.quantize is not None and work.weights.in_8_bits is not None:
+        work = replace(work, weights=work.weights.in_8_bits)
     own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]
-    return memory_of(shape, work, own, passes=1), side * side * work.frames
+    return memory_of(shape, work, own, 1, placement), side * side * work.frames
 
 
 def without_weights(model: Model, dtype: torch.dtype) -> Any:

@@ -31,6 +31,7 @@ from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.backend_selection import Backend
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.instance_patching import original_class
+from para_core.weights.pipefusion import PipeFusion
 
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
@@ -62,6 +63,8 @@ class Recipe:
         offload (`"blocks"` or `"model"`, *optional*): What waits in host memory: the transformer's blocks, as in
             :func:`parallelize_pipe`; or each component that does not run (``enable_model_cpu_offload``, CUDA only).
         resident_blocks (`int`): With offload ``"blocks"``, the number of first blocks that stay on the device.
+        pipefusion (`int`, *optional*): Number of patches of PipeFusion, with stages (a ``pipe`` mesh dim) or on one
+            rank. Not exact.
         quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
         backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
@@ -81,6 +84,7 @@ class Recipe:
     text_encoders: TextEncoders | None = None
     offload: Offload | None = None
     resident_blocks: int = 1
+    pipefusion: int | None = None
     quantize: Quantize | None = None
     backend: Backend | None = None
     comm_dtype: CommDtype | None = None
@@ -111,6 +115,8 @@ class Recipe:
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
             )
 
+        if self.pipefusion is not None and self.pipefusion < 1:
+            raise ValueError(f"pipefusion is {self.pipefusion}; expected a number of patches.")
         if self.quantize is not None:
             require_quantize_fits(self.quantize, None if self.weights == "replicate" else self.weights)
         if self.offload == "model" and self.text_encoders not in (None, "replicate"):
@@ -124,6 +130,8 @@ class Recipe:
     def digest(self) -> str:
         """16 hex digits of the options that decide the result. Mesh and compilation change it only by rounding."""
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
+        if self.pipefusion is not None:
+            decisive = (*decisive, "PipeFusion", self.pipefusion, dict(self.mesh).get("pipe"))
         if self.quantize is not None:
             # With fsdp, weights are quantized in another way.
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
@@ -235,6 +243,7 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
         text_encoders=text_encoders,
         offload="blocks" if recipe.offload == "blocks" else None,
         resident_blocks=recipe.resident_blocks,
+        pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
         backend=recipe.backend,
         comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,

@@ -95,7 +95,8 @@ def from_pretrained_sharded(
         require_mesh_fits(guided, weights)
     if quantize is not None:
         require_quantize_fits(quantize, weights)
-        torchao_config(quantize)
+        with raising_on_all(guided, "weights cannot be quantized"):
+            torchao_config(quantize)
     pipe = _loaded_on_all(pipeline, name, guided, options)
     parallelize_pipe(pipe, mesh=mesh)
     if quantize is not None and weights == "fsdp":

@@ -194,10 +194,11 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
     root = sum(x.numel() * x.element_size() for x in outside)
-    neighbours = max((first + second for first, second in pairwise(of_blocks)), default=sum(of_blocks))
+    # FSDP2 keeps the gathered buffer of a block while it runs, besides the block's weights, and gathers the next block.
+    gathered = max((2 * first + second for first, second in pairwise(of_blocks)), default=2 * sum(of_blocks))
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
     total = bytes_of(module, in_8_bits=in_8_bits)
-    return ModuleBytes(total, sum(of_blocks) + root, root + neighbours, len(blocks) + 1, largest)
+    return ModuleBytes(total, sum(of_blocks) + root, root + gathered, len(blocks) + 1, largest)
 
 
 def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:

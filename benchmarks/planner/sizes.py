@@ -183,8 +183,8 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of one module: all, those that FSDP2 shards, those of its two largest neighbours and of its root,
-    which are gathered while they run, and those that tensor ranks share."""
+    """Parameters of one module: all, those that FSDP2 shards, those that are gathered at once (a block, its buffer,
+    the next block and the root), and those that tensor ranks share."""
 
     total: int
     sharded: int
@@ -212,7 +212,7 @@ def sizes_of(module: nn.Module) -> Sizes:
     of_blocks = [count(block.parameters()) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     root = count(x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE)
-    neighbours = max(map(sum, pairwise(of_blocks)))
+    gathered = max(2 * first + second for first, second in pairwise(of_blocks))
     plan, tensor, reduced = tensor_plan_for(module), 0, 0
     for name, style in plan.linears.items() if plan is not None else ():
         for linear in matching_modules(module, name).values():
@@ -220,7 +220,7 @@ def sizes_of(module: nn.Module) -> Sizes:
             # Activations summed over the ranks. The text stream has few tokens and is left out.
             if style.along == "rowwise" and not any(part in name for part in ("context", "add_out", "txt", "refiner")):
                 reduced += linear.weight.shape[0]
-    return Sizes(count(module.parameters()), sum(of_blocks) + root, root + neighbours, tensor, reduced)
+    return Sizes(count(module.parameters()), sum(of_blocks) + root, root + gathered, tensor, reduced)
 
 
 def row(model: ShardedModel) -> dict[str, Any]:

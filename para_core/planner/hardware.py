@@ -311,7 +311,14 @@ def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -
     Raises:
         ValueError: If it is neither.
     """
-    content: dict[str, Any] = json.loads(Path(path).read_text())
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); expected a file of python -m para_core.doctor.") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    if not isinstance(content, dict):
+        content = {}
     if "doctor" in content:
         return _from_doctor(content["doctor"], str(path), device, link, host)
     if content.get("section") == "attention" or any("TFLOP/s" in row for row in content.get("rows", [])):

@@ -32,8 +32,8 @@ class ModuleBytes:
 
     Args:
         sharded (`int`): Bytes that FSDP2 shards, in ``parts`` units that are gathered one after the other.
-        at_once (`int`): Bytes of ``sharded`` that are gathered at the same time: two neighbouring blocks, and
-            parameters outside blocks.
+        at_once (`int`): Bytes that are gathered at the same time: a block, the buffer in which it was gathered, the
+            next block, and parameters outside blocks.
         largest_layer (`int`): Bytes of the largest layer, which is on the device while it runs if the module waits in
             host memory.
     """

@@ -655,3 +655,24 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
         capsys.readouterr()
         assert run([*command, *options]) == 0
         assert f"{1 - finished}, {finished} finished" in capsys.readouterr().out
+
+
+def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
+    held = []
+    for options in ([], ["--quantize", "int8"], ["--offload", "blocks"]):
+        command = ["generate", "--prompt", CAPTION, *SMALL, "--dry-run", "--out", str(tmp_path)]
+        assert run([*command, *options]) == 0
+        shown = re.search(r"memory +│ ([0-9.e-]+) of [0-9.]+ GB on each rank", capsys.readouterr().out)
+        assert shown is not None
+        held.append(float(shown[1]))
+    assert held[1] < held[0]
+    assert held[2] < held[0]
+
+
+def test_pipefusion_patches_the_steps_and_is_not_taken_for_exact(tmp_path, capsys):
+    command = ["generate", "--prompt", CAPTION, "--size", "128x128", "--steps", "12", "--out", str(tmp_path)]
+    assert run([*command, "--ranks", "2", "--mesh", "pipe=2"]) == 0
+    assert run([*command, "--ranks", "2", "--mesh", "pipe=2", "--pipefusion", "2"]) == 0
+    exact, patched = pixels(tmp_path / "00001.png"), pixels(tmp_path / "00002.png")
+    assert np.abs(exact - patched).max() > 0
+    assert np.abs(exact - patched).mean() < 40

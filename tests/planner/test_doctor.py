@@ -163,3 +163,12 @@ def test_the_planner_takes_the_doctor_s_figures(tmp_path):
     assert device.products * device.of_attention == pytest.approx(3e14)
     assert (link.latency, link.bandwidth, link.all_to_all) == (1e-5, 1e11, 9e10)
     assert host.launch == 9e-6
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"text"', b"\xff", None])
+def test_a_file_without_figures_is_named(tmp_path, content):
+    path = tmp_path / "figures.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"figures\.json"):
+        measured_figures(path, DEVICES["H100"], LINKS["nvlink4"], Host())
