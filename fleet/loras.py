@@ -36,7 +36,7 @@ class LoadedLoras:
 
     def __init__(self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None) -> None:
         self._pipe, self._keep, self._encoded_prompts = pipe, max(1, keep), encoded_prompts
-        self._base = {f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)}
+        self._scales_of_recipe = {f"lora_{index}": read_lora(text)[1] for index, text in enumerate(recipe.lora)}
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._active: Lora | None = None
         self.loads = 0
@@ -49,7 +49,7 @@ class LoadedLoras:
         """
         if lora == self._active:
             return
-        scales = dict(self._base)
+        scales = dict(self._scales_of_recipe)
         if lora is not None:
             scales[self._load(lora)] = lora.scale
         if scales:

@@ -316,11 +316,11 @@ class Region:
         name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
         of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
 
-        def attend(
-            interception: Interception, call: Around, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            if not attention:
+        def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            interception = self.interception
+            if interception is None or not attention:
                 return call(module, *args, **kwargs)
+            interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
                 with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
                     return call(module, *args, **kwargs)
@@ -354,7 +354,7 @@ class Region:
             if halo is not None and self._is_sharded(halo.segment):
                 rows = args[0].shape[halo.dim]
                 args = (add_halo(args[0], halo, self._executor.segment(halo.segment), self.mesh), *args[1:])
-            output = attend(interception, call, module, args, kwargs)
+            output = attend(call, module, *args, **kwargs)
             if halo is not None and rows is not None:
                 output = drop_halo(output, halo, rows, self.mesh)
             if of_outputs:
@@ -365,7 +365,8 @@ class Region:
                 interception.planned.active[0] = False
             return output
 
-        return hook
+        # A wrapper that only attends is one Python frame, not two.
+        return hook if of_inputs or of_outputs or gathers or halo is not None else attend
 
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated

@@ -48,6 +48,8 @@ def _class_of(value: Any) -> str:
 def _object(value: Any, path: str) -> dict[str, str]:
     found = {path: _class_of(value)}
     for name, attribute in getattr(value, "__dict__", {}).items():
+        if name == "deprecation_warnings":
+            continue  # transformers notes in it which hints it has logged in this process
         # Values differ from call to call; what they are does not.
         found[f"{path}.{name}"] = ", ".join(sorted(_kinds(attribute)))
     return found
