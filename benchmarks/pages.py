@@ -36,7 +36,7 @@ from benchmarks.pipelines import (
     vaes,
     weights,
 )
-from benchmarks.planner import propose, published, sizes, traffic
+from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
 from para_core.adapters.compatibility.phases import PHASES
 
@@ -173,7 +173,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),
     "docs/pipelines.md": (supported.parts, hooks.parts),
-    "docs/planner.md": (published.parts,),
+    "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
     "docs/several_nodes.md": (links.parts,),

@@ -25,7 +25,7 @@ def plan(
     size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
-    compiled: Annotated[bool, flag("--compiled", "The transformer is compiled.")] = False,
+    compiled: Annotated[bool, flag("--compiled/--eager", "Whether the transformer is compiled.")] = True,
     measured: Annotated[
         Path | None, option("JSON of `para_core doctor`, whose figures replace the table's.", "FILE")
     ] = None,

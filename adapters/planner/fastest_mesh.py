@@ -32,6 +32,7 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
             ranks=ranks,
             device=device,
             ranks_per_host=ranks,
+            compiled=False,  # it may be compiled later, or not at all
             weights=sharing,
             text_encoders=placed,
             offload=False,

@@ -27,7 +27,7 @@ def plan_mesh(
     width: int | None = None,
     frames: int | None = None,
     steps: int | None = None,
-    compiled: bool = False,
+    compiled: bool = True,
     weights: Sequence[Sharing] = SHARING,
     text_encoders: TextEncoders | None = None,
     offload: bool = True,
@@ -50,7 +50,7 @@ def plan_mesh(
         ranks_per_host (`int`, *optional*): Ranks per host. Defaults to 8, and to 72 for a GB200.
         height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the pipeline, or
             to the published ones.
-        compiled (`bool`, defaults to `False`): Whether the transformer is compiled.
+        compiled (`bool`, defaults to `True`): Whether the transformer is compiled. In eager code the host takes longer.
         weights (`Sequence[str]`, defaults to `("tensor", "stages", "fsdp")`): Ways to shard weights. ``"stages"`` adds
             a ``pipe`` mesh dim; ``"fsdp"`` is tried if the weights do not fit otherwise; ``()`` replicates them.
         text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Placement of the text encoders,

@@ -181,12 +181,13 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Checked:
-    """A row: what was published, and predicted."""
+    """A row: seconds that were published, and predicted with the fit on one device and without it."""
 
     table: Published
     shape: MeshShape
     published: float
     predicted: float
+    unfitted: float = 0.0
 
     @property
     def error(self) -> float:
@@ -221,10 +222,21 @@ def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
 
 def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
     machine = fitted(table, work, machine_of(table))
+    plain = machine_of(table)
     checked = [
-        Checked(table, shape, published, seconds(table, work, shape, machine)) for shape, published in table.rows
+        Checked(table, shape, published, seconds(table, work, shape, machine), seconds(table, work, shape, plain))
+        for shape, published in table.rows
     ]
     return machine.slowdown, checked
+
+
+def ratios_of(found: Sequence[Checked]) -> dict[str, list[float]]:
+    """Return the smallest and largest ratio of published to predicted seconds without a fit, of all rows of a kind."""
+    ratios = {
+        kind: [row.published / row.unfitted for row in found if row.table.runtime.compiled == (kind == "compiled")]
+        for kind in ("compiled", "eager")
+    }
+    return {kind: [round(min(values), 2), round(max(values), 2)] for kind, values in ratios.items()}
 
 
 def errors_of(found: Sequence[Checked]) -> dict[str, float]:
@@ -336,12 +348,19 @@ def main() -> None:
             "mesh": str(row.shape),
             "published": row.published,
             "predicted": row.predicted,
+            "unfitted": row.unfitted,
             "error": row.error,
         }
         for row in rows
     ]
     print(*summary(rows))
-    print(write_results("planner_check", {"errors": errors_of(rows), "fits": fits, "rows": written}, "diffusers"))
+    print(
+        write_results(
+            "planner_check",
+            {"errors": errors_of(rows), "ratios": ratios_of(rows), "fits": fits, "rows": written},
+            "diffusers",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ RESERVED = 6e9
 # channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
+# Smallest and largest ratio of published to predicted seconds, by whether the transformer was compiled, of other
+# runtimes on several devices (benchmarks/results/planner_check.json).
+PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.82, 3.75)}
 # Schemes of adapters/weights/quantize.py.
 QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
@@ -121,10 +124,13 @@ class MeshPlan:
                 f"{best.placement.quantize} is not exact, and its speed is not predicted: these are the seconds of "
                 "bfloat16."
             )
+        least, most = PUBLISHED_RATIOS[self.machine.runtime.compiled]
+        notes.append(
+            f"Published {'compiled' if self.machine.runtime.compiled else 'eager'} runs took {least:g} to {most:g} "
+            "times the seconds that are predicted for them (docs/planner.md)."
+        )
         if not self.machine.runtime.compiled:
-            notes.append(
-                "In eager code the host may take longer than predicted: compiled=True, or measure it (doctor)."
-            )
+            notes.append("The host bounds eager code: measure it (python -m para_core.doctor), or compile.")
         return notes
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from para_core.planner.cost import (
     RingMethod,
     Seconds,
     call_seconds,
+    local_rows,
     of_tensor_rank,
     product_seconds,
     region_share,
@@ -313,15 +314,36 @@ def memory_of(
 ) -> float:
     """Return the bytes of a rank: weights, and the larger of what a step and the text encoders need besides.
 
-    A step needs the peak of its activations, gathered weights, and the keys that PipeFusion keeps.
+    A step needs the peak of its activations, gathered weights, buffers of exchanges, and keys that PipeFusion keeps.
     """
     if placement is None:
         placement = Placement(default_text_encoders(shape))
     weights = work.weights
-    share = region_share(own, shape.sequence) / shape.tensor
+    # Half of the activations at the peak lie between the linear layers that tensor ranks split (measured: 26 to 70 %).
+    share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
-    denoising = weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept
+    denoising = (
+        weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept + _exchanged_at_once(own, shape)
+    )
     return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(shape, placement))
+
+
+def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
+    """Return the bytes of the largest buffers of all-to-alls, sent and received: queries, keys, values and results."""
+    if shape.ulysses == 1:
+        return 0.0
+    attention = [of_tensor_rank(x, shape.tensor) for x in own.operations if isinstance(x, CountedAttention)]
+    return max(
+        (
+            2.0
+            * x.samples
+            * x.element_size
+            * (x.head_dim + x.value_dim)
+            * (local_rows(x.queries, shape.sequence) * x.heads + local_rows(x.keys, shape.sequence) * x.kv_heads)
+            for x in attention
+        ),
+        default=0.0,
+    )
 
 
 def as_dict(row: MeshPrediction) -> dict[str, Any]:

@@ -83,13 +83,12 @@ class Weights:
 
     def while_denoising(self, shape: MeshShape) -> float:
         """Return the bytes that a rank holds in addition while a transformer runs, without activations."""
-        ranks = shape.sequence
-        return self.transformer.at_once * (ranks - 1) / ranks if shape.fsdp else 0.0
+        return self.transformer.at_once if shape.fsdp else 0.0
 
     def while_encoding(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes that a rank holds in addition while the text encoders run, without activations."""
         if placement.text_encoders == "fsdp":
-            return self.encoders.at_once * (shape.ranks - 1) / shape.ranks
+            return self.encoders.at_once
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
 
     def in_host_memory(self, placement: Placement) -> float:

@@ -94,7 +94,7 @@ def test_memory_is_weights_plus_share_of_pixels():
     modules = [module for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
     weights = sum(x.numel() * 4 for module in modules for x in module.parameters())
     empty = without_weights(find_model(None), torch.float32)
-    alone, halves = (predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": ranks}, 1e9) for ranks in (1, 2))
+    alone, halves = (predict_memory(empty, recipe, {"batch": 1, "ring": ranks, "ulysses": 1}, 1e9) for ranks in (1, 2))
     # Beside the weights: activations of 512 tokens of text.
     assert weights < alone.fixed < weights + 512 * 8 * 128 * 4 * 10
     assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)

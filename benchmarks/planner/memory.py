@@ -1,0 +1,170 @@
+"""Memory of a rank, predicted and counted by PyTorch's CPU allocator:  python -m benchmarks.planner.memory
+
+- memory_check.json (docs/planner.md): one transformer call on CPU ranks, for 12 meshes: the bytes of weights that the
+  rank holds, and the largest sum of what the allocator gave out during the call. Models: a stack of FLUX.1's blocks of
+  real size (bfloat16), and small FLUX and Wan transformers with many tokens (float32).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
+from para_core import init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe
+from para_core.adapters.planner.count import count_calls, weights_of, without_data
+from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.planner.cost import MeshShape
+from para_core.planner.prediction import Workload, memory_of
+from para_core.weights.fsdp import is_sharded
+from para_core.weights.subclasses import plain_tensors
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A transformer whose call is measured, with the size of a generation."""
+
+    cls: str
+    config: dict[str, Any]
+    sizes: GenerationSizes
+
+
+STACKS = {
+    "FLUX.1, 1 + 2 blocks of real size, bfloat16": Stack(
+        "FluxTransformer2DModel",
+        {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
+        GenerationSizes(512, 512, 1, 128, dtype=torch.bfloat16),
+    ),
+    "small FLUX, float32": Stack(
+        "FluxTransformer2DModel",
+        {
+            "num_layers": 4,
+            "num_single_layers": 8,
+            "num_attention_heads": 8,
+            "attention_head_dim": 64,
+            "joint_attention_dim": 256,
+            "pooled_projection_dim": 64,
+            "axes_dims_rope": (16, 24, 24),
+        },
+        GenerationSizes(1024, 1024, 1, 128, dtype=torch.float32),
+    ),
+    "small Wan, float32": Stack(
+        "WanTransformer3DModel",
+        {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "text_dim": 256},
+        GenerationSizes(512, 512, 9, 128, dtype=torch.float32),
+    ),
+}
+# The stack and the mesh dims; ``fsdp`` shards the weights over the sequence ranks.
+ROWS: tuple[tuple[str, dict[str, int], bool], ...] = tuple(
+    (name, dims, fsdp)
+    for name, rows in zip(
+        STACKS,
+        (
+            (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False), ({"ulysses": 2}, True)),
+            (({}, False), ({"ring": 2}, False), ({"tensor": 2}, False), ({"pipe": 2}, False), ({"ring": 2}, True)),
+            (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False)),
+        ),
+        strict=True,
+    )
+    for dims, fsdp in rows
+)
+
+
+def transformer_of(stack: Stack) -> Any:
+    """Make the transformer with random weights."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(stack.sizes.dtype)
+    try:
+        return getattr(diffusers, stack.cls)(**stack.config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
+    """Return the bytes of a rank that the planner predicts."""
+    transformer = transformer_of(stack)
+    with without_data(stack.sizes.dtype):
+        calls = count_calls(transformer, stack.sizes)
+    work = Workload("", calls, 1, 1, weights_of(transformer, [], other=0.0), 0.0, 0.0, 1)
+    return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work, calls[1].parts[0], passes=1)
+
+
+def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
+    """Return the bytes of weights on this rank, and the largest that a call has allocated at once."""
+    stack = STACKS[name]
+    transformer = transformer_of(stack)
+    pipeline = FluxPipeline if stack.cls.startswith("Flux") else WanPipeline
+    empty = dict.fromkeys(
+        ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+        if pipeline is FluxPipeline
+        else ("vae", "text_encoder", "tokenizer")
+    )
+    pipe = pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **empty)
+    if dims:
+        mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": size for dim, size in dims.items()})
+        weights: Any = "fsdp" if fsdp else "tensor" if "tensor" in dims else None
+        parallelize_pipe(pipe, mesh=mesh, weights=weights)
+    # Equal on all ranks.
+    inputs = tree_map_only(torch.Tensor, torch.zeros_like, INPUTS[stack.cls](transformer.config, stack.sizes))
+    with torch.no_grad():
+        transformer(**inputs, return_dict=False)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            transformer(**inputs, return_dict=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
+    assert is_sharded(transformer) == fsdp
+    return {"weights": held_by(transformer), "allocated": max(totals) - min(0, *totals)}
+
+
+def held_by(*modules: torch.nn.Module) -> int:
+    """Return the bytes of memory in which this rank's parameters lie."""
+    tensors: list[Any] = [part for module in modules for x in module.parameters() for part in plain_tensors(x)]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if not x.is_meta]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/planner.md."""
+    cells = []
+    for row in read_results("memory_check")["rows"]:
+        counted = row["weights"] + row["allocated"]
+        figures = [f"{x / 1e6:,.0f}" for x in (row["weights"], row["allocated"], counted, row["predicted"])]
+        cells.append([row["stack"], row["mesh"], *figures, f"{row['error']:+.1%}"])
+    heads = ["model", "mesh", "weights, MB", "call, MB", "sum", "predicted", "error"]
+    return {"memory": markdown_table(heads, cells, right=range(2, 7))}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--predict", action="store_true", help="predict again for what the JSON has as measured")
+    args = parser.parse_args()
+    known = {(row["stack"], row["mesh"]): row for row in read_results("memory_check")["rows"]} if args.predict else {}
+    rows = []
+    for name, dims, fsdp in ROWS:
+        mesh = (", ".join(f"{dim} {size}" for dim, size in dims.items()) or "one rank") + ", fsdp" * fsdp
+        own = known.get((name, mesh)) or measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
+        counted, foreseen = own["weights"] + own["allocated"], predicted(STACKS[name], dims, fsdp)
+        row = {"stack": name, "mesh": mesh, "weights": own["weights"], "allocated": own["allocated"]}
+        rows.append({**row, "predicted": foreseen, "error": foreseen / counted - 1})
+        figures = f"{counted / 1e6:8.1f} {foreseen / 1e6:8.1f} MB {foreseen / counted - 1:+.1%}"
+        print(f"{name:45} {mesh:20} {figures}", flush=True)
+    print(write_results("memory_check", {"rows": rows}, "diffusers"))
+
+
+if __name__ == "__main__":
+    main()
