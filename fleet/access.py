@@ -49,8 +49,8 @@ class Access:
         keys = self._keys or ()
         # The scheme is case-insensitive (RFC 9110). Starlette decodes header bytes as Latin-1.
         scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
-        given = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if not any(hmac.compare_digest(given, key) for key in keys):
+        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not any(hmac.compare_digest(sent, key) for key in keys):
             raise RequestError(
                 401,
                 "invalid_api_key",

@@ -8,8 +8,8 @@ from typing import Any
 
 from para_core.fleet.foresee import Memory
 
-# Longest text of a request, in characters per token that the model reads. English has about 4; a tokenizer needs
-# minutes for a text of megabytes, of which the model would read the beginning only.
+# Longest text of a request, in characters per token that the model reads. English has about 4. A tokenizer needs
+# minutes for a text of megabytes, although the model reads only its beginning.
 CHARACTERS_PER_TOKEN = 32
 
 

@@ -157,9 +157,9 @@ def read_request(
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
         if "seconds" in fields:
             fields["frames"] = _frames(fields.pop("seconds"), fps)
-        found = None if loras is None or lora in (None, "none") else loras.find(lora)
+        adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
-        request = replace(request, delivery=delivery, lora=found)
+        request = replace(request, delivery=delivery, lora=adapter)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
     _require_size(request, model, limits)

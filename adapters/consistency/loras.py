@@ -171,7 +171,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 
 def _compared(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors of which ``x`` consists, without sharded ones and those on the meta device."""
+    """Return the plain tensors inside ``x``, without those that are sharded or on the meta device."""
     if isinstance(x, DTensor):
         return []
     return [inner for inner in plain_tensors(x.detach()) if not isinstance(inner, DTensor) and not inner.is_meta]

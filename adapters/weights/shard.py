@@ -207,7 +207,7 @@ def shard_components(
 def _components_to_shard(
     pipe: Any, method: Method, components: Sequence[str] | None
 ) -> tuple[dict[str, nn.Module], dict[str, TensorPlan]]:
-    """Return the components by name, and their tensor plans, of which there are none for ``"fsdp"``.
+    """Return the components by name, and their tensor plans. With ``"fsdp"`` there are no plans.
 
     Raises:
         ValueError: If a component cannot be sharded by ``method``.

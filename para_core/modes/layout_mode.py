@@ -214,7 +214,7 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a sequence of which this rank holds ``held`` tokens.
+        """Return the layout of a sequence with ``held`` tokens on this rank.
 
         This is the explicit layout if there is one, else that of a sharded sequence. If none is known, the parts are
         assumed to be equal.
