@@ -241,9 +241,17 @@ def _run_lines(job: RankJob) -> None:
     encode_first = EncodeFirst()
     pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
     first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def fails_alike(line: Line) -> bool:
+        if _all_ranks_failed("encoding", line.number):
+            return True
+        # This line ends the ranks, so the launcher does not run it again.
+        _note(job, event="begin", line=line.number)
+        return False
+
     bars = Bars(len(lines)) if first and job.bars else NoBars()
     with bars:
-        for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request])):
+        for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request]), fails_alike):
             for line in batch:
                 _run_line(job, pipe, line, bars, first)
 
@@ -269,7 +277,7 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
     except Exception as error:
         if job.debug:
             traceback.print_exc()
-        if not _all_ranks_failed(line.number):
+        if not _all_ranks_failed("line", line.number):
             raise
         if first:
             _note(job, event="failed", line=line.number, reason=sentence(error))
@@ -287,12 +295,12 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
         bars.end()
 
 
-def _all_ranks_failed(number: int) -> bool:
+def _all_ranks_failed(phase: str, number: int) -> bool:
     """Whether all ranks raised on this line, so that none waits for another. Uses the store: groups may be in use."""
     if not dist.is_initialized():
         return True
     store = default_store()
-    keys = [f"para_core/line/{number}/{rank}" for rank in range(dist.get_world_size())]
+    keys = [f"para_core/{phase}/{number}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     try:
         store.wait(keys, _AGREEMENT_TIMEOUT)

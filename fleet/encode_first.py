@@ -56,20 +56,28 @@ class EncodeFirst:
         self._denoisers.park(self._device, keep=True)
         self._encoded = EncodedPrompts(pipe, max_bytes=sys.maxsize)
 
-    def batches(self, pipe: Any, lines: Sequence[Line], run: Callable[[Request], Any]) -> Iterator[Sequence[Line]]:
+    def batches(
+        self,
+        pipe: Any,
+        lines: Sequence[Line],
+        run: Callable[[Request], Any],
+        fails_alike: Callable[[Line], bool] = lambda line: True,
+    ) -> Iterator[Sequence[Line]]:
         """Yield batches of ``lines`` whose prompts are encoded. A collective call of the ranks of ``pipe``.
 
         Lines whose encoding fails come last, with all weights on the device, so that they fail for the same reason.
 
         Args:
             run: Calls ``pipe`` for one request.
+            fails_alike: Is called on a rank where the encoding of a line failed, and returns whether it failed on all
+                ranks. If not, the error is raised, because the other ranks wait for this one.
         """
         if self._encoded is None:
             yield lines
             return
         left, failed = list(lines), list[Line]()
         while left:
-            done, errors = self._encode(pipe, self._encoded, left, run)
+            done, errors = self._encode(pipe, self._encoded, left, run, fails_alike)
             left = left[len(done) + len(errors) :]
             failed += errors
             self._encoders.park(self._device, keep=bool(left or failed))
@@ -82,7 +90,12 @@ class EncodeFirst:
             yield failed
 
     def _encode(
-        self, pipe: Any, encoded: EncodedPrompts, lines: Sequence[Line], run: Callable[[Request], Any]
+        self,
+        pipe: Any,
+        encoded: EncodedPrompts,
+        lines: Sequence[Line],
+        run: Callable[[Request], Any],
+        fails_alike: Callable[[Line], bool],
     ) -> tuple[list[Line], list[Line]]:
         """Encode the first of ``lines``, and return those that were encoded and those that failed."""
         self._denoisers.park(self._device, keep=True)
@@ -101,6 +114,9 @@ class EncodeFirst:
                 except _EncodedError:
                     done.append(line)
                 except Exception:
+                    # It is raised again when the line runs with all weights on the device.
+                    if not fails_alike(line):
+                        raise
                     failed.append(line)
                 else:  # The pipeline ran without a denoiser.
                     done.append(line)
