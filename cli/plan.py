@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from para_core.cli import options
 from para_core.cli.options import flag, option
@@ -26,6 +29,8 @@ def plan(
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
     compiled: Annotated[bool, flag("--compiled/--eager", "Whether the transformer is compiled.")] = True,
+    text_encoders: options.TextEncoders = None,
+    quantize: options.Quantize = None,
     measured: Annotated[
         Path | None, option("JSON of `para_core doctor`, whose figures replace the table's.", "FILE")
     ] = None,
@@ -44,6 +49,7 @@ def plan(
         console.print("\n".join(PUBLISHED), markup=False)
         return
     require_file(out)
+    _require_chart(out)
     width, height = _read_size(size)
     mesh_plan = plan_mesh(
         model,
@@ -56,14 +62,50 @@ def plan(
         frames=frames,
         steps=steps,
         compiled=compiled,
+        text_encoders=text_encoders,
+        quantize=quantize,
         measured=measured,
     )
-    console.print(str(mesh_plan) if console.is_terminal else mesh_plan.markdown(), markup=False)
+    if console.is_terminal:
+        _print_table(mesh_plan, console)
+    else:
+        console.print(mesh_plan.markdown(), markup=False)
     command = _command(mesh_plan, model, size, frames, steps, compiled=compiled)
     if command is not None:
         console.print(f"\nAs a command: {command}", markup=False)
     if out is not None:
         mesh_plan.plot(out)
+
+
+def _print_table(plan: MeshPlan, console: Console) -> None:
+    """Print the plan with a table as wide as the terminal."""
+    from para_core.planner.mesh_plan import duration
+
+    table = Table(
+        "s", "s/step", "compute", "waits", "GB", "mesh, and why it loses", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in table.columns[:-1]:
+        column.justify, column.no_wrap = "right", True
+    for row in plan.printed:
+        step = row.step
+        figures = [f"{seconds:.3f}" for seconds in (step.total, step.compute, step.communication + step.host)]
+        reason = row.problem or row.why
+        text = Text.assemble((str(row), "bold"), f": {reason}" if reason else "")
+        table.add_row(duration(row.seconds), *figures, f"{row.memory / 1e9:.0f}", text)
+    console.print(plan.title, markup=False)
+    console.print(table, soft_wrap=False)
+    console.print("\n\n".join([*plan.notes, plan.advice]), markup=False, soft_wrap=False)
+
+
+def _require_chart(path: Path | None) -> None:
+    """Raise BadParameter if matplotlib cannot write a chart with the suffix of ``path``."""
+    if path is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise typer.BadParameter(f"--out {path}: expected a suffix of {', '.join(sorted(formats))}.")
 
 
 def _command(
@@ -113,12 +155,9 @@ def doctor(
     debug: options.Debug = False,
 ) -> None:
     """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""
-    from para_core.planner.doctor import main as examine_machine
+    from para_core.planner.doctor import examine_machine
 
     require_file(out)
-    arguments = ["--output", str(out)] if out is not None else []
-    arguments += ["--ring", str(ring)] if ring is not None else []
-    arguments += ["--cpu"] if cpu else []
-    broken = examine_machine(arguments)
+    broken = examine_machine(out, ring=ring, cpu=cpu)
     if broken:
         raise typer.Exit(broken)

@@ -125,33 +125,32 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    # SIGTERM, which docker stop and systemd send, should act like Ctrl-C, also while models load.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _without_ray_messages(debug):
-        serving.start(
-            pipeline,
-            recipe,
-            ReplicaShape(count_ranks(ranks, replicas), spread),
-            limits,
-            ServerOptions(
-                choose_format(pipeline, format_),
-                replicas,
-                api_key,
-                fps,
-                videos=results.expanduser().absolute(),
-                keep_hours=keep_hours,
-                max_batch=max_batch,
-                loras=None if loras is None else loras.absolute(),
-                cors=tuple(cors or ()),
-                request_log=None if request_log is None else request_log.absolute(),
-            ),
-            host=host,
-            port=port,
-            replica_options=replica_options,
-            debug=debug,
-        )
         try:
-            # SIGTERM, which docker stop and systemd send, should act like Ctrl-C: with Ray's own handler, Serve would
-            # outlive this process on a cluster that others started.
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            serving.start(
+                pipeline,
+                recipe,
+                ReplicaShape(count_ranks(ranks, replicas), spread),
+                limits,
+                ServerOptions(
+                    choose_format(pipeline, format_),
+                    replicas,
+                    api_key,
+                    fps,
+                    videos=results.expanduser().absolute(),
+                    keep_hours=keep_hours,
+                    max_batch=max_batch,
+                    loras=None if loras is None else loras.absolute(),
+                    cors=tuple(cors or ()),
+                    request_log=None if request_log is None else request_log.absolute(),
+                ),
+                host=host,
+                port=port,
+                replica_options=replica_options,
+                debug=debug,
+            )
             address = f"[{host}]" if ":" in host else host
             console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
             while True:

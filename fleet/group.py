@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,6 +259,12 @@ def connect(cpus: int, *, debug: bool) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
+    with _kept_handler(signal.SIGTERM):
+        _join_or_start(here, options)
+    return True
+
+
+def _join_or_start(here: dict[str, Any], options: dict[str, Any]) -> None:
     try:
         _start(**here)
     except ValueError:  # Ray found a cluster, for which the number of CPUs must not be given.
@@ -267,7 +276,18 @@ def connect(cpus: int, *, debug: bool) -> bool:
                 raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
             # The file that ray start left belongs to a cluster that ended without ray stop.
             _start(address="local", **here)
-    return True
+
+
+@contextmanager
+def _kept_handler(number: int) -> Iterator[None]:
+    """Put back the handler of a signal, which Ray replaces. With Ray's, Serve would outlive this process."""
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        # Python lets only the main thread set handlers, and only there does Ray set one.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
 
 
 def _start(**options: Any) -> None:

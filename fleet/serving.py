@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from ray import serve
 
 from para_core.fleet import group
@@ -313,6 +314,8 @@ def _require_answer(host: str, port: int) -> None:
 
 
 def stop() -> None:
-    """Stop the server. A Ray cluster and a Serve instance that existed before keep running."""
+    """Stop the server, if it runs. A Ray cluster and a Serve instance that existed before keep running."""
+    if not ray.is_initialized():
+        return  # Serve would start a cluster to answer.
     for name in {APP, REPLICAS} & serve.status().applications.keys():
         serve.delete(name)

@@ -28,7 +28,7 @@ _TIMEOUT = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks, print the table, and write the JSON file. Return 1 if something is broken, else 0."""
+    """Run ``python -m para_core.doctor``. Return 1 if something is broken, else 0."""
     parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write, for plan_mesh(measured=)")
     parser.add_argument("--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses")
@@ -37,18 +37,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Fail on a wrong path before the checks take a minute.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
-    if options.ring is not None and options.ring < 1:
-        parser.error(f"--ring {options.ring}: expected a positive number of ranks.")
-    ranks = _join(on_cpu=options.cpu or not torch.cuda.is_available())
     try:
-        report = examine(ranks, ring=options.ring)
+        return examine_machine(options.output, ring=options.ring, cpu=options.cpu)
+    except ValueError as error:
+        parser.error(f"--{error}")
+
+
+def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bool = False) -> int:
+    """Run all checks, print the table, and write a JSON file at ``out``. Return 1 if something is broken, else 0.
+
+    Raises:
+        ValueError: If ``ring`` is not positive.
+    """
+    if ring is not None and ring < 1:
+        raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
+    ranks = _join(on_cpu=cpu or not torch.cuda.is_available())
+    try:
+        report = examine(ranks, ring=ring)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     if ranks.rank == 0:
         sys.stdout.write(report.table() + "\n")
-        if options.output is not None:
-            report.write(options.output)
+        if out is not None:
+            report.write(out)
     return int(report.broken)
 
 

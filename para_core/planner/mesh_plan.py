@@ -62,6 +62,11 @@ class MeshPlan:
         return self.rows[0]
 
     @property
+    def printed(self) -> tuple[MeshPrediction, ...]:
+        """The rows that tables show: the first ones."""
+        return self.rows[:_PRINTED_ROWS]
+
+    @property
     def fastest(self) -> MeshPrediction:
         """The fastest mesh of any number of ranks up to ``ranks``."""
         return min([self.best, *self.fewer.values()], key=lambda row: row.seconds)
@@ -144,13 +149,13 @@ class MeshPlan:
 
     def markdown(self) -> str:
         """Return the plan with a Markdown table that has all parts of a step."""
-        rows = table(self.rows[:_PRINTED_ROWS])
+        rows = table(self.printed)
         return "\n\n".join([self.title, "\n".join(rows), *self.notes, self.advice])
 
     def lines(self, width: int = 80) -> list[str]:
         """Return a table of the first rows with at most ``width`` characters per line."""
         lines = ["  seconds    step  compute  waits  GB  mesh, and why it loses"]
-        for row in self.rows[:_PRINTED_ROWS]:
+        for row in self.printed:
             step = row.step
             figures = (
                 f"{duration(row.seconds):>9}{step.total:8.3f}{step.compute:9.3f}"

@@ -55,6 +55,40 @@ def test_table_fits_a_terminal_of_80_columns():
         assert len(lines) > 14
 
 
+def test_a_terminal_shows_the_rows_in_its_width(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["plan", "--ranks", "2", "--device", "RTX 4090"]) == 0
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert max(len(line) for line in lines if not line.startswith("As a command")) <= 80
+    found = plan_mesh("FLUX.1-dev", ranks=2, device="RTX 4090")
+    figures = [f"{row.step.total:.3f}" for row in found.printed]
+    assert [line.split()[2] for line in lines if re.match(r" *[0-9.]+ s ", line)] == figures
+
+
+def test_quantized_weights_and_text_encoders_are_those_of_the_options(capsys):
+    assert run(["plan", "--ranks", "1", "--device", "RTX 4090", "--quantize", "int8"]) == 0
+    expected = plan_mesh("FLUX.1-dev", ranks=1, device="RTX 4090", quantize="int8")
+    out = capsys.readouterr().out
+    assert expected.markdown() in out
+    assert "--quantize int8" in out
+    assert run(["plan", "--text-encoders", "fsdp"]) == 0
+    assert plan_mesh("FLUX.1-dev", ranks=8, text_encoders="fsdp").markdown() in capsys.readouterr().out
+    assert run(["plan", "--quantize", "int3"]) == 2
+    assert "--quantize is 'int3'" in capsys.readouterr().err
+
+
+def test_a_chart_of_an_unknown_format_is_refused_before_planning(capsys, tmp_path):
+    assert run(["plan", "--out", str(tmp_path / "plan.nonsense")]) == 2
+    assert ".nonsense" in "".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ring_of_no_rank_names_the_option(capsys):
+    assert run(["doctor", "--cpu", "--ring", "0"]) == 2
+    assert "--ring is 0" in capsys.readouterr().err
+
+
 def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
     assert run(["plan", "--ranks", "16", "--compiled"]) == 0
     assert "torchrun --nnodes=2 --nproc_per_node=8" in capsys.readouterr().out

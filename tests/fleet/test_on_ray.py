@@ -140,6 +140,27 @@ def test_the_command_serves_until_it_is_told_to_end():
             process.kill()
 
 
+def test_the_command_ends_while_a_replica_loads():
+    command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 13)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    before = set(rank_processes())
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        late = threading.Timer(300, process.kill)
+        late.start()
+        try:
+            while not set(rank_processes()) - before and process.poll() is None:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+            assert process.stderr.read() == process.stdout.read() == ""
+            assert set(rank_processes()) <= before
+        finally:
+            late.cancel()
+            process.kill()
+
+
 def test_same_request_gives_same_bytes_on_any_replica(server, model, recipe):
     asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
     with ThreadPoolExecutor(4) as threads:
