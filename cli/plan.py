@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,6 +16,7 @@ from para_core.cli.options import flag, option
 from para_core.fleet.outputs import require_file
 
 if TYPE_CHECKING:
+    from para_core.adapters.components import Quantize, TextEncoders
     from para_core.planner.mesh_plan import MeshPlan
 
 
@@ -62,8 +63,8 @@ def plan(
         frames=frames,
         steps=steps,
         compiled=compiled,
-        text_encoders=text_encoders,
-        quantize=quantize,
+        text_encoders=cast("TextEncoders | None", text_encoders),
+        quantize=cast("Quantize | None", quantize),
         measured=measured,
     )
     if console.is_terminal:
