@@ -7,6 +7,7 @@ answers at once.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -78,6 +79,8 @@ def _commands(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line, and return its exit code. With ``--debug`` exceptions are raised."""
+    # As other programs call it. A second name of an option would fill a column of the help.
+    arguments = [re.sub(r"^--attention-backend(?==|$)", "--backend", argument) for argument in arguments]
     try:
         app(list(arguments))
     except SystemExit as end:

@@ -55,7 +55,7 @@ Offload = Annotated[str | None, option("Wait in host memory: blocks or model.", 
 PipeFusionPatches = Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, "--pipefusion", min=1)]
 ResidentBlocks = Annotated[int, option("Blocks that stay on the device.", "N", PIPELINE, min=0)]
 Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
-Backend = Annotated[str | None, option("Local attention: flash, cudnn, triton, ...", "NAME", PIPELINE)]
+Backend = Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)]
 CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)]
 Vae = Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
@@ -129,11 +129,14 @@ def make_recipe(
         rest: Fields of :class:`Recipe` as they are.
 
     Raises:
+        ImportError: If ``backend`` names a library that is not installed.
         typer.BadParameter: If ``cache`` is neither a number nor ``"default"``.
         ValueError: If another option is invalid.
     """
+    from para_core.attention.libraries import require_library
     from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
 
+    require_library(rest.get("backend"))
     if lora and find_spec("peft") is None:
         raise ModuleNotFoundError("--lora needs peft", name="peft")
     for text in lora or ():

@@ -1,6 +1,6 @@
 """The public names of :mod:`para_core`, which imports this module when the first of them is used."""
 
-from para_core.attention.libraries import flash_attention_3, sage_attention
+from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import Verdict
@@ -83,6 +83,7 @@ __all__ = [
     "apply_context_parallel",
     "check_parallel",
     "flash_attention_3",
+    "flash_attention_4",
     "init_context_parallel_mesh",
     "model_cache_report",
     "remove_cache",

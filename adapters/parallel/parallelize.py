@@ -97,8 +97,8 @@ def parallelize_pipe(
             keys along columns. All are exact. Defaults to ``"alltoall"``, or to the prediction of :func:`plan_mesh` if
             there is no ``mesh``.
         backend (`str`, *optional*): The backend of local attention in the transformers, also on one rank: one of
-            PyTorch's, or ``"triton"`` (docs/kernels.md). ``"triton-int8"`` is **not exact**. Defaults to the
-            choice of SDPA.
+            PyTorch's, ``"triton"`` (docs/kernels.md), or a library that is installed: ``"flash3"``, ``"flash4"``.
+            ``"triton-int8"`` and ``"sage"`` are **not exact**. Defaults to the choice of SDPA.
         comm_dtype (`torch.int8` or `torch.float8_e4m3fn`, *optional*): Rounds what attention sends to 8 bits. **Not
             exact.** Defaults to sending unrounded values.
         attn_func (`Callable`, *optional*): Computes local attention in place of SDPA, as in
@@ -108,6 +108,7 @@ def parallelize_pipe(
         ``pipe`` itself.
 
     Raises:
+        ImportError: If ``backend`` names a library that is not installed.
         TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
         RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, or if two NCCL ranks use the

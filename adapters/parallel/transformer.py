@@ -28,6 +28,7 @@ from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
+from para_core.attention.libraries import require_library
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
@@ -186,6 +187,7 @@ class ParallelOptions:
     """Options that the user gave; :func:`~para_core.adapters.parallelize_pipe` documents them.
 
     Raises:
+        ImportError: If ``backend`` names a library that is not installed.
         TypeError: If an option has a wrong type.
         ValueError: If an option has a value that no pipeline takes, or two options exclude each other.
     """
@@ -229,6 +231,7 @@ class ParallelOptions:
         if self.timeout is not None:
             as_timedelta(self.timeout)
         self.attention(None)
+        require_library(self.backend)
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options.

@@ -73,8 +73,9 @@ class AttnOptions:
             to send them unchanged.
         block_mask: Which blocks of queries see which blocks of keys; None for all.
         kept_keys: Not exact. The criterion by which keys are kept; None to keep all.
-        backend: Computes local attention: a backend of PyTorch, ``"triton"``, or None for the best one that the user's
-            switches allow. ``"triton-int8"`` is not exact: in calls that keep no gradient it computes q·k in 8 bits.
+        backend: Computes local attention: a backend of PyTorch, ``"triton"``, a library (``"flash3"``, ``"flash4"``),
+            or None for the best one that the user's switches allow. ``"triton-int8"`` and ``"sage"`` are not exact: in
+            calls that keep no gradient they compute q·k in 8 bits.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
@@ -114,10 +115,10 @@ class AttnOptions:
         """The options for calls that keep a gradient, which round nothing. The same object if these options round
         nothing.
         """
-        exact = None if self.backend is None else EXACT_FORM.get(self.backend)
-        if exact is None and self.comm_dtype is None:
+        rounds = self.backend in EXACT_FORM
+        if not rounds and self.comm_dtype is None:
             return self
-        return replace(self, comm_dtype=None, backend=exact or self.backend)
+        return replace(self, comm_dtype=None, backend=EXACT_FORM[self.backend] if rounds else self.backend)
 
     @property
     def by_name(self) -> dict[str, str]:

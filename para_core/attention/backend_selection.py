@@ -23,14 +23,15 @@ from para_core.attention.backends import (
     fold_causal,
     no_backend,
 )
+from para_core.attention.libraries import LIBRARIES, require_tensors
 from para_core.torch_internals import math_sdp_enabled
 
-Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8"]
+Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Backends that are not exact, with the exact backend that computes a call that keeps a gradient. They are never chosen
-# unless the user names them.
-EXACT_FORM: Mapping[Backend, Backend] = {"triton-int8": "triton"}
+# Backends that are not exact, with the exact backend that computes a call that keeps a gradient (None: the choice of
+# PyTorch). They are never chosen unless the user names them.
+EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
 # The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose
 # another one. Rows come only from benchmarks/attention/single_device.py on that device. The benchmark has not run on a
@@ -59,6 +60,8 @@ def resolve_backend(
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
     if backend in ("triton", "triton-int8"):
         _require_triton(backend, query, value)
+    elif backend in LIBRARIES:
+        require_tensors(backend, query, value, masked=masked, is_causal=is_causal)
     elif not SWITCHES[backend]():
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch "

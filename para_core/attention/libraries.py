@@ -1,17 +1,48 @@
-"""Attention kernels of other libraries, as values for ``attn_func=``. The libraries are not installed with
-para_core.
+"""Attention kernels of other libraries: as values for ``attn_func=``, and by name for ``backend=``. The libraries are
+not installed with para_core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from para_core.attention.attn_func import AttnFunc
+if TYPE_CHECKING:
+    from para_core.attention.attn_func import AttnFunc
+
+
+class Library(NamedTuple):
+    """A library that computes attention, and how to install it."""
+
+    name: str
+    module: str
+    function: str
+    install: str
+    asks_for_lse: tuple[str, ...]  # the argument that makes the function return lse; its name in each version
+
+
+_FLASH_3 = Library(
+    "FlashAttention-3",
+    "flash_attn_interface",
+    "flash_attn_func",
+    "build the folder hopper/ of Dao-AILab/flash-attention (python setup.py install); it is not on PyPI",
+    ("return_attn_probs",),
+)
+_FLASH_4 = Library(
+    "FlashAttention-4", "flash_attn.cute", "flash_attn_func", "pip install --pre flash-attn-4", ("return_lse",)
+)
+_SAGE = Library(
+    "SageAttention",
+    "sageattention",
+    "sageattn",
+    "build version 2.1.1 or later of thu-ml/SageAttention (pip install .); PyPI has an earlier one without lse",
+    ("return_lse",),
+)
 
 
 def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
@@ -27,7 +58,28 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
     Raises:
         ImportError: The library is not installed.
     """
-    kernel = function or _imported("flash_attn_interface", "flash_attn_func", "FlashAttention-3 (its folder hopper/)")
+    return _flash_attention(_FLASH_3, function, options)
+
+
+def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
+    """Return FlashAttention-4 (Hopper and Blackwell GPUs) as a value for ``attn_func=``. Exact in the dtype of its
+    input.
+
+    Args:
+        function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn.cute.flash_attn_func``.
+        options: Keyword arguments of the kernel, such as ``pack_gqa=True``.
+
+    Returns:
+        A function that returns ``(out, lse)``. It accepts no mask.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
+    return _flash_attention(_FLASH_4, function, options)
+
+
+def _flash_attention(library: Library, function: Callable[..., Any] | None, options: Mapping[str, Any]) -> AttnFunc:
+    kernel = function or import_kernel(library)
 
     def attn_func(
         query: Tensor,
@@ -39,28 +91,28 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _refuse_mask("FlashAttention-3", attn_mask)
+        _refuse_mask(library, attn_mask)
         # The library takes [B, S, H, D], which is the memory layout of most models' tensors: the transposes are views.
         result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
             causal=is_causal,
-            **{**_asking_for_lse(kernel), **options},
+            **{**_asking_for_lse(kernel, library), **options},
         )
         if isinstance(result, Tensor):
             raise RuntimeError(
-                "flash_attn_func returned out alone. Its lse is needed: pass function=a version that returns (out, "
-                "lse)."
+                f"{library.function} of {library.name} returned out alone. Its lse is needed: pass function=a version "
+                "that returns (out, lse)."
             )
         return result[0].transpose(1, 2), result[1]
 
     return attn_func
 
 
-def _asking_for_lse(function: Callable[..., Any]) -> dict[str, Any]:
+def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
     """Return the argument that makes ``function`` return lse. Earlier versions have none, and always return it."""
-    asks = "return_attn_probs" in signature(function).parameters
-    return {"return_attn_probs": True} if asks else {}
+    parameters = signature(function).parameters
+    return {name: True for name in library.asks_for_lse if name in parameters}
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
@@ -77,7 +129,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     Raises:
         ImportError: The library is not installed.
     """
-    kernel = function or _imported("sageattention", "sageattn", "SageAttention")
+    kernel = function or import_kernel(_SAGE)
 
     def attn_func(
         query: Tensor,
@@ -89,7 +141,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _refuse_mask("SageAttention", attn_mask)
+        _refuse_mask(_SAGE, attn_mask)
         result: tuple[Tensor, Tensor] = kernel(
             query, key, value, tensor_layout="HND", is_causal=is_causal, sm_scale=scale, return_lse=True, **options
         )
@@ -98,19 +150,81 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     return attn_func
 
 
-def _refuse_mask(library: str, mask: Tensor | None) -> None:
+def _refuse_mask(library: Library, mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError(
-            f"{library} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for "
+            f"{library.name} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for "
             "models with masks."
         )
 
 
-def _imported(module: str, name: str, library: str) -> Callable[..., Any]:
+def import_kernel(library: Library) -> Callable[..., Any]:
+    """Return the kernel of ``library``.
+
+    Raises:
+        ImportError: The library is not installed, or its kernel returns no lse.
+    """
     try:
-        result: Callable[..., Any] = getattr(import_module(module), name)
+        kernel: Callable[..., Any] = getattr(import_module(library.module), library.function)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module}.{name} of {library} cannot be imported. Install it as its authors say, or pass function=yours."
+            f"{library.module}.{library.function} of {library.name} cannot be imported ({error}). To install it: "
+            f"{library.install}. Or pass attn_func=, with a function of your own."
         ) from error
-    return result
+    if library is _SAGE and not _asking_for_lse(kernel, library):
+        raise ImportError(
+            f"{library.module}.{library.function} returns no lse, which a ring needs: this is an earlier "
+            f"{library.name}. To install a later one: {library.install}."
+        )
+    return kernel
+
+
+# -- by name
+
+# The libraries that ``backend=`` names, with the functions that call them.
+LIBRARIES: Mapping[str, tuple[Library, Callable[[], AttnFunc]]] = {
+    "flash3": (_FLASH_3, flash_attention_3),
+    "flash4": (_FLASH_4, flash_attention_4),
+    "sage": (_SAGE, sage_attention),
+}
+DTYPES = (torch.float16, torch.bfloat16)
+DEVICES = ("cuda",)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def require_library(backend: str | None) -> None:
+    """Raise ``ImportError`` if ``backend`` names a library that is not installed. Other backends need none."""
+    if backend in LIBRARIES:
+        import_kernel(LIBRARIES[backend][0])
+
+
+def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+    """Raise ``RuntimeError`` if the library of ``backend`` does not take tensors like these.
+
+    The libraries align a causal diagonal with the last key, or refuse unequal lengths.
+    """
+    library, _ = LIBRARIES[backend]
+    if masked:
+        raise RuntimeError(
+            f"backend={backend!r}: {library.name} takes no attn_mask, and this call has one. Name another backend, or "
+            "none."
+        )
+    if is_causal and query.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            f"backend={backend!r} takes is_causal for as many keys as queries; these are {query.shape[-2]} queries and "
+            f"{value.shape[-2]} keys. Name another backend, or none."
+        )
+    if query.dtype not in DTYPES or query.device.type not in DEVICES:
+        raise RuntimeError(
+            f"backend={backend!r}: {library.name} takes float16 and bfloat16 on a CUDA device; this is {query.dtype} "
+            f"on {query.device.type}. Name another backend, or none."
+        )
+
+
+def library_attention(
+    backend: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``out`` and the float32 ``lse`` that the library of ``backend`` computes for tensors of one device."""
+    _, make = LIBRARIES[backend]
+    out, lse = make()(query, key, value, is_causal=is_causal, scale=scale)
+    return out, lse.float()

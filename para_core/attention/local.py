@@ -22,6 +22,7 @@ from para_core.attention.backends import (
     fold_causal,
     fully_masked_rows,
 )
+from para_core.attention.libraries import LIBRARIES, library_attention
 from para_core.attention.merge import Merged
 from para_core.torch_internals import DisableTorchFunction
 
@@ -107,6 +108,8 @@ def local_attention_with_lse(
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+    if backend in LIBRARIES:
+        return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)
     problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
@@ -182,8 +185,8 @@ def local_attention_backward(
     Args:
         query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
         out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, over all keys; lse is -inf for a row without a key.
-        backend: The backend of the forward, an exact one. The Triton kernel has no backward, so the backend that SDPA
-            would choose computes it from the kernel's ``out`` and ``lse``.
+        backend: The backend of the forward, an exact one. The Triton kernel and those of libraries have no backward
+            here, so the backend that SDPA would choose computes it from the kernel's ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:

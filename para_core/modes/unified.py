@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnKeywords, AttnOptions
 from para_core.attention.attn_func import AttnFunc
+from para_core.attention.libraries import require_library
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
@@ -66,11 +67,13 @@ class UnifiedAttnMode(LayoutMode):
               ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
               It sends fewer bytes from 4 ranks on (:mod:`para_core.attention.attention_2d`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
-              ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``, or ``"triton"`` for the Triton kernel of this
-              package. ``"triton-int8"`` computes q·k in 8 bits; it is not exact, and only for calls that keep no
+              ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
+              package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``
+              and ``"sage"`` (SageAttention) compute q·k in 8 bits; they are not exact, and only for calls that keep no
               gradient. Defaults to the choice of PyTorch, which respects ``sdpa_kernel(...)``.
 
     Raises:
+        ImportError: If ``backend`` names a library that is not installed.
         ValueError: If the mesh has no suitable dim, a layout is for another number of ranks, ``key_layout`` is passed
             without ``layout``, or an option has an unknown value or excludes another option.
 
@@ -102,6 +105,7 @@ class UnifiedAttnMode(LayoutMode):
             mesh, self._batch = guided.sequence, guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
         self._options = AttnOptions(**options)
+        require_library(self._options.backend)
         if self._single_dim is not None and (size := getattr(self._mesh, self._single_dim).size) > 1:
             raise ValueError(
                 f"{type(self).__name__} got a mesh whose {self._single_dim!r} dim has {size} ranks; expected 1. Use "

@@ -3,60 +3,32 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
-from para_core.attention.libraries import flash_attention_3, sage_attention
+from para_core.attention import libraries
+from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
+from tests.attention.fake_libraries import (
+    PLACES,
+    earlier_flash_attn_3,
+    flash_attn_3,
+    flash_attn_4,
+    libraries_installed,
+    sageattn,
+)
 from tests.attention.one_device import make_qkv, relative_error
-from tests.kernels.attention_cases import by_formula
-
-
-# Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
-def flash_attn_func(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
-    """``[B, S, H, D]``; lse ``[B, H, S_q]``; the diagonal ends at the last query and the last key."""
-    shift = k.shape[1] - q.shape[1]
-    options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
-    found, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
-    out = found.transpose(1, 2).contiguous().to(q.dtype)
-    return (out, lse.float()) if return_attn_probs else out
-
-
-def earlier_flash_attn_func(q, k, v, softmax_scale=None, causal=False):
-    return flash_attn_func(q, k, v, softmax_scale, causal, return_attn_probs=True)
-
-
-# thu-ml/SageAttention, sageattention/core.py, commit 0116592.
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    assert tensor_layout == "HND" and not (is_causal and q.shape != k.shape)  # "only applicable when qo_len == kv_len"
-    out, lse = by_formula(q, k, v, scale=sm_scale, is_causal=is_causal)
-    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
-
 
 WRAPPED = {
-    "FlashAttention-3": lambda: flash_attention_3(flash_attn_func),
-    "FlashAttention-3, earlier": lambda: flash_attention_3(earlier_flash_attn_func),
+    "FlashAttention-3": lambda: flash_attention_3(flash_attn_3),
+    "FlashAttention-3, earlier": lambda: flash_attention_3(earlier_flash_attn_3),
+    "FlashAttention-4": lambda: flash_attention_4(flash_attn_4),
     "SageAttention": lambda: sage_attention(sageattn, smooth_k=True),
 }
 
@@ -85,7 +57,7 @@ def rectangle(name, ring, queries, keys):
         return cp.gather(F.scaled_dot_product_attention(*shards, is_causal=True), dim=2, sequence=sequence)
 
 
-@pytest.mark.parametrize("name", ["FlashAttention-3", "SageAttention"])
+@pytest.mark.parametrize("name", ["FlashAttention-3", "FlashAttention-4", "SageAttention"])
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 13), (13, 7)])
 def test_causal_diagonal_begins_at_first_key(rank_pool, name, ring, queries, keys):
@@ -127,3 +99,102 @@ def test_the_library_is_imported_where_no_function_is_passed(monkeypatch):
 def test_library_without_lse_raises():
     with pytest.raises(RuntimeError, match="returned out alone"):
         flash_attention_3(lambda q, k, v, softmax_scale=None, causal=False: q)(*make_qkv(13, 2, seed=0))
+
+
+# -- by name
+
+
+def by_name(backend, ring, compiled):
+    """Return the attention of 13 tokens with 6 query heads and 3 key heads, and how often the library was called."""
+    torch._dynamo.reset()
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring)
+    query, (key, value) = make_qkv(13, 6, seed=0)[0], make_qkv(13, 3, seed=1)[1:]
+    attend = F.scaled_dot_product_attention
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    outs = []
+    with libraries_installed() as calls, torch.no_grad(), UnifiedAttnMode(mesh, backend=backend) as cp:
+        shards = [cp.shard(x, dim=2) for x in (query, key, value)]
+        for is_causal in (False, True):
+            outs.append(cp.gather(attend(*shards, is_causal=is_causal, scale=0.3, enable_gqa=True), dim=2))
+    return outs, dict(calls)
+
+
+def all_by_name(cases):
+    return {case: by_name(*case) for case in cases}
+
+
+def test_libraries_by_name_equal_one_device(rank_pool):
+    query, (key, value) = make_qkv(13, 6, seed=0)[0], make_qkv(13, 3, seed=1)[1:]
+    expected = [
+        F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True)
+        for is_causal in (False, True)
+    ]
+    cases = [(backend, ring, False) for backend in PLACES for ring in (1, 2)]
+    cases += [("flash3", 2, True), ("flash4", 1, True), ("sage", 1, True)]
+    for ranks in (1, 2):
+        for results in rank_pool.run(all_by_name, ranks, cases):
+            for (backend, ring, compiled), (outs, calls) in results.items():
+                errors = [relative_error(*pair) for pair in zip(outs, expected, strict=True)]
+                assert max(errors) < 1e-5, (ranks, backend, ring, compiled, errors)
+                assert list(calls) == [backend], (ranks, backend, ring, compiled, calls)
+
+
+def gradients(backend):
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
+    tensors = [x.requires_grad_() for x in make_qkv(13, 2, seed=0)]
+    with libraries_installed() as calls, UnifiedAttnMode(mesh, backend=backend) as cp:
+        out = F.scaled_dot_product_attention(*[cp.shard(x, dim=2) for x in tensors])
+        out.square().sum().backward()
+    for x in tensors:
+        dist.all_reduce(x.grad)
+    return [x.grad for x in tensors], calls[backend]
+
+
+@pytest.mark.parametrize(("backend", "computes"), [("flash3", True), ("sage", False)])
+def test_a_gradient_is_exact(rank_pool, backend, computes):
+    tensors = [x.requires_grad_() for x in make_qkv(13, 2, seed=0)]
+    F.scaled_dot_product_attention(*tensors).square().sum().backward()
+    for grads, calls in rank_pool.run(gradients, 2, backend):
+        assert max(relative_error(grad, x.grad) for grad, x in zip(grads, tensors, strict=True)) < 1e-5
+        assert (calls > 0) == computes
+
+
+def refused(backend):
+    """Return the errors of the mode, of a mask, of the CPU and of float32."""
+    mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
+    query, key, value = make_qkv(13, 2, seed=0)
+    errors = []
+    for at_once in (True, False):
+        try:
+            with ExitStack() as stack:
+                if not at_once:
+                    stack.enter_context(libraries_installed())
+                UnifiedAttnMode(mesh, backend=backend)
+        except ImportError as error:
+            errors.append(str(error))
+    with libraries_installed(), UnifiedAttnMode(mesh, backend=backend) as cp:
+        shards = [cp.shard(x, dim=2) for x in (query, key, value)]
+        for patched, mask in ((None, torch.ones(13, 13, dtype=torch.bool)), ("DEVICES", None), ("DTYPES", None)):
+            with ExitStack() as stack, pytest.raises(RuntimeError) as raised:
+                if patched is not None:
+                    stack.enter_context(mock.patch.object(libraries, patched, ()))
+                F.scaled_dot_product_attention(*shards, attn_mask=mask)
+            errors.append(str(raised.value))
+    return errors
+
+
+@pytest.mark.parametrize(("backend", "install"), [("flash3", "hopper/"), ("flash4", "flash-attn-4"), ("sage", "2.1.1")])
+def test_what_a_library_cannot_compute_is_refused_at_once(rank_pool, backend, install):
+    for missing, masked, device, dtype in rank_pool.run(refused, 2, backend):
+        assert install in missing
+        assert PLACES[backend][0] in missing
+        assert f"'{backend}'" in masked and "attn_mask" in masked
+        assert "cpu" in device and "float32" in dtype
+
+
+def test_an_earlier_sage_attention_without_lse_is_refused(monkeypatch):
+    module = ModuleType("sageattention")
+    module.sageattn = lambda q, k, v, is_causal=False, sm_scale=None, smooth_k=True: q
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    with pytest.raises(ImportError, match=r"2\.1\.1"):
+        sage_attention()

@@ -232,6 +232,7 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--timeout", "inf"], "--timeout .*inf s"),
         (["--text-encoders", "disk"], "--text-encoders .*'disk'; .*fsdp"),
         (["--backend", "disk"], "--backend .*'disk'; .*flash"),
+        (["--attention-backend=disk"], "--backend .*'disk'; .*flash"),
         (["--comm-dtype", "disk"], "--comm-dtype .*'disk'; .*int8"),
         (["--name", "a/b"], "--name .*'a/b'"),
     ],
@@ -240,6 +241,13 @@ def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, o
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
     assert re.match(f"error: {said}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("backend", ["flash3", "flash4", "sage"])
+def test_missing_attention_library_is_named_before_loading(tmp_path, monkeypatch, capsys, backend):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), "--backend", backend]) == 1
+    assert re.match(r"error: (flash_attn|sageattention).* install", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

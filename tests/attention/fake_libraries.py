@@ -1,0 +1,117 @@
+"""Stand-ins for FlashAttention-3, FlashAttention-4 and SageAttention, with their signatures, which compute by the
+formula.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest import mock
+
+import torch
+
+from para_core.attention import libraries
+from tests.kernels.attention_cases import by_formula
+
+
+# Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
+def flash_attn_3(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """``[B, S, H, D]``; lse ``[B, H, S_q]``; the diagonal ends at the last query and the last key."""
+    shift = k.shape[1] - q.shape[1]
+    options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
+    found, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
+    out = found.transpose(1, 2).contiguous().to(q.dtype)
+    return (out, lse.float()) if return_attn_probs else out
+
+
+def earlier_flash_attn_3(q, k, v, softmax_scale=None, causal=False):
+    return flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
+
+
+# PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py.
+def flash_attn_4(
+    q,
+    k,
+    v,
+    qv=None,
+    gather_kv_indices=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    block_sparse_tensors=None,
+    block_sparse_tensors_bwd=None,
+    return_lse=False,
+    gather_bwd_recompute_p=False,
+    gather_bwd_token_chunk=None,
+):
+    """As FlashAttention-3, except that it always returns a pair, whose lse is None unless it is asked for."""
+    out, lse = flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
+    return out, lse if return_lse else None
+
+
+# thu-ml/SageAttention, sageattention/core.py, commit 0116592.
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+    # "only applicable when qo_len == kv_len"
+    assert tensor_layout == "HND" and not (is_causal and q.shape[2] != k.shape[2])
+    out, lse = by_formula(q, k, v, scale=sm_scale, is_causal=is_causal)
+    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
+
+
+# The modules in which the libraries have these functions, by the name of the backend.
+PLACES = {
+    "flash3": ("flash_attn_interface", "flash_attn_func", flash_attn_3),
+    "flash4": ("flash_attn.cute", "flash_attn_func", flash_attn_4),
+    "sage": ("sageattention", "sageattn", sageattn),
+}
+
+
+@contextmanager
+def libraries_installed():
+    """Install the stand-ins, for all devices and dtypes. Yields how often each was called, by the name of the
+    backend.
+    """
+    calls = Counter()
+    with ExitStack() as stack:
+        for backend, (module_name, function_name, function) in PLACES.items():
+            module = ModuleType(module_name)
+
+            def count(*args, _backend=backend, _function=function, **kwargs):
+                calls[_backend] += 1
+                return _function(*args, **kwargs)
+
+            count.__signature__ = libraries.signature(function)
+            setattr(module, function_name, count)
+            stack.enter_context(mock.patch.dict(sys.modules, {module_name: module}))
+        stack.enter_context(mock.patch.object(libraries, "DEVICES", ("cuda", "cpu")))
+        stack.enter_context(mock.patch.object(libraries, "DTYPES", (*libraries.DTYPES, torch.float32)))
+        yield calls
