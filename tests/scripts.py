@@ -4,6 +4,7 @@ or under torchrun.
 
 import contextlib
 import io
+import logging
 import os
 import runpy
 import subprocess
@@ -32,6 +33,27 @@ def under_torchrun(script: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def processes(script: Path) -> str:
+    """Run ``script`` on two ranks that are processes of their own, with torchrun's environment; return what rank 0
+    prints. torchrun itself is one more process that imports torch.
+    """
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with meeting_point() as place:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, script],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**environment, **place, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    return printed[0]
 
 
 def run_script(script, arguments, environment):
@@ -71,6 +93,31 @@ def meeting_point() -> Iterator[dict[str, str]]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def run_command(arguments, environment):
+    """Run a command line on this rank, as under torchrun; return its exit code."""
+    # typer and rich are slow to import, and few scripts need them.
+    from para_core.cli.app import run
+    from para_core.cli.ranks import _LIBRARIES
+
+    dist.barrier()  # as in run_script
+    dist.destroy_process_group()
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LIBRARIES}
+    try:
+        with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run(arguments)
+    finally:
+        # The command quiets libraries for its whole process, which outlives the command here.
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+
+
+def command_on_ranks(rank_pool, *arguments, ranks=2):
+    """Run a command line of para_core on the ranks of the pool, which must end without an error."""
+    with meeting_point() as place:
+        assert rank_pool.run(run_command, ranks, arguments, place, timeout=300) == [0] * ranks
 
 
 def on_ranks(rank_pool, script, *arguments, ranks=2):

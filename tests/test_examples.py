@@ -14,7 +14,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageSequence
 
-from tests.scripts import ROOT, alone, on_ranks, under_torchrun
+from tests.scripts import ROOT, alone, on_ranks, processes, under_torchrun
 from zoo.flux import PIPELINE as FLUX
 from zoo.tiny.pipelines.registry import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
@@ -97,8 +97,13 @@ def differences_in(printed):
 
 
 @pytest.mark.ranks
-def test_own_model_example_is_exact_under_torchrun():
-    differences = differences_in(under_torchrun(PARALLEL / "run_own_model.py"))
+@pytest.mark.parametrize(
+    "start",
+    # The processes end right after their last collective: tests/test_docs.py says what may go wrong.
+    [processes, pytest.param(under_torchrun, marks=pytest.mark.long)],
+)
+def test_own_model_example_is_exact_in_processes_of_its_own(start):
+    differences = differences_in(start(PARALLEL / "run_own_model.py"))
     assert len(differences) == 3
     assert max(differences) < 1e-5
 
@@ -183,12 +188,15 @@ def test_vae_example_equals_the_unmodified_vae(rank_pool, ranks, size, tmp_path)
 
 def test_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_elastic.py", tmp_path)
-    arguments = ["--model", str(FLUX), "--size", "32", "--output", str(tmp_path / "images")]
-    for missing in ("[0, 1, 2]", "[1]"):
-        printed = on_ranks(rank_pool, example, *arguments)
-        assert f"images {missing} are to be generated" in printed
-        assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["0.png", "1.png", "2.png"]
-        (tmp_path / "images" / "1.png").unlink()
+    out = tmp_path / "images"
+    out.mkdir()
+    for index in (0, 2):
+        (out / f"{index}.png").write_text("finished")
+    printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "32", "--output", str(out))
+    assert "[1]" in printed
+    assert sorted(path.name for path in out.iterdir()) == ["0.png", "1.png", "2.png"]
+    assert [(out / f"{index}.png").read_bytes() for index in (0, 2)] == [b"finished"] * 2
+    assert image_of(out / "1.png").shape == (32, 32, 3)
 
 
 def test_cached_flux_example_reports_what_it_computed(rank_pool, tmp_path):

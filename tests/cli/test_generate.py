@@ -27,6 +27,7 @@ from para_core.fleet.outputs import alone_in, encode, write_atomically
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
+from tests.scripts import command_on_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX = ROOT / "zoo/flux/pipeline"
@@ -642,9 +643,9 @@ if __name__ == "__main__":
         ["--weights", "tensor", "--mesh", "tensor=2", "--backend", "math"],
     ],
 )
-def test_placed_text_encoders_and_stages_equal_plain_pipeline(tmp_path, options):
-    command = ["generate", "--ranks", "2", "--prompt", CAPTION, "--seed", "7", "--guidance", "2", *SMALL]
-    assert run([*command, *options, "--out", str(tmp_path)]) == 0
+def test_placed_text_encoders_and_stages_equal_plain_pipeline(rank_pool, tmp_path, options):
+    command = ["generate", "--prompt", CAPTION, "--seed", "7", "--guidance", "2", *SMALL]
+    command_on_ranks(rank_pool, *command, *options, "--out", str(tmp_path))
     difference = np.abs(pixels(tmp_path / "00001.png") - plain_pixels(prompt=CAPTION, seed=7, guidance_scale=2.0))
     assert difference.max() <= 1
     record = json.loads((tmp_path / "00001.json").read_text())
@@ -677,10 +678,10 @@ def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     assert held[2] < held[0]
 
 
-def test_pipefusion_patches_the_steps_and_is_not_taken_for_exact(tmp_path, capsys):
+def test_pipefusion_patches_the_steps_and_is_not_taken_for_exact(rank_pool, tmp_path):
     command = ["generate", "--prompt", CAPTION, "--size", "128x128", "--steps", "12", "--out", str(tmp_path)]
-    assert run([*command, "--ranks", "2", "--mesh", "pipe=2"]) == 0
-    assert run([*command, "--ranks", "2", "--mesh", "pipe=2", "--pipefusion", "2"]) == 0
+    command_on_ranks(rank_pool, *command, "--mesh", "pipe=2")
+    command_on_ranks(rank_pool, *command, "--mesh", "pipe=2", "--pipefusion", "2")
     exact, patched = pixels(tmp_path / "00001.png"), pixels(tmp_path / "00002.png")
     assert np.abs(exact - patched).max() > 0
     assert np.abs(exact - patched).mean() < 40
