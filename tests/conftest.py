@@ -1,12 +1,15 @@
 """Settings that every test runs under, and the pool of rank processes."""
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
+from tests.distributions import build
 from tests.rank_pool import RankPool, fill_uninitialized_memory
 
 # The same examples until the code changes (hypothesis takes constants from it): a failure in CI is a failure here. The
@@ -47,3 +50,11 @@ def rank_pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, the wheel built from it), built once for all processes of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    # pytest-xdist gives each of its processes a folder in one that they share.
+    return build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "distributions")

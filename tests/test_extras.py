@@ -4,17 +4,19 @@ An environment sees the packages that the extra requires, and theirs, as links t
 tests. Nothing is downloaded; a required package that is not installed here is left out.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.test_packaging import INSTALL, ROOT, copy_checkout, run
+from tests.distributions import INSTALL, ROOT, run
 
 pytestmark = pytest.mark.slow
 requirements = pytest.importorskip("packaging.requirements")
@@ -23,11 +25,25 @@ TINY_FLUX = str(ROOT / "zoo/flux/pipeline")
 GENERATE = ["generate", "--model", TINY_FLUX, "--prompt", "a", "--steps", "1", "--size", "32x32", "--out", "out"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    tmp = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp, copy_checkout(tmp / "c"), cwd=tmp)
-    return next(tmp.glob("*.whl"))
+# Runs command lines in one process: in a process each, importing torch would take most of the time.
+COMMANDS = """
+import contextlib, io, json, sys
+from para_core.__main__ import main
+
+results = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["para_core", *arguments]
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    if isinstance(code, str):  # The interpreter prints such a reason.
+        code, said = 1, io.StringIO(code + "\\n")
+    results.append((code, printed.getvalue(), said.getvalue()))
+print(json.dumps(results))
+"""
 
 
 def required(wheel: Path, extra: str) -> dict[str, metadata.Distribution]:
@@ -62,17 +78,18 @@ class Environment:
         self.python = folder / "venv/bin/python"
         here = Path(sysconfig.get_path("purelib"))
         there = folder / f"venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-        for distribution in required(wheel, extra).values():
+        self.distributions = required(wheel, extra)
+        for distribution in self.distributions.values():
             for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "bin")}:
                 if not (there / top).exists() and (here / top).exists():
                     (there / top).symlink_to(here / top)
         run(sys.executable, "-m", "pip", "--python", self.python, *INSTALL, wheel, cwd=folder)
 
-    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         return subprocess.run(
             [self.python, *arguments],
-            cwd=self.folder,
+            cwd=cwd or self.folder,
             env={**environment, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -85,22 +102,31 @@ class Environment:
         assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
         return result.stdout
 
-    def command_misses(self, package: str, extra: str, *arguments: str) -> None:
-        """Assert that the command ends with one sentence that names the package and the extra."""
-        result = self("-m", "para_core", *arguments)
-        assert result.returncode == 1
-        assert re.fullmatch(rf"error: {package} .*'\.\[{extra}\]'.*\n", result.stderr), result.stderr
+    def commands(self, *commands: list[str], cwd: Path | None = None) -> list[tuple[int, str, str]]:
+        """Return exit code, stdout and stderr of each command line."""
+        result = self("-c", COMMANDS, json.dumps(commands), cwd=cwd)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.fixture
-def environment(tmp_path, wheel):
-    return lambda extra: Environment(tmp_path, wheel, extra)
+def require_misses(result: tuple[int, str, str], package: str, extra: str) -> None:
+    """Assert that a command ended with one sentence that names the package and the extra."""
+    code, _, said = result
+    assert code == 1
+    assert re.fullmatch(rf"error: {package} .*'\.\[{extra}\]'.*\n", said), said
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory, distributions):
+    """Make the environment of an extra, once."""
+    return cache(lambda extra: Environment(tmp_path_factory.mktemp(extra or "none"), distributions[1], extra))
 
 
 def test_without_extra_library_runs_and_command_says_what_is_missing(environment):
-    python = environment("")
-    python.runs("-c", "import para_core; para_core.UnifiedAttnMode")
-    python.command_misses("typer", "cli", "--help")
+    code = "import para_core, sys; para_core.UnifiedAttnMode; sys.argv = ['para_core', '--help']"
+    # torch itself warns that there is no NumPy.
+    result = environment("")("-W", "ignore", "-c", f"{code}; from para_core.__main__ import main; main()")
+    require_misses((result.returncode, result.stdout, result.stderr), "typer", "cli")
 
 
 def test_diffusers_alone_brings_pipelines_and_loras(environment):
@@ -111,24 +137,31 @@ def test_diffusers_alone_brings_pipelines_and_loras(environment):
 
 def test_cli_alone_brings_all_that_its_commands_need(environment):
     python = environment("cli")
-    assert "para_core" in python.runs("-m", "para_core", "--version")
-    python.runs("-m", "para_core", *GENERATE)
+    version, generated, planned, *missing = python.commands(
+        ["--version"],
+        GENERATE,
+        ["plan", "--ranks", "1", "--out", "plan.png"],
+        [*GENERATE, "--replicas", "2", "--seed", "1"],
+        ["serve", "--model", TINY_FLUX],
+    )
+    assert [result[0] for result in (version, generated, planned)] == [0, 0, 0], (generated, planned)
+    assert "para_core" in version[1]
     assert (python.folder / "out/00001.png").is_file()
-    python.runs("-m", "para_core", "plan", "--ranks", "1", "--out", "plan.png")
-    python.runs("-c", "import peft")
-    python.command_misses("ray", "fleet", *GENERATE, "--replicas", "2", "--seed", "1")
-    python.command_misses("ray", "fleet", "serve", "--model", TINY_FLUX)
+    assert (python.folder / "plan.png").is_file()
+    for result in missing:
+        require_misses(result, "ray", "fleet")
+    assert "peft" in python.distributions
 
 
-def test_commands_without_diffusers_say_so(environment):
-    python = environment("cli")
-    (python.folder / "diffusers").mkdir()
-    (python.folder / "diffusers/__init__.py").write_text(
+def test_commands_without_diffusers_say_so(environment, tmp_path):
+    (tmp_path / "diffusers").mkdir()
+    (tmp_path / "diffusers/__init__.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'diffusers'\", name='diffusers')"
     )
-    assert "generate" in python.runs("-m", "para_core", "generate", "--help")
-    python.command_misses("diffusers", "cli", *GENERATE)
-    python.command_misses("diffusers", "cli", "plan")
+    helped, *missing = environment("cli").commands(["generate", "--help"], GENERATE, ["plan"], cwd=tmp_path)
+    assert (helped[0], "generate" in helped[1]) == (0, True)
+    for result in missing:
+        require_misses(result, "diffusers", "cli")
 
 
 @pytest.mark.long

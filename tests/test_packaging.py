@@ -6,10 +6,8 @@ downloaded.
 """
 
 import importlib.metadata
-import os
+import importlib.util
 import runpy
-import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -21,12 +19,9 @@ from unittest import mock
 import pytest
 
 import para_core
+from tests.distributions import FOLDERS, INSTALL, ROOT, copy_checkout, run
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[1]
-FOLDERS = {"para_core": "para_core", **{name: f"para_core/{name}" for name in ("adapters", "kernels", "fleet", "cli")}}
-INSTALL = ("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation")
 
 # Runs where the test says, and in a process spawned from there.
 PROBE = """
@@ -81,34 +76,8 @@ class Environment:
         return run(self.python, *args, cwd=cwd)
 
 
-def run(*args: str | Path, cwd: Path) -> str:
-    # PYTHONPATH, or a safe path, from outside would decide what is found here.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    result = subprocess.run(args, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, f"{args}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-def copy_checkout(target: Path) -> Path:
-    """Copy the files that packaging reads, so that it leaves no build/lib or *.egg-info in the real checkout."""
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, target)
-    return target
-
-
 def files_of(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.py")]
-
-
-@pytest.fixture(scope="module")
-def distributions(tmp_path_factory):
-    """(sdist, the wheel built from it)."""
-    tmp = tmp_path_factory.mktemp("distributions")
-    checkout = copy_checkout(tmp / "checkout")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp / "dist", checkout, cwd=tmp)
-    return next((tmp / "dist").glob("*.tar.gz")), next((tmp / "dist").glob("*.whl"))
 
 
 @pytest.fixture(scope="module", params=["wheel", pytest.param("editable", marks=pytest.mark.long)])
@@ -158,7 +127,7 @@ def test_metadata_is_what_an_index_shows(distributions):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata["Summary"] and str(metadata.json["description"]).startswith("# para_core")
+    assert metadata["Summary"] and str(metadata.json["description"]).strip() == (ROOT / "README.md").read_text().strip()
     assert {"diffusers", "cli", "fleet"} <= set(metadata.get_all("Provides-Extra"))
 
 
@@ -256,37 +225,36 @@ def test_kernels_is_a_folder_and_no_package():
 
 
 def test_diffusers_sees_no_kernels_package_in_checkout():
-    pytest.importorskip("diffusers")
+    import_utils = pytest.importorskip("diffusers.utils.import_utils")
+    assert importlib.util.find_spec("kernels") is not None  # this folder, or that of PyPI
+    try:
+        importlib.metadata.version("kernels")
+        installed = True
+    except importlib.metadata.PackageNotFoundError:
+        installed = False
+    assert import_utils.is_kernels_available() == installed
+
+
+def test_importing_needs_and_tries_no_optional_package():
     code = """
-import importlib.metadata
-from diffusers.utils import import_utils
-try:
-    importlib.metadata.version("kernels")
-    installed = True
-except importlib.metadata.PackageNotFoundError:
-    installed = False
-assert import_utils.is_kernels_available() == installed
-"""
-    run(sys.executable, "-c", code, cwd=ROOT)
+import builtins, sys
 
-
-def test_importing_needs_no_optional_package():
-    code = """
-import sys
-
+OPTIONAL = {"diffusers", "transformers", "accelerate", "triton", "typer", "ray"}
 # What the import system and find_spec() take for a package that is not installed.
-for name in ("diffusers", "transformers", "accelerate", "triton", "typer", "ray"):
-    sys.modules[name] = None
+sys.modules.update(dict.fromkeys(OPTIONAL))
+import torch
 
+tried, real_import = [], builtins.__import__
+
+def record(name, globals=None, *args):
+    if name.partition(".")[0] in OPTIONAL and globals and globals["__name__"].startswith("para_core"):
+        tried.append(name)
+    return real_import(name, globals, *args)
+
+builtins.__import__ = record
 import para_core
-assert para_core.__all__
+print(sorted(set(tried)))
 for name in para_core.__all__:
     getattr(para_core, name)
 """
-    run(sys.executable, "-c", code, cwd=ROOT)
-
-
-def test_importing_para_core_does_not_load_diffusers():
-    # (Not so triton: torch itself loads it where it is installed.)
-    code = "import sys, para_core; print([n for n in ('diffusers', 'transformers', 'accelerate') if n in sys.modules])"
     assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
