@@ -104,13 +104,12 @@ def tried() -> list[dict[str, Any]]:
     return rows
 
 
-def tried_rows() -> list[list[str]]:
-    """Return the reason, how many of its cases were refused, and one of them. The JSON has the errors and messages."""
-    return [
-        [_cell(row["reason"]), f"{row['refused']} of {row['tried']}", f"`{row['case']}`"]
-        for row in tried()
-        if row["message"]
-    ]
+def tried_combinations() -> list[str]:
+    """Return how many cases were refused, and the table of reasons with one case of each. The JSON has the messages."""
+    rows = [row for row in tried() if row["message"]]
+    refused, cases = (sum(row[count] for row in rows) for count in ("refused", "tried"))
+    table = markdown_table(["reason", "for example"], [[_cell(row["reason"]), f"`{row['case']}`"] for row in rows])
+    return [f"{refused} of {cases} cases that were tried were refused.", "", *table]
 
 
 def covering_array() -> list[str]:
@@ -139,10 +138,11 @@ def covering_array() -> list[str]:
 
 def refusals() -> dict[str, list[str]]:
     """Return the tables of docs/refusals.md."""
+    rows = [[title, phases, advice] for title, phases, _, advice in refused_rows()]
     return {
-        "refusals": markdown_table(["refused", "when", "error", "what to do"], refused_rows()),
+        "refusals": markdown_table(["refused", "when", "what to do"], rows),
         "covering array": covering_array(),
-        "combinations": markdown_table(["reason", "refused", "for example"], tried_rows()),
+        "combinations": tried_combinations(),
     }
 
 

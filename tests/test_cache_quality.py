@@ -96,7 +96,8 @@ def test_the_page_takes_what_was_measured():
         ],
     }
     page = "\n".join(line for lines in parts_of(json.loads(json.dumps(found))).values() for line in lines)
-    assert "| another | x | 5.0 | 30.5 | 50.0% |" in page
+    assert "| another | x | 5.0 | 30.5 |  |" in page
+    assert "50.0% to 50.0%" in page
     assert "| another, x | 5 | 1.50 × |  | *refused* |" in page
 
 

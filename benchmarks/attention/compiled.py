@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from benchmarks.harness import parser_of, read_results, write_results
 from para_core.kernels import attention_int8, exchange, merge, norm, residual
 from para_core.kernels.exchange_reference import LARGEST
 
@@ -296,18 +296,16 @@ def _of_norms() -> Iterator[Launch]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/kernels.md: the most registers of a kernel's common launches on each GPU, and the bytes
-    that they spill.
-    """
-    kernels: dict[str, list[dict[str, Any]]] = {}
-    for row in read_results("kernel_resources")["launches"]:
-        if row["common"]:
-            kernels.setdefault(row["launch"].replace(",", " ").split()[0], []).append(row)
-    rows = []
-    for name, launches in kernels.items():
-        most = [max(row["registers"] for row in launches if row["arch"] == arch) for arch in ARCHS]
-        rows.append([name, *most, max(row["spills"] for row in launches)])
-    return {"registers": markdown_table(["kernel", *(f"sm_{arch}" for arch in ARCHS), "bytes spilled"], rows)}
+    """Return the sentence of docs/kernels.md on the registers of common launches, and the bytes that they spill."""
+    common = [row for row in read_results("kernel_resources")["launches"] if row["common"]]
+    names = dict.fromkeys(row["launch"].replace(",", " ").split()[0] for row in common)
+    registers, spills = max(row["registers"] for row in common), max(row["spills"] for row in common)
+    gpus = ", ".join(f"sm_{arch}" for arch in ARCHS)
+    sentence = (
+        f"On {gpus} a thread has at most {registers} registers and spills {spills} bytes in common launches of "
+        f"{', '.join(names)}."
+    )
+    return {"registers": [sentence]}
 
 
 def main() -> None:

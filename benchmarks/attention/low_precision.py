@@ -120,8 +120,8 @@ def measure_sent() -> list[dict[str, Any]]:
 
 # -- tables
 
-# The head dim of the JSON that the page shows.
-SHOWN_DIM = 128
+# The head dim and the measure of the JSON that the page shows.
+SHOWN_DIM, SHOWN_ERROR = 128, "relative L1"
 
 
 def parts() -> dict[str, list[str]]:
@@ -132,9 +132,16 @@ def parts() -> dict[str, list[str]]:
         for row in read_results("eight_bits")["rows"]
     ]
     attention = [row for row in read_results("int8_attention")["rows"] if row["D"] == SHOWN_DIM]
-    columns = [name for name in COLUMNS if name not in ("D", "cosine")]
+    ways = list(dict.fromkeys(row["attention"] for row in attention))
+    errors = [
+        [
+            data,
+            *(row[SHOWN_ERROR] for way in ways for row in attention if (row["data"], row["attention"]) == (data, way)),
+        ]
+        for data in DATA
+    ]
     return {
-        "int8": markdown_table(columns, [[row[name] for name in columns] for row in attention]),
+        "int8": markdown_table([f"data ({SHOWN_ERROR})", *ways], errors),
         "eight_bits": markdown_table(heads, sent),
     }
 

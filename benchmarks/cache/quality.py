@@ -137,10 +137,10 @@ def quality(found: Sequence[Row]) -> list[str]:
         psnr = "" if row["cache"] == "no cache" else f"{row['psnr']:.1f}"
         difference = row["psnr beside forecast"]
         beside_default = "" if difference is None else f"{difference[0]:+.1f} ± {difference[1]:.1f}"
-        cells = [row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, f"{row['right']:.1%}", beside_default]
-        rows.append(cells)
-    heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "all right"]
-    return markdown_table([*heads, "PSNR beside para_core's default"], rows)
+        rows.append([row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, beside_default])
+    right = [row["right"] for row in found]
+    heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "PSNR beside para_core's default"]
+    return [*markdown_table(heads, rows), "", f"All right: {min(right):.1%} to {max(right):.1%} of the captions."]
 
 
 def speed(found: dict[str, Any]) -> list[str]:

@@ -223,13 +223,15 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/several_nodes.md."""
-    heads = ["link", "exchange, ms", "MB/s per rank", "pipeline", "s, unshaped", "s, shaped", "s, predicted"]
-    cells = []
+    links: dict[str, list[str]] = {}
+    pipelines = []
     for row in read_results("nodes")["rows"]:
         speed = 1e-6 / row["beta"] if row["beta"] > 0 else float("inf")
-        link = [row["link"], f"{1e3 * row['alpha']:.2f}", f"{speed:.1f}", row["pipeline"]]
-        cells.append([*link, *(f"{row[x]:.2f}" for x in ("seconds unshaped", "seconds", "predicted"))])
-    return {"links": markdown_table(heads, cells)}
+        cells = links.setdefault(row["link"], [row["link"], f"{1e3 * row['alpha']:.2f}", f"{speed:.1f}"])
+        cells.append(" / ".join(f"{row[x]:.2f}" for x in ("seconds unshaped", "seconds", "predicted")))
+        pipelines.append(row["pipeline"])
+    seconds = (f"{name}, s: unshaped / shaped / predicted" for name in dict.fromkeys(pipelines))
+    return {"links": markdown_table(["link", "exchange, ms", "MB/s per rank", *seconds], links.values())}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -63,7 +63,7 @@ def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/faults.md."""
     found = read_results("faults")
     results = found["cells"]
-    return {"summary": _summary(found), "table": _tables(results), "messages": _messages(results)}
+    return {"summary": _summary(found), "table": _tables(results)}
 
 
 def _summary(found: dict[str, Any]) -> list[str]:
@@ -111,24 +111,3 @@ def _shown(result: dict[str, Any] | None) -> str:
     seconds = max((rank.get("seconds", 0.0) for rank in survivors), default=0.0)
     kind = "image" if all("error" in rank for rank in survivors) else "error"
     return f"{seconds:.1f} s, {kind}" if result["verdict"] == "good" else f"**{result['verdict']}**"
-
-
-def _messages(results: dict[str, Any]) -> list[str]:
-    """Return for each fault what the first rank raises in one cell. Faults of given values have one form, shown
-    once.
-    """
-    rows = []
-    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, next(iter(GIVEN_FAULTS))):
-        ranks = [one["ranks"][0] for one in results.values() if one["fault"] == fault and "message" in one["ranks"][0]]
-        if ranks:
-            rows.append([fault, f"`{ranks[0]['raised']}`", _short(ranks[0]["message"])])
-    return markdown_table(["fault", "raised on rank 0", "message"], rows)
-
-
-def _short(message: str) -> str:
-    """Return a message without the words that most of them have in common."""
-    text = " ".join(message.split())
-    common = ("another rank stopped answering in the middle of this call: ", " This rank gave up waiting.")
-    for words in common:
-        text = text.replace(words, "")
-    return text.replace("|", "\\|")

@@ -80,10 +80,12 @@ def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
 
 
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
-    """Return a row per input, a column per peer."""
-    rows = dict.fromkeys(row for column in cells.values() for row in column)
-    body = [[row, *(cell(column[row], row, peer, brief=True) for peer, column in cells.items())] for row in rows]
-    return markdown_table(["", *cells], body)
+    """Return a column per peer, and a row for the inputs with equal results."""
+    inputs: dict[tuple[str, ...], list[str]] = {}
+    for row in dict.fromkeys(row for column in cells.values() for row in column):
+        results = tuple(cell(column[row], row, peer, brief=True) for peer, column in cells.items())
+        inputs.setdefault(results, []).append(row)
+    return markdown_table(["", *cells], [["; ".join(rows), *results] for results, rows in inputs.items()])
 
 
 def summary(results: dict[str, Any]) -> list[str]:

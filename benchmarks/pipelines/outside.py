@@ -7,6 +7,8 @@ Writes benchmarks/results/outside_models.json (docs/any_model.md).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from benchmarks.harness import (
@@ -39,13 +41,16 @@ def errors_of_ranks() -> dict[str, dict[str, float]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/any_model.md: the larger error of 2 and 3 ranks."""
-    rows = []
+    """Return the table of docs/any_model.md: the largest error of the models of a recipe on 2 and 3 ranks."""
+    recipes: dict[str, list[dict[str, Any]]] = {}
     for row in read_results("outside_models")["rows"]:
-        errors = [max(row["errors"][f"{ranks} {kind}"] for ranks in RANKS) for kind in KINDS]
-        rows.append([row["model"], row["way"], *(f"{error:.0e}" if error else "0" for error in errors)])
+        recipes.setdefault(row["way"], []).append(row)
+    rows = []
+    for way, found in recipes.items():
+        errors = [max(row["errors"][f"{ranks} {kind}"] for row in found for ranks in RANKS) for kind in KINDS]
+        rows.append([way, "; ".join(row["model"] for row in found), *(f"{error:.0e}" for error in errors)])
     return {
-        "outside": markdown_table(["model", "recipe", *(kind.replace("ulysses", "Ulysses") for kind in KINDS)], rows)
+        "outside": markdown_table(["recipe", "models", *(kind.replace("ulysses", "Ulysses") for kind in KINDS)], rows)
     }
 
 

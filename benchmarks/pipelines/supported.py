@@ -212,17 +212,27 @@ def _segments(plan: Plan) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/pipelines.md."""
-    heads = ["class", "pipelines", "sharded", "guidance", "error", "cached", "one graph"]
+    """Return the parts of docs/pipelines.md: the classes that run, with exceptions, and those that do not."""
     rows = [row(name) for name in transformer_classes()]
     run = [cells for cells in rows if not cells[2].startswith("no: ")]
-    caches = sum(cells[5] != "no" for cells in run)
-    summary = (
-        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {len(run)} run in parallel, and {caches} of "
-        "them can be cached."
-    )
-    return {"supported": [summary, "", *markdown_table(heads, run)], "unsupported": _unsupported(rows)}
+    uncached, broken = ([cells[0] for cells in run if cells[column] == "no"] for column in (5, 6))
+    errors = [max((cells[column] for cells in run if cells[column] != "no"), key=float) for column in (4, 5)]
+    summary = [
+        f"Of {len(rows)} classes in diffusers {diffusers.__version__}, {len(run)} run in parallel.",
+        "",
+        f"- Largest error of a class: {errors[0]}; with a cache, relative to one device with a cache: {errors[1]}.",
+        f"- Not cached: {', '.join(uncached)}.",
+        f"- No whole graph (`fullgraph=True`), nor has the unmodified model: {', '.join(broken)}.",
+        "",
+    ]
+    table = markdown_table(["class", "pipelines", "sharded", "guidance"], [cells[:4] for cells in run])
+    return {"supported": [*summary, *table], "unsupported": _unsupported(rows)}
 
 
 def _unsupported(rows: list[list[str]]) -> list[str]:
-    return [f"- {cells[0]}: {cells[2].removeprefix('no: ')}" for cells in rows if cells[2].startswith("no: ")]
+    """Return a line for each reason, with the classes that it holds for."""
+    classes: dict[str, list[str]] = {}
+    for cells in rows:
+        if cells[2].startswith("no: "):
+            classes.setdefault(cells[2].removeprefix("no: "), []).append(cells[0])
+    return [f"- {', '.join(names)}: {reason}" for reason, names in classes.items()]

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.harness import largest_over_ranks, read_results, relative_error
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
 from para_core.adapters.components import blocks_of
@@ -192,17 +192,17 @@ def problems(by_ranks: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/weights.md on exactness. The JSON has the cell of each model, and bytes."""
-    rows = []
+    """Return the lines of docs/weights.md on exactness. The JSON has the cell of each model, and bytes."""
+    lines = []
     for method in ("fsdp", "tensor"):
-        for heading in HEADINGS:
-            cells = [
-                row[f"{method}, {heading}"]
-                for of_ranks in read_results("weights_table")["by ranks"].values()
-                for row in of_ranks.values()
-                if f"{method}, {heading}" in row
-            ]
-            worst = max(cell["error"] for cell in cells)
-            same = sum(cell["same bits"] for cell in cells)
-            rows.append([method, heading, len(cells), same, f"{worst:.0e}" if worst else "same bits"])
-    return {"exactness": markdown_table(["method", "with", "cells", "same bits", "largest error"], rows)}
+        cells = [
+            row[f"{method}, {heading}"]
+            for of_ranks in read_results("weights_table")["by ranks"].values()
+            for row in of_ranks.values()
+            for heading in HEADINGS
+            if f"{method}, {heading}" in row
+        ]
+        worst, same = max(cell["error"] for cell in cells), sum(cell["same bits"] for cell in cells)
+        result = f"the largest error is {worst:.0e}" if worst else f"{same} have the same bits"
+        lines.append(f"- {method}: {len(cells)} cells ({', '.join(HEADINGS)}); {result}.")
+    return {"exactness": lines}

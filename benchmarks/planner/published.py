@@ -9,14 +9,14 @@ benchmarks/results/planner_check.json (docs/planner.md).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.planner.workload import workload
 from para_core.planner.cost import Machine, MeshShape, Runtime
-from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
+from para_core.planner.hardware import DEVICES, LINKS, Device, Link, Topology
 from para_core.planner.prediction import Workload, predict
 
 # diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
@@ -262,21 +262,20 @@ def name_of(shape: MeshShape) -> str:
 
 
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    """Return each published row next to the prediction."""
-    rows: list[list[object]] = []
+    """Return a row for each table: seconds of one device with the factor, then each mesh with its error."""
+    rows = []
     for table, slowdown, checked in tables:
-        fit = f"one {table.device}, fitted: × {slowdown:.2f}"
-        rows.append([f"[{table.name}]({table.source})", fit, f"{table.one:,.2f}", "", ""])
+        meshes = []
         for row in checked:
-            miss = " **missed**" if abs(row.error) > 0.2 else ""
-            rows.append(
-                ["", name_of(row.shape), f"{row.published:,.2f}", f"{row.predicted:,.2f}", f"{row.error:+.0%}{miss}"]
-            )
-    return markdown_table(["table", "mesh", "published, s", "predicted, s", "error"], rows, right=(2, 3, 4))
+            error = f"{row.error:+.0%}" if abs(row.error) <= 0.2 else f"**{row.error:+.0%}**"
+            meshes.append(f"{name_of(row.shape)}: {row.published:,.2f} {error}")
+        fit = f"{table.one:,.2f} ({slowdown:.2f})"
+        rows.append([f"[{table.name}]({table.source})", table.device, fit, "; ".join(meshes)])
+    return markdown_table(["table", "device", "one device, s (×)", "mesh: published, s, and error"], rows)
 
 
 def sources() -> list[str]:
-    """Return the planner's tables of devices and links."""
+    """Return the planner's tables of devices and links, each followed by its sources."""
     devices = [
         [
             device.name,
@@ -284,7 +283,6 @@ def sources() -> list[str]:
             f"{device.of_products:.0%}, {device.of_attention:.0%}",
             f"{device.memory / 1e9:.0f}",
             f"{device.bandwidth / 1e9:,.0f}",
-            device.source,
         ]
         for device in DEVICES.values()
     ]
@@ -294,17 +292,31 @@ def sources() -> list[str]:
             f"{1e6 * link.latency:.0f}",
             f"{link.bandwidth / 1e9:.4g}",
             f"{(link.all_to_all or link.bandwidth) / 1e9:.4g}",
-            link.source,
         ]
         for link in LINKS.values()
     ]
-    heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s", "source"]
-    heads_of_links = ["link", "latency, µs", "GB/s", "all-to-all, GB/s", "source"]
+    heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s"]
     return [
         *markdown_table(heads, devices, right=(1, 3, 4)),
         "",
-        *markdown_table(heads_of_links, links, right=(1, 2, 3)),
+        *_sources_of(DEVICES.values()),
+        "",
+        *markdown_table(["link", "latency, µs", "GB/s", "all-to-all, GB/s"], links, right=(1, 2, 3)),
+        "",
+        *_sources_of(LINKS.values()),
     ]
+
+
+def _sources_of(entries: Iterable[Device | Link]) -> list[str]:
+    """Return a line for the entries that cite the same sources."""
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        for source in entry.source.split("; "):
+            names.setdefault(source, []).append(entry.name)
+    sources: dict[str, list[str]] = {}
+    for source, cited in names.items():
+        sources.setdefault(", ".join(cited), []).append(source)
+    return [f"- {cited}: {'; '.join(found)}" for cited, found in sources.items()]
 
 
 def plans() -> list[str]:

@@ -10,6 +10,7 @@ Nothing runs on a GPU, and nothing is downloaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -108,17 +109,19 @@ def machines_table(found: dict[str, Any], kind: str) -> list[str]:
     rows = []
     for model in SHOWN_MODELS:
         name, cells = next((name, cells) for name, cells in found["machines"].items() if name.startswith(model))
-        for device, _, counts in MACHINES if kind == "exact" else MACHINES[:2]:
+        for device, _, counts in MACHINES if kind == "exact" else MACHINES[:1]:
             rows.append([name, device, *(_option(cells[f"{ranks} × {device}"], kind) for ranks in (1, *counts))])
             name = ""
     return markdown_table(["model", "device", "1 rank", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows)
 
 
 def _option(cell: dict[str, Any], kind: str) -> str:
-    row, seconds = cell[kind]["row"].replace(", int8 (not exact)", ""), cell[kind]["seconds"]
+    seconds = cell[kind]["seconds"]
     if not cell[kind]["fits"]:
         return "does not fit"
-    return f"{row}: {duration(seconds)} ({cell['one rank'] / seconds:.2f} ×)"
+    row = cell[kind]["row"].replace(", int8 (not exact)", "").replace("text encoders ", "encoders ")
+    row = re.sub(r"blocks offloaded \((\d+ resident)\)", r"\1", row.removeprefix("one rank").removeprefix(", "))
+    return f"{row}{': ' * bool(row)}{duration(seconds)} ({cell['one rank'] / seconds:.2f}×)"
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
@@ -254,18 +257,18 @@ def row(model: ShardedModel) -> dict[str, Any]:
 
 
 def fits(held: float) -> str:
-    return next((f"{card} GB" for card in CARDS if held + RESERVED_GB <= card), "none")
+    return next((str(card) for card in CARDS if held + RESERVED_GB <= card), "none")
 
 
 def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
-    """Return gigabytes of weights on a rank, and the smallest card for them."""
+    """Return gigabytes of weights on a rank, and the smallest card for them, replicated and by method."""
     rows = []
     for name, sizes in models.items():
-        copy = sizes["one copy"]
-        rows.append([name, f"{copy:.0f}", "replicate", *[f"{copy:.0f} ({fits(copy)})"] * len(WEIGHT_RANKS)])
+        copy = f"{sizes['one copy']:.0f} ({fits(sizes['one copy'])})"
         for method, held in sizes["held"].items():
-            rows.append(["", "", method, *(f"{held[str(n)]:.0f} ({fits(held[str(n)])})" for n in WEIGHT_RANKS)])
-    heads = ["model", "one copy", "method", *(f"{n} ranks" for n in WEIGHT_RANKS)]
+            first = [name, copy] if method == "fsdp" else ["", ""]
+            rows.append([*first, method, *(f"{held[str(n)]:.0f} ({fits(held[str(n)])})" for n in WEIGHT_RANKS)])
+    heads = ["model", "replicate", "method", *(f"{n} ranks" for n in WEIGHT_RANKS)]
     return markdown_table(heads, rows, right=(1, 3, 4, 5))
 
 

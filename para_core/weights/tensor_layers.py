@@ -52,9 +52,9 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
             )
         if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
             raise ValueError(
-                f"{name} of this {cls} has a {type(linear.weight).__name__} for its weight, of which PyTorch makes no "
-                "parts. Shard the weights unquantized, and quantize each rank's part afterwards; or leave this "
-                "component replicated."
+                f"{name} of this {cls} has a {type(linear.weight).__name__} as its weight, which PyTorch cannot shard; "
+                "expected a plain nn.Parameter. Shard the weights unquantized, then quantize each rank's part; "
+                "or leave this component replicated."
             )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
