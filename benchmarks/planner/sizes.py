@@ -125,10 +125,16 @@ def _option(cell: dict[str, Any], kind: str) -> str:
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
-    """Return gigabytes of a rank, and the smallest device that has them."""
-    heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS), *(f"tensor {ranks}" for ranks in RANKS[1:])]
+    """Return gigabytes of a rank, and the smallest device that has them, replicated on one and on most ranks."""
+    ends = RANKS[:: len(RANKS) - 1]
+    heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in ends), *(f"tensor {ranks}" for ranks in RANKS[1:])]
     rows = [
-        [model, f"{row['weights'] / 1e9:.0f}", *map(_held, [*row["replicated"].values(), *row["tensor"].values()])]
+        [
+            model,
+            f"{row['weights'] / 1e9:.0f}",
+            *(_held(row["replicated"][str(ranks)]) for ranks in ends),
+            *map(_held, row["tensor"].values()),
+        ]
         for model, row in found["memory"].items()
     ]
     return markdown_table(["model", "weights", *heads], rows, right=range(1, 2 + len(heads)))
