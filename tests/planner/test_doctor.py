@@ -128,7 +128,7 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--output", "/no/such/folder/doctor.json"], "/no/such/folder"),
-        (["--ring", "0"], "--ring 0"),
+        (["--ring", "0"], "--ring is 0"),
     ],
 )
 def test_bad_doctor_options_are_refused_at_once(arguments, words, capsys):
