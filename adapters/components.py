@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.registry import TRANSFORMERS, adapter_for, plan_for, require_adapter, require_blocks
+from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
@@ -37,11 +37,12 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
         ValueError: If the pipeline has no such component, or the component has no blocks.
     """
     parts: dict[str, Any] = {name: uncompiled(part) for name, part in pipe.components.items()}
+    transformers = transformers_of(pipe)
     possible = {
         name: part
         for name, part in parts.items()
         # Autoencoders are excluded, because calls of their parts bypass the hooks of FSDP2.
-        if (name in TRANSFORMERS or name.startswith(_ENCODERS)) and isinstance(part, nn.Module) and blocks_of(part)
+        if (name in transformers or name.startswith(_ENCODERS)) and isinstance(part, nn.Module) and blocks_of(part)
     }
     if names is None:
         return possible

@@ -20,9 +20,11 @@ from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
 _DESCRIBE_BLOCKS = "pass adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks(...))."
-# Names of the components that denoise. Wan 2.2 has one for each part of the schedule, Ideogram 4 one for each branch of
-# guidance.
-TRANSFORMERS = ("transformer", "transformer_2", "unconditional_transformer")
+# Usual names of the components that denoise. Wan 2.2 has one for each part of the schedule, Ideogram 4 one for each
+# branch of guidance. A component of such a name is a transformer whatever its class, so that a class without a plan is
+# refused with the reason, or described by adapter=.
+USUAL_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
+_CLASSES = frozenset(adapter.transformer for adapter in ADAPTERS)
 
 
 def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
@@ -105,9 +107,24 @@ def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedB
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the transformers of ``pipe`` by the name of the component, without the wrappers of ``torch.compile``."""
-    components = {name: uncompiled(getattr(pipe, name, None)) for name in TRANSFORMERS}
+    """Return the transformers of ``pipe`` by the name of the component, without the wrappers of ``torch.compile``.
+
+    They are the modules whose class an adapter describes or that publish a plan, under any name, and those of a usual
+    name. Text encoders, VAEs, ControlNets and UNets have neither.
+    """
+    # A pipeline that is a module keeps its parts in ``_modules``. A property, which is in neither, has a usual name.
+    attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
+    others = [name for name, part in attributes.items() if name not in USUAL_NAMES and _is_transformer(part)]
+    components = {name: uncompiled(getattr(pipe, name, None)) for name in (*USUAL_NAMES, *sorted(others))}
     return {name: module for name, module in components.items() if isinstance(module, nn.Module)}
+
+
+def _is_transformer(part: Any) -> bool:
+    if not isinstance(part, nn.Module):
+        return False
+    module = uncompiled(part)
+    described = any(cls.__name__ in _CLASSES for cls in type(module).__mro__)
+    return described or getattr(module, "_cp_plan", None) is not None
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ import torch
 
 from para_core import version
 from para_core.adapters.consistency.loras import Loras, models_of
-from para_core.adapters.registry import TRANSFORMERS, transformers_of
+from para_core.adapters.registry import transformers_of
 from para_core.instance_patching import uncompiled
 from para_core.plans.region import plan_options
 
@@ -32,7 +32,7 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
         **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
         **({} if cache is None else {"its cache": cache}),
         **_attention(pipe),
-        **_dtypes(pipe, (*TRANSFORMERS, "unet", *(("vae",) if decodes else ()))),
+        **_dtypes(pipe, (*transformers_of(pipe), "unet", *(("vae",) if decodes else ()))),
         **loras.described(pipe),
         "version of para_core": version.version_and_sources(),
         "versions of packages": _versions(),

@@ -21,7 +21,7 @@ from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
-from para_core.adapters.registry import PARALLEL_PIPE, TRANSFORMERS, applied_mesh
+from para_core.adapters.registry import PARALLEL_PIPE, applied_mesh, transformers_of
 from para_core.adapters.rows.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.cfg.deferred import materialize
@@ -176,9 +176,8 @@ def parallel_call(pipe: Any) -> ParallelCall | None:
 
 def remove_parallel_call(pipe: Any) -> None:
     """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
-    for name in TRANSFORMERS:
-        component = getattr(pipe, name, None)
-        for module in (component, uncompiled(component)):
-            if isinstance(module, nn.Module):
-                unwrap(module, _GUIDANCE)
+    for name, module in transformers_of(pipe).items():
+        # A compiled transformer was wrapped before or after it was compiled.
+        for wrapped in (getattr(pipe, name), module):
+            unwrap(wrapped, _GUIDANCE)
     unwrap(pipe, _KEY)

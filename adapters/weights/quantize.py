@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.components import Quantize, blocks_of
-from para_core.adapters.registry import TRANSFORMERS, transformers_of
+from para_core.adapters.registry import USUAL_NAMES, transformers_of
 
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
@@ -84,7 +84,7 @@ def loading_config(scheme: Quantize) -> Any:
     from diffusers import PipelineQuantizationConfig, TorchAoConfig
 
     return PipelineQuantizationConfig(
-        quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in TRANSFORMERS}
+        quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in USUAL_NAMES}
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import TRANSFORMERS, mesh_of, tensor_plan_for, transformers_of
+from para_core.adapters.registry import mesh_of, tensor_plan_for, transformers_of
 from para_core.adapters.weights.sharded_component import (
     KEY,
     METHODS,
@@ -169,7 +169,7 @@ def shard_components(
         check_shard(pipe)
         chosen, plans = _components_to_shard(pipe, method, components)
         if isinstance(ranks, GuidedMesh):
-            require_mesh_fits(ranks, method, of_transformer=any(name in TRANSFORMERS for name in chosen))
+            require_mesh_fits(ranks, method, of_transformer=bool(chosen.keys() & transformers_of(pipe).keys()))
         for name, module in chosen.items():
             if mesh_of_diffusers(module) is not None:
                 raise ValueError(

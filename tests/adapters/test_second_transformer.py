@@ -1,7 +1,28 @@
 """Every transformer of a pipeline is parallel, not the first alone."""
 
+from types import SimpleNamespace
+
+import torch
+from diffusers.modular_pipelines import MiniMaxH3Blocks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    remove_cache_from_pipe,
+    shard_weights,
+    unparallelize_pipe,
+    unshard_weights,
+)
+from para_core.adapters.components import components_of
+from para_core.adapters.registry import applied_mesh, transformers_of
+from para_core.instance_patching import uncompiled
 from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh
+from zoo.tiny.pipelines.image import qwen_controlled
+from zoo.tiny.pipelines.parts import image_vae, umt5
+from zoo.tiny.transformers.registry import MODELS
 
 
 def tokens_by_transformer():
@@ -40,3 +61,44 @@ def test_ideogram_4_distributes_branches_of_two_transformers(rank_pool):
     first, second = rank_pool.run(calls_by_transformer, 2)
     assert first == {"transformer": 3, "unconditional_transformer": 1}
     assert second == {"transformer": 1, "unconditional_transformer": 3}
+
+
+def h3_pipe():
+    """Build MiniMax H3, whose second transformer takes references. The class of its VAEs matters only to diffusers."""
+    pipe = MiniMaxH3Blocks().init_pipeline()
+    model = MODELS["minimax-h3"]
+    pipe.update_components(
+        transformer=model.build(), transformer_ref=model.build(2), text_encoder=umt5()["text_encoder"]
+    )
+    return pipe
+
+
+def test_transformers_are_found_by_type():
+    pipe = h3_pipe()
+    assert list(transformers_of(pipe)) == ["transformer", "transformer_ref"]
+    pipe.transformer_ref = torch.compile(pipe.transformer_ref, backend="eager")
+    assert transformers_of(pipe)["transformer_ref"] is uncompiled(pipe.transformer_ref)
+    assert components_of(pipe).keys() == {"transformer", "transformer_ref", "text_encoder"}
+    controlnet = qwen_controlled("QwenImageControlNetPipeline").controlnet
+    others = {"vae": image_vae(), "controlnet": controlnet, "prior": nn.Linear(2, 2)}
+    assert transformers_of(SimpleNamespace(**others, denoiser=pipe.transformer)) == {"denoiser": pipe.transformer}
+    # A usual name holds a transformer that the user describes by adapter=.
+    assert list(transformers_of(SimpleNamespace(**others, transformer=nn.Linear(2, 2)))) == ["transformer"]
+
+
+def apply_and_undo_on_h3():
+    pipe, mesh = h3_pipe(), cpu_mesh(1, 2)
+    weights = {name: x.clone() for name, x in pipe.transformer_ref.state_dict().items()}
+    apply_cache_on_pipe(
+        parallelize_pipe(pipe, mesh=mesh), per_transformer={"transformer_ref": {"residual_diff_threshold": 0.0}}
+    )
+    shard_weights(pipe, mesh, components=["transformer_ref"])
+    sharded = [type(x).__name__ for x in pipe.transformer_ref.parameters() if isinstance(x, DTensor)]
+    applied = applied_mesh(pipe.transformer_ref)
+    remove_cache_from_pipe(unparallelize_pipe(unshard_weights(pipe)))
+    same = all(torch.equal(x, weights[name]) for name, x in pipe.transformer_ref.state_dict().items())
+    return len(sharded) > 0, applied is not None, applied_mesh(pipe.transformer_ref) is None, same
+
+
+def test_second_transformer_is_parallel_cached_sharded_and_restored(rank_pool):
+    assert rank_pool.run(apply_and_undo_on_h3, 2) == [(True, True, True, True)] * 2
