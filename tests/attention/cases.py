@@ -23,6 +23,10 @@ ON_MOST_MESHES = [pytest.param(*mesh, marks=pytest.mark.long if 4 in mesh else (
 ON_FEW_MESHES = [
     pytest.param(*mesh, marks=() if mesh in [(2, 1), (1, 3), (2, 2)] else pytest.mark.long) for mesh in MESHES
 ]
+on_most_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_MOST_MESHES)
+on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
+CAUSAL = {"is_causal": True}
+GQA = {"enable_gqa": True}
 
 TEXT_FIRST = (("text", 5, True), ("image", 11, False))
 IMAGE_FIRST = (("image", 11, False), ("text", 5, True))

@@ -14,12 +14,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from para_core import BlockSparseAttnMode
 from para_core.attention.block_mask import BlockMask, read_block_mask
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
-from tests.attention.cases import BALANCED, IMAGE_FIRST, MESHES, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
+from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
-
-on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
-CAUSAL = {"is_causal": True}
 
 
 def make_blocks(case, block_size, share=0.5, seed=0):

@@ -7,23 +7,21 @@ from hypothesis import strategies as st
 
 from tests.attention.cases import (
     BALANCED,
+    CAUSAL,
+    GQA,
     IMAGE_FIRST,
     MESHES,
-    ON_FEW_MESHES,
-    ON_MOST_MESHES,
     TEXT_FIRST,
     Case,
     Mask,
     gradients,
     gradients_on_one_device,
+    on_few_meshes,
+    on_most_meshes,
     put_gradients_together,
 )
 from tests.attention.test_exactness import drawn_cases
-
-on_most_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_MOST_MESHES)
-on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
-CAUSAL = {"is_causal": True}
-GQA = {"enable_gqa": True}
+from tests.pairwise import pairwise
 
 
 def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=None):
@@ -85,10 +83,9 @@ def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype
     extents = [("global", "global"), ("local", "global"), ("global", "local")]
     cases = [
         Case(13, 4, segments=segments, mask=Mask(dims, dtype, *one), options=causal)
-        for dims in ("qk", "bk", "bhqk", "hqk", "")
-        for one in extents
-        for segments in (None, IMAGE_FIRST)
-        for causal in ({}, CAUSAL)
+        for dims, one, segments, causal in pairwise(
+            ("qk", "bk", "bhqk", "hqk", ""), extents, (None, IMAGE_FIRST), ({}, CAUSAL)
+        )
     ]
     check_all(rank_pool, cases, ring, ulysses)
 

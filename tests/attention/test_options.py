@@ -10,12 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.mask import MaskExtents, mask_extents
 from para_core.distributed.layout import even_layout
-from tests.attention.cases import MESHES, ON_MOST_MESHES, TEXT_FIRST, Case, Mask, attend
+from tests.attention.cases import CAUSAL, MESHES, ON_MOST_MESHES, TEXT_FIRST, Case, Mask, attend, on_most_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_exactness import check
-
-on_most_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_MOST_MESHES)
-CAUSAL = {"is_causal": True}
 
 
 def by_hand(query, key, value, *, attn_mask, dropout_p, is_causal, scale):

@@ -20,12 +20,10 @@ from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
-from tests.attention.cases import BALANCED, IMAGE_FIRST, ON_FEW_MESHES, TEXT_FIRST, Case, Mask
+from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
-on_few_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_FEW_MESHES)
-CAUSAL = {"is_causal": True}
 aten = torch.ops.aten
 
 

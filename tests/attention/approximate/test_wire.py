@@ -6,13 +6,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
-from tests.attention.cases import IMAGE_FIRST, ON_MOST_MESHES, TEXT_FIRST, Case, Mask, attend
+from tests.attention.cases import IMAGE_FIRST, TEXT_FIRST, Case, Mask, attend, on_most_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
 from tests.launches import count_attention
 from tests.rank_pool import RankPoolError
 
-on_most_meshes = pytest.mark.parametrize(("ring", "ulysses"), ON_MOST_MESHES)
 FP8, INT8 = {"comm_dtype": torch.float8_e4m3fn}, {"comm_dtype": torch.int8}
 # 4 significant bits: an element is off by up to 1/16 of itself, in the mean of squares by 2.6 %. Three of them meet in
 # a row of scores, and values and out are rounded, too. Integers: by up to a 254th of the largest one of its token.
