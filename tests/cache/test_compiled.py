@@ -85,7 +85,7 @@ def test_int8_weights_are_exact_in_graph_on_two_ranks(rank_pool, name):
 
 def compile_blocks(name, order):
     """Latents of a pipeline whose blocks are compiled after ``order`` was applied, and how many steps were skipped."""
-    pipe, counter = build(name), Counter()
+    pipe, counter = build(name), Counter("eager")
     for step in order:
         if step == "cache":
             apply_cache_on_pipe(pipe, **ALTERNATE)

@@ -212,15 +212,19 @@ def test_inductor_takes_the_graph(name):
         assert relative_error(generated, found["eager"]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["wan", pytest.param("hunyuan", marks=pytest.mark.long)])
-def test_parallel_cached_model_is_one_graph(rank_pool, name):
+# The default run only traces a pipeline: test_ranks_of_transformer_decide_equally_in_graph takes aot_eager.
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("wan", "eager"), *[pytest.param(name, "aot_eager", marks=pytest.mark.long) for name in ("wan", "hunyuan")]],
+)
+def test_parallel_cached_model_is_one_graph(rank_pool, name, backend):
     expected = generate(
         apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, max_consecutive_hits=1),
         name,
         num_inference_steps=4,
     )
     alone = generate(build(name), name, num_inference_steps=4)
-    for found in rank_pool.run(generate_compiled, 2, name=name, backend="aot_eager", mesh=(1, 2)):
+    for found in rank_pool.run(generate_compiled, 2, name=name, backend=backend, mesh=(1, 2)):
         assert (found["graphs"], found["later"]) == (2, 0)
         assert relative_error(found["exact"], alone) < 1e-4
         for generated in found["generated"]:

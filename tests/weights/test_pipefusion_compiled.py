@@ -22,7 +22,7 @@ PATCHES = {"qwen-image": 4}
 
 # Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
 @torch._dynamo.config.patch(recompile_limit=32)
-def eager_and_compiled(name, order=("apply", "compile"), shape=None, backend="aot_eager"):
+def eager_and_compiled(name, order=("apply", "compile"), shape=None):
     """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a
     plain one.
     """
@@ -30,7 +30,7 @@ def eager_and_compiled(name, order=("apply", "compile"), shape=None, backend="ao
     mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses"))
     options = {"mesh": mesh, "pipefusion": PipeFusion(PATCHES.get(name, 2))}
     expected = generate(parallelize_pipe(make(name), **options), name, num_inference_steps=STEPS)
-    pipe, counter = make(name), CompileCounterWithBackend(backend)
+    pipe, counter = make(name), CompileCounterWithBackend("aot_eager")
     for step in order:
         if step == "apply":
             parallelize_pipe(pipe, **options)
@@ -54,19 +54,19 @@ def check(expected, found, graphs, undone):
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "backend"),
+    ("name", "order"),
     [
-        ("flux", ("compile", "apply"), "eager"),
-        pytest.param("flux", ("compile", "apply"), "aot_eager", marks=pytest.mark.long),
-        pytest.param("flux", ("apply", "compile"), "aot_eager", marks=pytest.mark.long),
+        # The default run compiles blocks in test_shared_patches_need_one_graph_per_form.
+        pytest.param("flux", ("compile", "apply"), marks=pytest.mark.long),
+        pytest.param("flux", ("apply", "compile"), marks=pytest.mark.long),
         *[
-            pytest.param(name, ("apply", "compile"), "aot_eager", marks=pytest.mark.long)
+            pytest.param(name, ("apply", "compile"), marks=pytest.mark.long)
             for name in ("wan", "qwen-image", "hunyuan", "cogvideox", "mochi")
         ],
     ],
 )
-def test_compiled_blocks_give_the_bits_of_eager_patches(name, order, backend):
-    check(*eager_and_compiled(name, order, backend=backend))
+def test_compiled_blocks_give_the_bits_of_eager_patches(name, order):
+    check(*eager_and_compiled(name, order))
 
 
 @pytest.mark.long

@@ -77,8 +77,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("placement", [None, "offload", "first"])
-@pytest.mark.parametrize(("scheme", "weights", "dims"), CASES)
+def placed_cases():
+    """Yield every case with every placement of the text encoders. The default run has int8 on two ranks with each, and
+    the other cases with one.
+    """
+    placements = [None, "offload", "first"]
+    for index, (scheme, weights, dims) in enumerate(CASES):
+        for number, placement in enumerate(placements):
+            short = number == index % 3 or (scheme == "int8" and len(dims) == 1)
+            yield pytest.param(scheme, weights, dims, placement, marks=() if short else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("scheme", "weights", "dims", "placement"), [*placed_cases()])
 def test_quantized_weights_equal_one_process_and_are_gathered_bit_for_bit(
     rank_pool, folder, scheme, weights, dims, placement
 ):
