@@ -1,12 +1,16 @@
 """The launches that are compiled in every run: of 16 bits, and of the head dims that are no power of two or the
-largest.
+largest; for the oldest and the newest GPU.
 """
 
 from typing import Any
 
 import pytest
 
-from benchmarks.attention.compiled import Launch, launches
+from benchmarks.attention.compiled import ARCHS, Launch, launches
+
+on_each_arch = pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=() if arch in (min(ARCHS), max(ARCHS)) else pytest.mark.long) for arch in ARCHS]
+)
 
 
 def by_use(*kernels: Any, rounded: bool = False) -> list[Any]:

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compiled import ARCHS, compile_kernel
+from benchmarks.attention.compiled import compile_kernel
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import CopyRegion
-from tests.kernels.launches import by_use
+from tests.kernels.launches import by_use, on_each_arch
 from tests.pairwise import long_beyond_pairs
 
 # -- what is right, by loops over elements
@@ -157,14 +157,14 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 # -- compiled
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel))
-def test_every_launch_compiles_without_spills(launch):
-    for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        assert found.threads >= 1024
-        assert "ld.global.v4.b32" in found.ptx
-        assert "st.global.v4.b32" in found.ptx
+def test_every_launch_compiles_without_spills(launch, arch):
+    found = launch.compiled(arch)
+    assert found.spills == 0
+    assert found.threads >= 1024
+    assert "ld.global.v4.b32" in found.ptx
+    assert "st.global.v4.b32" in found.ptx
 
 
 COUNTS = {"num_blocks": 16, "most_heads": 1, "batch": 1, "x_width": 16, "y_width": 1, "z_width": 3}

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compiled import ARCHS
 from para_core import triton_support
 from para_core.attention.merge import Merged, merge_on_gpu, merge_on_gpu_in_place
 from para_core.distributed.collectives import LIBRARY
 from para_core.kernels import merge, merge_reference
-from tests.kernels.launches import by_use
+from tests.kernels.launches import by_use, on_each_arch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -151,13 +150,13 @@ def test_four_partial_results_merge_without_changing_inputs(interpreter, dtype):
 # -- compiled
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(merge.merge_kernel))
-def test_every_launch_compiles_without_spills(launch):
-    for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        assert found.threads >= 1024
-        assert "ld.global.v4.b32" in found.ptx
+def test_every_launch_compiles_without_spills(launch, arch):
+    found = launch.compiled(arch)
+    assert found.spills == 0
+    assert found.threads >= 1024
+    assert "ld.global.v4.b32" in found.ptx
 
 
 # -- as an operator

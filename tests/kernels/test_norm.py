@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention.compiled import ARCHS
 from benchmarks.harness import fake_group
 from para_core.kernels import norm, norm_reference
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
-from tests.kernels.launches import by_use
+from tests.kernels.launches import by_use, on_each_arch
 from tests.launches import LaunchCounter
 from tests.pairwise import long_beyond_pairs
 
@@ -123,14 +122,14 @@ def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
 # -- compiled
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(norm.moments_kernel, norm.merge_kernel, norm.normalize_kernel))
-def test_every_launch_compiles_without_a_spill(launch):
-    for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        if launch.kernel is not norm.merge_kernel:
-            # 16 bits: 8 elements at once.
-            assert "ld.global.v4.b32" in found.ptx
+def test_every_launch_compiles_without_a_spill(launch, arch):
+    found = launch.compiled(arch)
+    assert found.spills == 0
+    if launch.kernel is not norm.merge_kernel:
+        # 16 bits: 8 elements at once.
+        assert "ld.global.v4.b32" in found.ptx
 
 
 # -- counted

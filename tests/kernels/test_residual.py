@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compiled import ARCHS
 from para_core.cache.operators import change, change_on_gpu, forecast, forecast_on_gpu
 from para_core.cache.options import rule_of
 from para_core.cache.residuals import Residuals
 from para_core.kernels import residual
-from tests.kernels.launches import by_use
+from tests.kernels.launches import by_use, on_each_arch
 from tests.launches import LaunchCounter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,19 +126,20 @@ def test_more_residuals_than_a_launch_takes_are_refused():
 # -- compiled
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(residual.change_kernel, residual.forecast_kernel))
-def test_every_launch_compiles_without_spills(launch):
-    for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        assert found.threads >= 1024
-        assert "ld.global.v4.b32" in found.ptx
-        assert "atom." not in found.ptx
+def test_every_launch_compiles_without_spills(launch, arch):
+    found = launch.compiled(arch)
+    assert found.spills == 0
+    assert found.threads >= 1024
+    assert "ld.global.v4.b32" in found.ptx
+    assert "atom." not in found.ptx
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(residual.add_up_kernel))
-def test_adding_up_compiles_without_a_spill(launch):
-    assert all(launch.compiled(arch).spills == 0 for arch in ARCHS)
+def test_adding_up_compiles_without_a_spill(launch, arch):
+    assert launch.compiled(arch).spills == 0
 
 
 # -- as operators

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compiled import ARCHS
 from para_core.attention.approximate.wire import RoundedWire
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
-from tests.kernels.launches import by_use
+from tests.kernels.launches import by_use, on_each_arch
 from tests.kernels.test_exchange import for_ranks
 from tests.launches import LaunchCounter
 from tests.pairwise import long_beyond_pairs
@@ -223,16 +222,16 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 # -- compiled
 
 
+@on_each_arch
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
-def test_every_launch_compiles_without_spills(launch):
-    for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        assert found.threads >= 1024
-        assert "e4m3" not in found.ptx
-        # 16 bytes of numbers at once, 4 of what travels: a scale is behind each row.
-        assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in found.ptx
-        assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in found.ptx
+def test_every_launch_compiles_without_spills(launch, arch):
+    found = launch.compiled(arch)
+    assert found.spills == 0
+    assert found.threads >= 1024
+    assert "e4m3" not in found.ptx
+    # 16 bytes of numbers at once, 4 of what travels: a scale is behind each row.
+    assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in found.ptx
+    assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in found.ptx
 
 
 # -- as operators
