@@ -254,6 +254,14 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
+def call_kernel(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the kernel of ``operator`` for ``"cpu"``, ``"cuda"`` or ``"meta"``, below autograd and below dispatch modes
+    that have seen it. Modes see the operators that the kernel calls.
+    """
+    key = getattr(torch._C.DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU"))
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
 to_copy = torch.ops.aten._to_copy.default
 # Backends of scaled_dot_product_attention that return lse too, and their gradients.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

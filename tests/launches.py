@@ -1,9 +1,8 @@
-"""Launch counts: operators of this process as they are dispatched."""
+"""Launches of one attention call."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import mock
@@ -11,11 +10,8 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import fake_group
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
@@ -26,82 +22,7 @@ from para_core.attention.backend_selection import Backend
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
-
-# Beside views, which their schema tells: what launches nothing on a device.
-_NO_LAUNCH = {
-    "aten::_unsafe_view",
-    "aten::_fused_sdp_choice",  # reads shapes and switches
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "_c10d_functional::wait_tensor",
-}
-_BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# Launches of CUDA, whatever their form for the CPU consists of.
-_WHOLE = {
-    "para_core::merge": 1,
-    "para_core::merge_": 1,
-    "para_core::triton_attention": 1,
-    "para_core::triton_attention_int8": 3,
-    "para_core::pack": 1,
-    "para_core::unpack": 1,
-    "para_core::pack_8_bits": 1,
-    "para_core::unpack_8_bits": 1,
-    "para_core::residual_change": 2,
-    "para_core::forecast": 1,
-    "para_core::group_moments": 2,
-    "para_core::group_normalized": 1,
-}
-
-
-class LaunchCounter(TorchDispatchMode):
-    """Inside, counts launches: operators that are not views, and collectives; waits and allocations aside.
-
-    A fused attention kernel is one operator. (Where SDPA decomposes into matrix products, each of these counts: give it
-    what the flash kernel takes.) Custom operators are opened, what they consist of counts, except those in Triton. What
-    goes round the dispatcher is not seen: a Triton kernel that is launched from Python outside of an operator. Under
-    any such mode torch runs compiled functions as eager code, so these are not counted as compiled.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_operator: Counter[str] = Counter()
-
-    @property
-    def launches(self) -> int:
-        return self.by_operator.total()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name
-        if func.namespace not in _BUILT_IN and name not in _WHOLE:
-            with self:
-                return func.redispatch(_kernel_keys([*args, *(kwargs or {}).values()]), *args, **(kwargs or {}))
-        if name not in _NO_LAUNCH and not _is_view(func):
-            self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
-        return func(*args, **(kwargs or {}))
-
-    def __str__(self) -> str:
-        """The operators by number: what is shown where a budget is exceeded."""
-        parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
-        return f"{self.launches} launches: {', '.join(parts)}"
-
-
-def _is_view(func: OpOverload) -> bool:
-    """Whether what it returns is memory of an argument, not written to."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _kernel_keys(args: Sequence[Any]) -> DispatchKeySet:
-    """The device's own kernel of an operator: below autograd, and below the modes that have seen it."""
-    device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-    return DispatchKeySet(getattr(DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU")))
-
+from para_core.planner.run_counter import RunCounter
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -118,7 +39,7 @@ def count_attention(
     backend: Backend | None = None,
     rotate_method: RotateMethod = "alltoall",
     comm_dtype: torch.dtype | None = None,
-) -> LaunchCounter:
+) -> RunCounter:
     """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are
     known.
 
@@ -138,7 +59,7 @@ def count_attention(
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
             attend(*tensors)
-            with LaunchCounter() as counter:
+            with RunCounter() as counter:
                 attend(*tensors)
     return counter
 

@@ -371,6 +371,28 @@ def test_classes_of_operators():
     assert type(double) is internals.CustomOpDef
 
 
+def test_called_kernel_is_seen_by_modes():
+    """Without it the operators inside a custom operator are not counted."""
+    names = []
+
+    @torch.library.custom_op("para_core_tests::triple", mutates_args=())
+    def triple(x: Tensor) -> Tensor:
+        return x * 3
+
+    class Opened(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            if func.namespace == "para_core_tests":
+                with self:
+                    return internals.call_kernel(func, "cpu", args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    with Opened():
+        out = torch.ops.para_core_tests.triple(torch.ones(2))
+    assert out.tolist() == [3.0, 3.0]
+    assert names[-2:] == ["triple.default", "mul.Tensor"]
+
+
 def test_flex_attention_calls_its_operator():
     """Without it flex_attention on several ranks attends to a rank's own tokens without an error."""
     module = import_module("torch.nn.attention.flex_attention")

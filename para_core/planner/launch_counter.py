@@ -44,7 +44,7 @@ class LaunchCounter(TorchDispatchMode):
         bin_, name = int(not self.is_sharded), schema_of(func).name
         results = tensors_in(out)
         self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
-        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not _is_view(func)
+        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not is_view(func)
         if is_launch and not self.in_attention:
             self.launches += 1
             if name not in _PRODUCTS:
@@ -76,7 +76,7 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
-def _is_view(func: OpOverload) -> bool:
+def is_view(func: OpOverload) -> bool:
     """Whether ``func`` returns memory of an argument without writing to it."""
     aliases = [returned.alias_info for returned in schema_of(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import fake_group
-from tests.launches import LaunchCounter, count_attention
+from para_core.planner.run_counter import RunCounter
+from tests.launches import count_attention
 
 
 def counted(function, *args):
-    with torch.no_grad(), LaunchCounter() as counter:
+    with torch.no_grad(), RunCounter() as counter:
         function(*args)
     return dict(counter.by_operator)
 
@@ -88,7 +89,7 @@ def one_like(x: Tensor) -> Tensor:
 def test_custom_operators_are_opened_also_one_inside_another():
     x = torch.randn(3)
     assert counted(torch.ops.para_core_test.twice_and_one, x) == {"mul": 1, "ones_like": 1, "add": 1}
-    with LaunchCounter():
+    with RunCounter():
         opened = torch.ops.para_core_test.twice_and_one(x)
     torch.testing.assert_close(opened, 2 * x + 1)
 

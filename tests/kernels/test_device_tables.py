@@ -6,8 +6,8 @@ import torch
 from para_core.kernels import device_tables, exchange
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
 from para_core.kernels.exchange_reference import CopyRegion
+from para_core.planner.run_counter import RunCounter
 from para_core.spatial import norm, resample
-from tests.launches import LaunchCounter
 
 BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_graph_records_a_table_without_host_copy(capture, dtype):
     numbers = [3, 2**40, 7] if dtype == torch.int64 else [0.1, 1 / 3, 7.0]
     expected = new_table(numbers, dtype, CPU)
     capture.on = True
-    with LaunchCounter() as counter:
+    with RunCounter() as counter:
         recorded = new_table(numbers, dtype, CPU)
     assert torch.equal(recorded, expected) and recorded.dtype == dtype
     assert dict(counter.by_operator) == {"full": 3, "stack": 1}

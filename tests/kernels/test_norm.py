@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 from benchmarks.harness import fake_group
 from para_core.kernels import norm, norm_reference
+from para_core.planner.run_counter import RunCounter
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
 from tests.kernels.launches import by_use, on_each_arch
-from tests.launches import LaunchCounter
 from tests.pairwise import long_beyond_pairs
 
 CHUNK = norm.BLOCK * norm.STEPS
@@ -148,7 +148,7 @@ def test_group_norm_over_rows_launches_4(ranks, last, dtype):
         weight = torch.empty(64, dtype=dtype, device="meta")
         # The first call makes the table of shares.
         F.group_norm(x, 32, weight, weight)
-        with LaunchCounter() as counter:
+        with RunCounter() as counter:
             y = F.group_norm(x, 32, weight, weight)
     assert y.shape == x.shape and y.dtype == dtype and y.stride() == x.stride()
     # 20 of plain operators in float32, 27 in 16 bits.

@@ -11,8 +11,8 @@ from para_core.cache.operators import change, change_on_gpu, forecast, forecast_
 from para_core.cache.options import rule_of
 from para_core.cache.residuals import Residuals
 from para_core.kernels import residual
+from para_core.planner.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
-from tests.launches import LaunchCounter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = residual.BLOCK * residual.STEPS
@@ -200,7 +200,7 @@ def test_the_doctests_of_the_reference_hold():
 
 def test_a_decision_launches_2_and_a_forecast_1():
     x = torch.empty(2, 9, device="meta", dtype=torch.bfloat16)
-    with torch.no_grad(), LaunchCounter() as counter:
+    with torch.no_grad(), RunCounter() as counter:
         rule_of("first_block").sums(x, x)
         forecast(x, [x, x], [2.0, -1.0])
     assert dict(counter.by_operator) == {"para_core::residual_change": 2, "para_core::forecast": 1}
@@ -210,6 +210,6 @@ def test_storing_a_residual_launches_1_for_each_stream():
     residuals, streams = Residuals(room=1), [torch.empty(2, 9, device="meta", dtype=torch.bfloat16) for _ in range(2)]
     with torch.no_grad():
         residuals.store(streams, streams, in_graph=False)
-        with LaunchCounter() as counter:
+        with RunCounter() as counter:
             residuals.store(streams, streams, in_graph=False)
     assert dict(counter.by_operator) == {"sub": 2}

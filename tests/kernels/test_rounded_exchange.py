@@ -10,9 +10,9 @@ from para_core.attention.approximate.wire import RoundedWire
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
+from para_core.planner.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
 from tests.kernels.test_exchange import for_ranks
-from tests.launches import LaunchCounter
 from tests.pairwise import long_beyond_pairs
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -253,7 +253,7 @@ def test_packing_is_one_launch_in_a_whole_graph(eight):
         return buffer, *torch.ops.para_core.unpack_8_bits(buffer, numbers, shapes, eight, x.dtype)
 
     on_meta = [x.to("meta") for x in tensors]
-    with LaunchCounter() as counter:
+    with RunCounter() as counter:
         there_and_back(*on_meta)
     assert dict(counter.by_operator) == {"para_core::pack_8_bits": 1, "para_core::unpack_8_bits": 1}
 

@@ -1,0 +1,173 @@
+"""Count of what this process launches and sends while a model or pipeline runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from para_core.planner.launch_counter import is_view, tensors_in
+from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
+
+# Operators besides views that launch nothing on a device.
+_NO_LAUNCH = {
+    "aten::_unsafe_view",
+    "aten::_fused_sdp_choice",  # reads shapes and switches
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "_c10d_functional::wait_tensor",
+}
+_BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
+# Launches of these operators on CUDA, which may differ from those of their form for the CPU.
+_WHOLE = {
+    "para_core::merge": 1,
+    "para_core::merge_": 1,
+    "para_core::triton_attention": 1,
+    "para_core::triton_attention_int8": 3,
+    "para_core::pack": 1,
+    "para_core::unpack": 1,
+    "para_core::pack_8_bits": 1,
+    "para_core::unpack_8_bits": 1,
+    "para_core::residual_change": 2,
+    "para_core::forecast": 1,
+    "para_core::group_moments": 2,
+    "para_core::group_normalized": 1,
+}
+
+
+class RunCounter(TorchDispatchMode):
+    """Mode that counts launches, collectives, and the bytes that this rank sends in them.
+
+    A launch is an operator that is not a view, or a collective; waits and allocations are none. A fused attention
+    kernel is one operator. (If SDPA decomposes into matrix products, as on meta tensors, each of them counts.) The
+    operators inside a custom operator count, except if it is written in Triton. A Triton kernel that Python launches
+    outside of an operator is not seen. Inside any such mode torch runs compiled functions as eager code, so the
+    launches of a graph are not counted.
+
+    An all-reduce sends what a ring sends, ``2 * (n - 1) / n`` of its bytes. The records by which ranks agree, bytes in
+    host memory, count as launches only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by_operator: Counter[str] = Counter()
+        self.collectives = self.bytes_sent = 0
+        # Depth of custom operators that are being run. Their own collectives are counted by the outermost one.
+        self._counted_outside = 0
+
+    @property
+    def launches(self) -> int:
+        return self.by_operator.total()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(_dispatches_itself(type_) for type_ in types):
+            # The class of the tensor then runs the operator, and its operators on plain tensors come here.
+            return NotImplemented
+        name = schema_of(func).name
+        sent = None if self._counted_outside else bytes_sent(func, args)
+        if sent is not None:
+            self.collectives += 1
+            self.bytes_sent += sent
+        if func.namespace not in _BUILT_IN and name not in _WHOLE:
+            operands = tensors_in((args, kwargs))
+            self._counted_outside += sent is not None
+            try:
+                with self:
+                    return call_kernel(func, operands[0].device.type if operands else "cpu", args, kwargs)
+            finally:
+                self._counted_outside -= sent is not None
+        if name not in _NO_LAUNCH and not is_view(func):
+            self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
+        return func(*args, **kwargs)
+
+    def __str__(self) -> str:
+        """Return the number of each operator, the most frequent first."""
+        parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
+        return f"{self.launches} launches: {', '.join(parts)}"
+
+
+def _dispatches_itself(type_: type) -> bool:
+    return type_ is not Tensor and getattr(type_, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
+    """Return the bytes that this rank sends to others in a call of the operator ``func``. None if it is no collective,
+    or exchanges records.
+    """
+    namespace, _, name = schema_of(func).name.partition("::")
+    if namespace == "para_core" and name in ("all_to_all", "all_gather"):
+        x, sizes = args[0], args[1]
+        if name == "all_gather":
+            return int(x.nbytes) * (len(sizes) - 1)
+        return _to_others(x, sizes, group_named(args[3]))
+    if namespace == "c10d":
+        return _sent_by_c10d(name, args)
+    if namespace == "_c10d_functional":
+        name = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+        inputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
+        total = sum(int(x.nbytes) for x in inputs)
+        strings = [value for value in args if isinstance(value, str)]
+        if name == "wait_tensor" or not strings:
+            return None
+        # The name of the group is the last text of the arguments.
+        group = group_named(strings[-1])
+        if name == "all_to_all_single":
+            return _to_others(args[0], args[2], group)
+        return _sent_by_kind(name, total, group)
+    return None
+
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+
+
+def _sent_by_c10d(name: str, args: Sequence[Any]) -> int | None:
+    boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
+    if boxed is None:
+        return None
+    if name == "alltoall_base_":
+        _, x, boxed, _, sizes, *_ = args
+        group = dist.ProcessGroup.unbox(boxed)
+        return _to_others(x, sizes or [len(x) // group.size()] * group.size(), group)
+    if name not in _KINDS:
+        return None
+    # The outputs come first, except where an operator writes to its inputs.
+    inputs = tensors_in(args[1] if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_") else args[0])
+    if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
+        return None
+    return _sent_by_kind(_KINDS[name], sum(x.nbytes for x in inputs), dist.ProcessGroup.unbox(boxed))
+
+
+def _sent_by_kind(name: str, total: int, group: dist.ProcessGroup) -> int | None:
+    ranks = group.size()
+    sent = {
+        "all_reduce": 2 * total * (ranks - 1) / ranks,
+        "all_gather_into_tensor": total * (ranks - 1),
+        "reduce_scatter_tensor": total * (ranks - 1) / ranks,
+        "broadcast": total,
+        "send": total,
+    }.get(name)
+    return None if sent is None else round(sent)
+
+
+def _to_others(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> int:
+    per_row = x.element_size() * (x.numel() // max(1, len(x)))
+    return int((sum(sizes) - sizes[group.rank()]) * per_row)
