@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from para_core.cli.bench import bench
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
 from para_core.cli.options import name_options
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 app.command("generate", cls=_Command)(generate)
 app.command("serve", cls=_Command)(serve)
+app.command("bench", cls=_Command)(bench)
 app.command("plan", cls=_Command)(plan)
 app.command("doctor", cls=_Command)(doctor)
 app.command("calibrate", cls=_Command)(calibrate)

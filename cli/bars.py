@@ -33,9 +33,10 @@ class Bars:
     Args:
         prompts (`int`): Number of prompts.
         steps (`bool`, defaults to `True`): Also show the steps of a prompt.
+        unit (`str`, defaults to `"prompts"`): Name of the bar.
     """
 
-    def __init__(self, prompts: int, *, steps: bool = True) -> None:
+    def __init__(self, prompts: int, *, steps: bool = True, unit: str = "prompts") -> None:
         self._progress = Progress(
             TextColumn("{task.description:<12}"),
             BarColumn(),
@@ -45,7 +46,7 @@ class Bars:
             console=Console(stderr=True),
             transient=True,
         )
-        self._prompts = self._progress.add_task("prompts", total=prompts)
+        self._prompts = self._progress.add_task(unit, total=prompts)
         self._steps = self._progress.add_task("steps", total=None, visible=steps)
 
     def __enter__(self) -> Bars:

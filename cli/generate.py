@@ -20,10 +20,10 @@ def generate(
     name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None,
     size: options.Size = None,
     steps: options.Steps = None,
-    frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None,
-    guidance: Annotated[float | None, option("Scale of guidance.", "X", INPUT)] = None,
-    negative_prompt: Annotated[str | None, option("What to avoid.", "TEXT", INPUT)] = None,
-    image: Annotated[str | None, option("Image file to start from.", "FILE", INPUT)] = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
+    negative_prompt: options.NegativePrompt = None,
+    image: options.Image = None,
     seed: options.Seed = 0,
     set_: options.Fields = None,
     format_: options.Format = None,
@@ -40,7 +40,7 @@ def generate(
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
-    ranks: Annotated[int | None, option("Default: one per GPU.", "N", RANKS)] = None,
+    ranks: options.Ranks = None,
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
     comm_dtype: options.CommDtype = None,
@@ -61,12 +61,7 @@ def generate(
     named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     if prompt is not None and prompts is not None:
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
-    common, fields = {name: value for name, value in named.items() if value is not None}, options.read_fields(set_)
-    for field in common.keys() & fields.keys():
-        raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
-    if size is not None and fields.keys() & {"height", "width"}:
-        raise typer.BadParameter("--size and --set height or width: expected one of them.")
-    common |= fields
+    common = options.call_fields(named, set_)
     pipeline = find_model(model)
     recipe = options.make_recipe(
         pipeline.name,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,16 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars, NoBars
-from para_core.cli.ranks import RankJob, RankReport, in_torchrun, run_job
-from para_core.fleet.foresee import Memory, bytes_of_device, foresee_mesh, given_mesh, predict_memory, without_weights
+from para_core.cli.ranks import RankJob, RankReport, run_job
+from para_core.cli.signals import describe_signal, terminable
+from para_core.fleet.foresee import (
+    Memory,
+    bytes_of_device,
+    foresee_mesh,
+    predict_memory,
+    require_mesh_fits,
+    without_weights,
+)
 from para_core.fleet.models import Model
 from para_core.fleet.names import choose_names, digest, digest_of, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
@@ -31,8 +37,6 @@ from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
 from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
-
-_INTERRUPTED, _TERMINATED = 130, 143
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,7 @@ def make_task(
     chosen = choose_format(model, format_)
     require_name(prefix)
     require_loras(recipe)
-    if recipe.mesh:
-        try:
-            given_mesh(recipe, ranks)
-        except ValueError as error:
-            raise ValueError(f"mesh is too small: {error}") from None
+    require_mesh_fits(recipe, ranks)
     problems: Sequence[Problem] = ()
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None:
@@ -167,13 +167,13 @@ def run_task(task: GenerationTask, debug: bool) -> int:
         console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
     report = RankReport((), ())
     try:
-        with alone_in(task.folder) if first and task.lines else nullcontext(), _terminable():
+        with alone_in(task.folder) if first and task.lines else nullcontext(), terminable():
             report = _generate_lines(task, debug) if task.lines else report
     except (KeyboardInterrupt, SignalException) as end:
-        by_ctrl_c = type(end) is KeyboardInterrupt or getattr(end, "sigval", None) == signal.SIGINT
-        console.print(f"{'interrupted' if by_ctrl_c else 'ended by SIGTERM'}: run the same command again to continue.")
+        ended, code = describe_signal(end)
+        console.print(f"{ended}: run the same command again to continue.")
         _print_results(task, report, console)
-        return _INTERRUPTED if by_ctrl_c else _TERMINATED
+        return code
     except Exception:
         if _made(task):
             _print_results(task, report, console)
@@ -199,27 +199,6 @@ def _print_results(task: GenerationTask, report: RankReport, console: Console) -
 def _made(task: GenerationTask) -> list[str]:
     """Return the names of the results that are complete."""
     return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM. Like Ctrl-C it is no error of the current line."""
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Raise :class:`_Terminated` on SIGTERM, which would end the process without a word. Not on torchrun's ranks."""
-    if in_torchrun() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(signum: int, frame: Any) -> None:
-        raise _Terminated
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +39,10 @@ def read_folder(text: str | Path) -> Path:
 # -- input and output
 Model = Annotated[str | None, option("Folder or Hub name; default: tiny FLUX.", "NAME", INPUT)]
 Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
+Frames = Annotated[int | None, option("Frames of a video.", "N", INPUT)]
+Guidance = Annotated[float | None, option("Scale of guidance.", "X", INPUT)]
+NegativePrompt = Annotated[str | None, option("What to avoid.", "TEXT", INPUT)]
+Image = Annotated[str | None, option("Image file to start from.", "FILE", INPUT)]
 Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
 Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
 Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
@@ -62,6 +66,7 @@ Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIP
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
 
 # -- ranks
+Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]
 Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
 RotateMethod = Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)]
 Timeout = Annotated[float, option("Seconds that ranks wait.", "S", RANKS)]
@@ -86,6 +91,20 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
         except ValueError:
             fields[name] = value
     return fields
+
+
+def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
+    """Return the fields of a request: ``named`` without None, and those of ``--set``.
+
+    Raises:
+        typer.BadParameter: If two options set the same field.
+    """
+    common, fields = {name: value for name, value in named.items() if value is not None}, read_fields(texts)
+    for field in common.keys() & fields.keys():
+        raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
+    if "size" in common and fields.keys() & {"height", "width"}:
+        raise typer.BadParameter("--size and --set height or width: expected one of them.")
+    return common | fields
 
 
 # Options that have another name than the argument or field that they set.

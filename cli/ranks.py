@@ -11,7 +11,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -129,6 +129,22 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
     if ranks == 1 or in_torchrun():
         run_rank(job)
         return None
+    try:
+        launch_ranks(run_rank, replace(job, launched=True), ranks)
+    except ChildFailedError as error:
+        return describe_end(error)
+    return None
+
+
+def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[int, Any]:
+    """Run ``function(job)`` on ``ranks`` new ranks of this machine, and return what it returned, by rank.
+
+    Args:
+        job: Its attribute ``debug`` says whether torchrun's own messages are shown.
+
+    Raises:
+        ChildFailedError: If a rank ended early. :func:`describe_end` says why.
+    """
     if not job.debug:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed."):
@@ -145,11 +161,8 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
             start_method="spawn",
             logs_specs=_logs(logs),
         )
-        try:
-            elastic_launch(config, run_rank)(replace(job, launched=True))
-        except ChildFailedError as error:
-            return _describe_end(error)
-    return None
+        returned: dict[int, Any] = elastic_launch(config, function)(job)
+        return returned
 
 
 def _logs(folder: str) -> Any:
@@ -171,7 +184,8 @@ def _one_thread_per_rank() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-def _describe_end(error: ChildFailedError) -> str:
+def describe_end(error: ChildFailedError) -> str:
+    """Return which rank ended early, and how."""
     # The launcher stops the other ranks with SIGTERM, so another signal or exit code is the cause.
     rank, failure = next(
         ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM),
@@ -187,16 +201,31 @@ def _describe_end(error: ChildFailedError) -> str:
 def run_rank(job: RankJob) -> None:
     """Run the job's lines on this rank. On a launched rank, an error ends the process."""
     quiet(job.debug)
+    with (
+        ending_on_error(
+            lambda reason: _note(job, event="error", reason=reason), debug=job.debug, launched=job.launched
+        ),
+        process_group(job.recipe),
+    ):
+        _run_lines(job)
+
+
+@contextmanager
+def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool) -> Iterator[None]:
+    """End this process if an exception is raised inside and it is a rank, after ``note(sentence)``.
+
+    Args:
+        launched (`bool`): Whether the process that started the ranks shows the sentence.
+    """
     try:
-        with process_group(job.recipe):
-            _run_lines(job)
+        yield
     except Exception as error:
-        _note(job, event="error", reason=sentence(error))
-        if job.debug:
+        note(sentence(error))
+        if debug:
             traceback.print_exc()
         if not dist.is_available() or "RANK" not in os.environ:
             raise
-        if not job.launched:
+        if not launched:
             sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
         # The process ends at once: other ranks may wait for this one in a collective until the launcher stops them.
         sys.stderr.flush()
@@ -224,12 +253,16 @@ def quiet(debug: bool) -> None:
 
 
 @contextmanager
-def process_group(recipe: Recipe) -> Iterator[None]:
-    """Initialize the default process group inside this context, if torchrun started this process."""
+def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
+    """Initialize the default process group inside this context, if torchrun started this process.
+
+    Args:
+        late (`float`, defaults to `0.0`): Seconds by which a rank may come later than others.
+    """
     if not in_torchrun():
         yield
         return
-    dist.init_process_group(timeout=timedelta(seconds=recipe.timeout))
+    dist.init_process_group(timeout=timedelta(seconds=recipe.timeout + late))
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank())
     yield

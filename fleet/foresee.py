@@ -163,6 +163,16 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
 
 
+def require_mesh_fits(recipe: Recipe, ranks: int) -> None:
+    """Raise ValueError if ``ranks`` exceeds what the recipe's largest sizes of mesh dims allow."""
+    if not recipe.mesh:
+        return
+    try:
+        given_mesh(recipe, ranks)
+    except ValueError as error:
+        raise ValueError(f"mesh is too small: {error}") from None
+
+
 def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
     """Return the mesh sizes that follow from the recipe's largest sizes.
 

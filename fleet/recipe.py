@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -28,7 +28,7 @@ from para_core.adapters.weights.text_encoders import (
     text_encoders_of,
 )
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
-from para_core.attention.backend_selection import Backend
+from para_core.attention.backend_selection import EXACT_FORM, Backend
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.instance_patching import original_class
 from para_core.weights.pipefusion import PipeFusion
@@ -258,6 +258,37 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
     _compile(pipe, recipe.compile)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def build_unmodified(recipe: Recipe) -> Any:
+    """Load the pipeline of ``recipe`` on this rank alone, without para_core's changes: no mesh, cache or compilation.
+
+    If the recipe shards weights or keeps them in host memory, diffusers moves each component to the GPU while it runs.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    spares_memory = recipe.weights != "replicate" or recipe.offload is not None or recipe.text_encoders is not None
+    offload: Offload | None = "model" if spares_memory and device == "cuda" else None
+    pipe = _load_whole(replace(recipe, weights="replicate", offload=offload), None, None, device, None)
+    if offload is not None:
+        pipe.enable_model_cpu_offload(device=device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def approximations(recipe: Recipe) -> tuple[str, ...]:
+    """Return the names of the options that make results differ from the exact ones by more than rounding.
+
+    >>> approximations(Recipe("model", cache=0.1, comm_dtype="int8"))
+    ('cache', 'comm_dtype')
+    """
+    values = {
+        "cache": recipe.cache or None,
+        "pipefusion": recipe.pipefusion,
+        "quantize": recipe.quantize,
+        "backend": recipe.backend if recipe.backend in EXACT_FORM else None,
+        "comm_dtype": recipe.comm_dtype,
+    }
+    return tuple(name for name, value in values.items() if value is not None)
 
 
 def _load_whole(

@@ -71,7 +71,7 @@ def generate_batch(
     mesh = mesh_of(pipe)
     previews = _previews(mesh, requests[0], recipe, format_, watch)
     start = time.perf_counter()
-    output = call_pipe(pipe, requests, **_callback(pipe, mesh, watch, previews))
+    output = call_pipe(pipe, requests, **step_callback(pipe, mesh, watch, previews))
     seconds = time.perf_counter() - start
     if mesh is not None and mesh.rank != 0:
         return None
@@ -145,9 +145,12 @@ def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_
     return Previews(request, send, format_=format_, decodes=first or recipe.vae)
 
 
-def _callback(
-    pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None
+def step_callback(
+    pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None = None
 ) -> dict[str, Callable[..., Any]]:
+    """Return the argument of the pipeline's call that calls the functions of ``watch`` at the end of each step, by its
+    name; nothing if the pipeline takes none.
+    """
     if "callback_on_step_end" not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
 

@@ -1,0 +1,252 @@
+"""``para_core bench``: measure one generation on a group of ranks, and compare it with one rank."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from para_core.cli import options
+from para_core.cli.options import INPUT, flag, option
+from para_core.fleet.models import Model, find_model
+from para_core.fleet.outputs import require_file, write_atomically
+
+if TYPE_CHECKING:
+    from para_core.fleet.request import Request
+
+_PROMPT = "a large red circle in the centre on a white background"
+_MB = 1e6
+
+
+def bench(
+    model: options.Model = None,
+    prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _PROMPT,
+    size: options.Size = None,
+    steps: options.Steps = None,
+    frames: options.Frames = None,
+    guidance: options.Guidance = None,
+    negative_prompt: options.NegativePrompt = None,
+    image: options.Image = None,
+    seed: options.Seed = 0,
+    set_: options.Fields = None,
+    out: Annotated[Path | None, option("JSON file of the figures.", "FILE", INPUT)] = None,
+    warmup_runs: Annotated[int, option("Generations before the timed ones.", "N", INPUT, min=0)] = 1,
+    runs: Annotated[int, option("Timed generations.", "N", INPUT, min=1)] = 3,
+    check: Annotated[bool, flag("--check", "Compare the result with that of one rank.", INPUT)] = False,
+    profile: Annotated[Path | None, option("Folder for a trace of each rank.", "DIR", INPUT)] = None,
+    cache: options.Cache = None,
+    compile_: options.Compile = "no",
+    weights: options.Weights = "replicate",
+    text_encoders: options.TextEncoders = None,
+    offload: options.Offload = None,
+    resident_blocks: options.ResidentBlocks = 1,
+    pipefusion: options.PipeFusionPatches = None,
+    quantize: options.Quantize = None,
+    backend: options.Backend = None,
+    vae: options.Vae = False,
+    dtype: options.Dtype = "auto",
+    lora: options.Lora = None,
+    ranks: options.Ranks = None,
+    mesh: options.Mesh = "",
+    rotate_method: options.RotateMethod = None,
+    comm_dtype: options.CommDtype = None,
+    timeout: options.Timeout = 600,
+    debug: options.Debug = False,
+) -> None:
+    """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from para_core.cli.measurement import MeasurementJob, measure
+    from para_core.cli.ranks import count_ranks, quiet
+    from para_core.cli.signals import describe_signal, terminable
+    from para_core.fleet.foresee import require_mesh_fits
+    from para_core.fleet.recipe import require_loras
+
+    quiet(debug)
+    named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}
+    named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
+    common = options.call_fields(named, set_)
+    pipeline = find_model(model)
+    recipe = options.make_recipe(
+        pipeline.name,
+        mesh=mesh,
+        cache=cache,
+        lora=lora,
+        dtype=dtype,
+        rotate_method=rotate_method,
+        compile=compile_,
+        weights=weights,
+        text_encoders=text_encoders,
+        offload=offload,
+        resident_blocks=resident_blocks,
+        pipefusion=pipefusion,
+        quantize=quantize,
+        backend=backend,
+        comm_dtype=comm_dtype,
+        vae=vae,
+        timeout=timeout,
+    )
+    num_ranks = count_ranks(ranks, 1)
+    require_loras(recipe)
+    require_mesh_fits(recipe, num_ranks)
+    _require_new_file(out)
+    _require_new_traces(profile, num_ranks)
+    request = _read_request(pipeline, common, prompt, seed)
+    job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
+    try:
+        with terminable():
+            figures = measure(job, num_ranks)
+    except (KeyboardInterrupt, SignalException) as end:
+        ended, code = describe_signal(end)
+        Console(stderr=True, soft_wrap=True, quiet=not _is_first()).print(f"{ended}: there are no figures.")
+        raise typer.Exit(code) from None
+    if figures is None:
+        return
+    _print(figures, Console(highlight=False))
+    if out is not None:
+        write_atomically(out, (json.dumps(figures, indent=2) + "\n").encode())
+    if check and not figures["check"]["passed"]:
+        raise typer.Exit(1)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _require_new_file(path: Path | None) -> None:
+    if not _is_first():
+        return
+    require_file(path)
+    if path is not None and path.exists():
+        raise FileExistsError(f"{path} exists, and is not overwritten. Use another file with --out, or delete it.")
+
+
+def _require_new_traces(folder: Path | None, ranks: int) -> None:
+    """Make the folder of the traces.
+
+    Raises:
+        OSError: If it cannot be written to, or has a trace already.
+    """
+    if folder is None:
+        return
+    from para_core.cli.measurement import trace_path
+    from para_core.cli.ranks import in_torchrun
+
+    own = [int(os.environ["RANK"])] if in_torchrun() else range(ranks)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--profile {folder}: {error.strerror}. Use another folder.") from error
+    for path in (trace_path(folder, rank) for rank in own):
+        require_file(path)
+        if path.exists():
+            raise FileExistsError(f"{path} exists, and is not overwritten. Use another folder with --profile.")
+
+
+def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
+    from para_core.fleet.request import make_request
+
+    if "prompt" in model.fields:
+        common = {"prompt": prompt, **common}
+    request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    for name in model.images:
+        if model.fields[name] is inspect.Parameter.empty and name not in request.images:
+            raise typer.BadParameter(f"{model.pipeline} needs --{'image' if name == 'image' else f'set {name}=FILE'}.")
+    return request
+
+
+# -- output
+
+
+def _print(figures: dict[str, Any], console: Console) -> None:
+    """Print the figures: tables in a terminal, Markdown elsewhere."""
+    console.print(_title(figures), markup=False, soft_wrap=True)
+    seconds = figures["seconds"]
+    rows = [
+        [f"s per {name}", *(f"{values[key]:.4g}" for key in ("median", "min", "max"))]
+        for name, values in (("generation", seconds["per generation"]), ("step", seconds["per step"]))
+        if values is not None
+    ]
+    _print_table(["", "median", "min", "max"], rows, console)
+    _print_table(
+        ["rank", "device MB", "host MB", "launches per step", "MB sent per step", "MB sent"],
+        [
+            [
+                str(index),
+                _number(rank["device memory"], _MB),
+                _number(rank["host memory"], _MB),
+                _number(rank["launches per step"]),
+                _number(rank["bytes sent per step"], _MB),
+                _number(rank["bytes sent"], _MB),
+            ]
+            for index, rank in enumerate(figures["ranks"])
+        ],
+        console,
+    )
+    if figures["recipe"]["compile"] != "no":
+        console.print("Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True)
+    if figures["check"] is not None:
+        for line in describe_check(figures["check"]):
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _title(figures: dict[str, Any]) -> str:
+    mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
+    request, runs, warmup_runs = figures["request"], figures["runs"], figures["warmup_runs"]
+    sizes = [str(request[name]) for name in ("width", "height", "num_frames") if request.get(name) is not None]
+    parts = [
+        figures["pipeline"],
+        *([" × ".join(sizes)] if sizes else []),
+        *([f"{request['num_inference_steps']} steps"] if request.get("num_inference_steps") else []),
+        figures["dtype"],
+        f"{len(figures['ranks'])} × {figures['device']}" + (f" ({mesh})" if mesh else ""),
+        f"{runs} run{'s' if runs > 1 else ''} after {warmup_runs} to warm up",
+    ]
+    return ", ".join(parts)
+
+
+def _number(value: float | None, unit: float = 1) -> str:
+    return "" if value is None else f"{value / unit:.5g}"
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    if not console.is_terminal:
+        lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---:"] * len(heads), *rows)]
+        console.print("\n" + "\n".join(lines) + "\n", markup=False, soft_wrap=True)
+        return
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def describe_check(check: dict[str, Any]) -> list[str]:
+    """Return the lines on a comparison of :func:`para_core.cli.comparison.compare`."""
+    from para_core.cli.comparison import ROUNDINGS
+
+    lossy, error, bound = check["approximations"], check["relative error"], check["bound"]
+    shown = "not finite" if error is None else f"{error:.3g}"
+    if lossy:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in lossy)
+        first = f"not exact ({names}): relative error {shown} from one rank with the same options; no bound applies"
+    else:
+        first = (
+            f"{'exact' if check['passed'] else 'WRONG'}: relative error {shown} from the unmodified pipeline on one "
+            f"rank; another order of sums explains at most {bound:.3g} ({ROUNDINGS} times what one rounding of each "
+            "output of the transformer changes)"
+        )
+    return [
+        first,
+        f"two runs: {'the same bits' if check['runs equal'] else 'different bits'}",
+        f"all ranks: {'the same bits' if check['ranks equal'] else 'different bits'}",
+    ]

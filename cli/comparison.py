@@ -1,0 +1,151 @@
+"""Comparison of a generation on all ranks with the same generation on one rank."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from para_core.adapters.registry import transformers_of
+from para_core.fleet.recipe import Recipe, approximations, build, build_unmodified, dtype_of
+from para_core.fleet.request import Request
+from para_core.fleet.work import call_pipe
+from para_core.planner.launch_counter import tensors_in
+
+# One rounding per call of the transformer stands for the roundings of all its operators, which other orders of sums
+# change as well: a bound is so many times what it changes.
+ROUNDINGS = 32
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The result of one rank, pixels in 0 to 1.
+
+    Args:
+        rounding (`float`, *optional*): Relative change of the result if each output of the transformer is rounded
+            differently by one unit in the last place. None if the options are approximations.
+    """
+
+    pixels: np.ndarray[Any, Any]
+    rounding: float | None
+
+    @property
+    def bound(self) -> float | None:
+        """Largest relative error that another order of floating-point operations explains."""
+        return None if self.rounding is None else ROUNDINGS * self.rounding
+
+
+def make_reference(recipe: Recipe, request: Request) -> Reference:
+    """Generate on this rank alone, without a process group: with the unmodified pipeline, or with the recipe's options
+    if some of them are approximations.
+    """
+    if approximations(recipe):
+        alone = replace(
+            recipe, mesh=(), weights="replicate", text_encoders=None, rotate_method=None, comm_dtype=None, vae=False
+        )
+        reference = Reference(_generate(build(replace(alone, compile="no")), request), None)
+    else:
+        pipe = build_unmodified(recipe)
+        pixels = _generate(pipe, request)
+        with _rounded_differently(pipe):
+            rounding = relative_error(_generate(pipe, request), pixels)
+        reference = Reference(pixels, max(rounding, torch.finfo(dtype_of(recipe)).eps))
+        del pipe
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return reference
+
+
+def compare(
+    pipe: Any, request: Request, recipe: Recipe, reference: Reference | None, progress: Callable[[], None]
+) -> dict[str, Any]:
+    """Generate twice on all ranks, and return how the results compare. A collective call.
+
+    Args:
+        reference: The result of :func:`make_reference` on the first rank, None on others.
+        progress: Called after each generation.
+    """
+    results = []
+    for _ in range(2):
+        results.append(_generate(pipe, request))
+        progress()
+    digests = [hashlib.sha256(pixels.tobytes()).hexdigest() for pixels in results]
+    of_ranks = _gather(digests)
+    ranks_equal = all(rank[0] == of_ranks[0][0] for rank in of_ranks)
+    if not ranks_equal:
+        # Each rank then needs the reference for its own error.
+        reference = _from_first_rank(reference)
+    errors = _gather(None if reference is None else relative_error(results[0], reference.pixels))
+    error = max(float(error) for error in errors if error is not None)
+    bound = None if reference is None else reference.bound
+    return {
+        "approximations": list(approximations(recipe)),
+        # JSON has no infinity.
+        "relative error": error if math.isfinite(error) else None,
+        "bound": bound,
+        "runs equal": all(rank[0] == rank[1] for rank in of_ranks),
+        "ranks equal": ranks_equal,
+        "passed": bound is None or error <= bound,
+    }
+
+
+def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    """Return ``‖pixels - expected‖ / ‖expected‖``, infinite if the shapes differ or a value is no number."""
+    if pixels.shape != expected.shape:
+        return float("inf")
+    expected = expected.astype(np.float64)
+    error = float(np.linalg.norm(pixels - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
+    return error if math.isfinite(error) else float("inf")
+
+
+def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
+    """Return the pixels of a generation in 0 to 1, before they are rounded to bytes."""
+    output = call_pipe(pipe, [request], output_type="np")
+    frames = getattr(output, "frames", None)
+    return np.asarray(output.images if frames is None else frames, dtype=np.float32)
+
+
+@contextmanager
+def _rounded_differently(pipe: Any) -> Iterator[None]:
+    """Change each element of the denoiser's outputs by one unit in the last place, up or down, inside this context."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(module: nn.Module, args: Any, output: Any) -> None:
+        for x in tensors_in(output):
+            if x.is_floating_point():
+                signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device, x.dtype) * 2 - 1
+                x.mul_(1 + torch.finfo(x.dtype).eps * signs)
+
+    parts: list[Any] = [*transformers_of(pipe).values(), getattr(pipe, "unet", None)]
+    handles = [part.register_forward_hook(change) for part in parts if isinstance(part, nn.Module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _from_first_rank(value: Any) -> Any:
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]

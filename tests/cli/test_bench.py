@@ -1,0 +1,241 @@
+"""``para_core bench``: its figures are those of the counters, and its comparison sees a wrong result."""
+
+import gzip
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import para_core.cli.measurement
+from benchmarks.harness import counted_traffic
+from para_core.cli.app import run
+from para_core.cli.comparison import Reference, compare, make_reference, relative_error
+from para_core.cli.measurement import count_run, timed_run
+from para_core.fleet.recipe import Recipe, approximations, build
+from para_core.fleet.request import Request
+from para_core.fleet.work import call_pipe
+
+ROOT = Path(__file__).parents[2]
+TINY_FLUX, TINY_WAN = ROOT / "zoo/flux/pipeline", ROOT / "zoo/video/pipeline"
+FIELDS = {"prompt": "a", "width": 48, "height": 32, "num_inference_steps": 3, "max_sequence_length": 13}
+SMALL = ["--size", "48x32", "--steps", "2", "--runs", "2", "--warmup-runs", "0"]
+
+
+def bench(*options):
+    return run(["bench", *SMALL, *options])
+
+
+def not_called(*_):
+    raise AssertionError("the pipeline was loaded")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that a generation on one rank dispatches, except views and allocations."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        name = func.overloadpacket.__name__
+        self.launches += not (is_view or "empty" in name or name in ("_unsafe_view", "_fused_sdp_choice"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_rank_is_measured_and_compared(tmp_path, capsys):
+    out, traces = tmp_path / "figures.json", tmp_path / "traces"
+    assert bench("--check", "--out", str(out), "--profile", str(traces)) == 0
+    figures = json.loads(out.read_text())
+    seconds = figures["seconds"]
+    assert len(seconds["per generation"]["each"]) == 2
+    assert [len(steps) for steps in seconds["per step"]["steps of first rank"]] == [1, 1]
+    # A generation has two steps, the text and the VAE.
+    assert 0 < seconds["per step"]["median"] < seconds["per generation"]["median"]
+    (rank,) = figures["ranks"]
+    assert (rank["bytes sent"], rank["collectives"], rank["device memory"]) == (0, 0, None)
+    # At least the weights, in float32.
+    assert rank["host memory"] > sum(path.stat().st_size for path in TINY_FLUX.rglob("*.safetensors"))
+    check = figures["check"]
+    assert check["relative error"] == 0 and check["bound"] > 0
+    assert check["runs equal"] and check["ranks equal"] and check["passed"]
+    assert [path.name for path in traces.iterdir()] == ["rank-0.json.gz"]
+    shown = capsys.readouterr().out
+    assert re.search(r"\| s per generation \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \|", shown)
+    # Neither is overwritten.
+    for options in (["--out", str(out)], ["--profile", str(traces)]):
+        assert bench(*options) == 1
+        assert re.match(r"error: .*figures.json|error: .*rank-0.json.gz", capsys.readouterr().err)
+
+
+def test_launches_are_those_dispatched():
+    pipe = build(Recipe(str(TINY_FLUX)))
+    at_steps = []
+
+    def note(pipe, step, time, tensors):
+        at_steps.append(operators.launches)
+        return {}
+
+    with Operators() as operators:
+        call_pipe(pipe, [Request(FIELDS)], callback_on_step_end=note)
+    counted = count_run(pipe, Request(FIELDS))
+    assert counted["launches"] == operators.launches
+    assert counted["launches per step"] == (at_steps[2] - at_steps[0]) / 2
+
+
+@pytest.mark.parametrize(("approximation", "passes"), [([], False), (["--cache", "0.1"], True)])
+def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, passes):
+    def build_wrong(recipe):
+        pipe = build(recipe)
+        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1.001, *output[1:]))
+        return pipe
+
+    monkeypatch.setattr(para_core.cli.measurement, "build", build_wrong)
+    out = tmp_path / "figures.json"
+    assert bench("--check", "--runs", "1", "--out", str(out), *approximation) == int(not passes)
+    check = json.loads(out.read_text())["check"]
+    assert check["relative error"] > 1e-4
+    assert check["passed"] == passes
+    assert (check["bound"] is None) == passes
+    assert ("--cache" in capsys.readouterr().out) == passes
+
+
+def test_missing_and_infinite_pixels_are_no_result():
+    pixels = np.ones((2, 3, 3), np.float32)
+    assert relative_error(pixels, pixels[:1]) == float("inf")
+    assert relative_error(np.full_like(pixels, np.nan), pixels) == float("inf")
+    assert relative_error(pixels * 1.5, pixels) == 0.5
+
+
+def test_only_options_that_approximate_have_no_bound():
+    assert approximations(Recipe("m", cache=0.0, backend="math", vae=True, compile="whole", weights="fsdp")) == ()
+    options = {"cache": "default", "backend": "triton-int8", "comm_dtype": "int8", "quantize": "int8", "pipefusion": 2}
+    assert set(approximations(Recipe("m", **options))) == set(options)
+
+
+def count_on_ranks(mesh):
+    recipe = Recipe(str(TINY_FLUX), mesh=mesh)
+    request = Request({**FIELDS, "true_cfg_scale": 2.0, "negative_prompt": "b"} if dict(mesh).get("batch") else FIELDS)
+    with counted_traffic() as traffic:
+        call_pipe(build(recipe), [request])
+    counted = count_run(build(recipe), request)
+    runs = timed_run(build(recipe), request)
+    return counted, traffic.bytes, traffic.collectives, runs
+
+
+@pytest.mark.parametrize("mesh", [(("ring", 2),), (("batch", 2),)])
+def test_bytes_are_those_of_the_traffic_counter(rank_pool, mesh):
+    for counted, sent, collectives, timed in rank_pool.run(count_on_ranks, 2, mesh):
+        assert counted["bytes sent"] == sent > 0
+        assert counted["collectives"] == collectives
+        assert 0 < counted["bytes sent per step"] <= sent / 3
+        assert len(timed["steps"]) == 2
+
+
+def compare_on_ranks(pixels, wrong):
+    recipe = Recipe(str(TINY_FLUX), mesh=(("ulysses", 2),))
+    pipe = build(recipe)
+    rank = torch.distributed.get_rank()
+    if rank == wrong:
+        decode = pipe.vae.decode
+        pipe.vae.decode = lambda *args, **kwargs: (decode(*args, **kwargs)[0] * 1.01,)
+    reference = Reference(pixels, 1e-6) if rank == 0 else None
+    return compare(pipe, Request(FIELDS), recipe, reference, lambda: None)
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
+    reference = make_reference(Recipe(str(TINY_FLUX)), Request(FIELDS))
+    first, second = rank_pool.run(compare_on_ranks, 2, reference.pixels, wrong)
+    assert first["ranks equal"] == (wrong is None)
+    assert first["passed"] == (wrong is None), first
+    assert second["relative error"] in (None, first["relative error"])
+
+
+def test_two_ranks_are_compared_and_profiled(tmp_path):
+    out, traces = tmp_path / "figures.json", tmp_path / "traces"
+    assert bench("--runs", "1", "--ranks", "2", "--check", "--out", str(out), "--profile", str(traces)) == 0
+    figures = json.loads(out.read_text())
+    assert figures["mesh"]["ring"] * figures["mesh"]["ulysses"] == 2
+    assert 0 < figures["check"]["relative error"] < figures["check"]["bound"] < 1e-3
+    assert figures["check"]["ranks equal"]
+    assert all(rank["bytes sent"] > 0 for rank in figures["ranks"])
+    for rank in range(2):
+        with gzip.open(traces / f"rank-{rank}.json.gz") as file:
+            events = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert "c10d::alltoall_base_" in events
+        assert "para_core: one generation" in events
+
+
+def test_a_video_is_measured(tmp_path):
+    out = tmp_path / "figures.json"
+    options = ["--model", str(TINY_WAN), "--size", "32x32", "--frames", "5", "--steps", "2", "--warmup-runs", "0"]
+    assert run(["bench", *options, "--runs", "1", "--check", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["check"]["relative error"] == 0
+
+
+@pytest.fixture
+def image_to_image(tmp_path):
+    """Folder of a pipeline that starts from an image, with the weights of the tiny FLUX."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for part in TINY_FLUX.iterdir():
+        (folder / part.name).symlink_to(part)
+    index = json.loads((TINY_FLUX / "model_index.json").read_text())
+    (folder / "model_index.json").unlink()
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxImg2ImgPipeline"}))
+    return str(folder)
+
+
+def test_an_image_is_an_input(tmp_path, image_to_image):
+    Image.new("RGB", (48, 32), "red").save(tmp_path / "red.png")
+    out = tmp_path / "figures.json"
+    options = ["--model", image_to_image, "--image", str(tmp_path / "red.png"), "--set", "max_sequence_length=13"]
+    assert bench(*options, "--runs", "1", "--set", "strength=0.9", "--out", str(out)) == 0
+    assert json.loads(out.read_text())["pipeline"] == "FluxImg2ImgPipeline"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--runs", "0"], "--runs"),
+        (["--warmup-runs", "-1"], "--warmup-runs"),
+        (["--steps", "0"], "--steps"),
+        (["--frames", "3"], "--frames"),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "2", "--mesh", "ring=1,ulysses=1"], "--mesh"),
+        (["--set", "num_inference_steps=3", "--set", "num_inference_steps=4"], "--set"),
+    ],
+)
+def test_bad_options_exit_with_2(monkeypatch, capsys, options, named):
+    monkeypatch.setattr(para_core.cli.measurement, "build", not_called)
+    assert run(["bench", *options]) == 2
+    assert named in " ".join(capsys.readouterr().err.split())
+
+
+def test_sigterm_ends_with_a_sentence_and_no_figures(tmp_path, monkeypatch, capsys):
+    def end(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(para_core.cli.measurement, "build", end)
+    out = tmp_path / "figures.json"
+    assert bench("--out", str(out)) == 143
+    assert "SIGTERM" in capsys.readouterr().err
+    assert not out.exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux only")
+def test_host_memory_counts_from_the_reset():
+    large = torch.ones(60_000_000)
+    before = para_core.cli.measurement._memory()["host memory"]
+    del large
+    para_core.cli.measurement._reset_memory()
+    assert para_core.cli.measurement._memory()["host memory"] < before - 200e6
