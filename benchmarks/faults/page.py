@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.faults.cells import FAULTY_RANK, GIVEN_FAULTS, LINK_FAULTS, MOMENTS, PROCESS_FAULTS, Cell, all_cells
@@ -95,19 +96,26 @@ def _is_slow(result: dict[str, Any]) -> bool:
 
 
 def _tables(results: dict[str, Any]) -> list[str]:
-    """Return the table of the first pipeline and mesh. The JSON has the others."""
+    """Return the table of the first pipeline and mesh, with one row for all given values. The JSON has the others."""
     first = next(iter(all_cells()))
-    rows = []
-    for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
-        cells = [results.get(Cell(first.pipeline, first.mesh, fault, moment).name) for moment in MOMENTS]
-        rows.append([fault, *map(_shown, cells)])
+
+    def cells(faults: Iterable[str], moment: str) -> list[dict[str, Any] | None]:
+        return [results.get(Cell(first.pipeline, first.mesh, fault, moment).name) for fault in faults]
+
+    rows = [
+        [", ".join(faults).replace(", another", ","), *(_shown(cells(faults, moment)) for moment in MOMENTS)]
+        for faults in (*((fault,) for fault in (*PROCESS_FAULTS, *LINK_FAULTS)), (*GIVEN_FAULTS,))
+    ]
     return [f"**{first.pipeline}, {first.mesh}**", "", *markdown_table(["fault", *MOMENTS], rows)]
 
 
-def _shown(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "–"
-    survivors = _survivors(result)
-    seconds = max((rank.get("seconds", 0.0) for rank in survivors), default=0.0)
-    kind = "image" if all("error" in rank for rank in survivors) else "error"
-    return f"{seconds:.1f} s, {kind}" if result["verdict"] == "good" else f"**{result['verdict']}**"
+def _shown(found: list[dict[str, Any] | None]) -> str:
+    """Return the most seconds of some cells, and how each of them ended."""
+    results = [result for result in found if result is not None]
+    bad = dict.fromkeys(result["verdict"] for result in results if result["verdict"] != "good")
+    if bad or not results:
+        return f"**{', '.join(bad)}**" if bad else "–"
+    ranks = [_survivors(result) for result in results]
+    seconds = max(rank.get("seconds", 0.0) for survivors in ranks for rank in survivors)
+    kinds = ("image" if all("error" in rank for rank in survivors) else "error" for survivors in ranks)
+    return f"{seconds:.1f} s, {' or '.join(dict.fromkeys(kinds))}"

@@ -25,8 +25,6 @@ SUMMARY_ROWS = {
     "any number of heads (3)": "3 heads",
     "a mask of keys": "bool mask of keys `[B, 1, 1, S]`",
     "text replicated, image sharded": NO_NOTION,
-    "grouped queries, 6 / 2 heads": "`enable_gqa`, 6 / 2 heads",
-    "gradients": "gradients",
     "`torch.compile(fullgraph=True)`": "`torch.compile(fullgraph=True)`",
 }
 
