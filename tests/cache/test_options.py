@@ -45,7 +45,7 @@ def run(request):
         apply_cache_on_pipe(pipe, **{"residual_diff_threshold": 0.1, "adapter": ADAPTER, **plain, **options})
         if request.param == "graph":
             torch._dynamo.reset()
-            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
+            pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
         return pipe(first, rest, size=size), cache_report(pipe)
 
     return run
