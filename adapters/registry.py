@@ -25,6 +25,8 @@ _DESCRIBE_BLOCKS = "pass adapter=Adapter(transformer='…', pipelines='…', blo
 # refused with the reason, or described by adapter=.
 USUAL_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 _CLASSES = frozenset(adapter.transformer for adapter in ADAPTERS)
+# Name of LTX-2.5's decoder, which denoises pixels.
+DIFFUSION_DECODER = "diffusion_decoder"
 
 
 def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
@@ -136,6 +138,14 @@ def unets_of(pipe: Any) -> dict[str, nn.Module]:
     nets = enumerate(getattr(controlnet, "nets", ()))
     paths = {"controlnet": controlnet, **{f"controlnet.nets.{index}": uncompiled(net) for index, net in nets}}
     return {"unet": unet, **{path: module for path, module in paths.items() if unet_adapter(module) is not None}}
+
+
+def decoders_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the diffusion decoder of a pipeline that only decodes, by the name of the component."""
+    module = uncompiled(getattr(pipe, DIFFUSION_DECODER, None))
+    if not isinstance(module, nn.Module) or transformers_of(pipe) or unets_of(pipe):
+        return {}
+    return {DIFFUSION_DECODER: module}
 
 
 def unet_adapter(unet: Any) -> UnetAdapter | None:

@@ -25,6 +25,7 @@ from para_core.adapters.compatibility.diffusers_features import (
 from para_core.adapters.consistency.arguments import require_same_inputs
 from para_core.adapters.registry import (
     component_of,
+    decoders_of,
     refuse_cache_on_unet,
     refuse_cache_without_transformer,
     refuse_class_without_plan,
@@ -101,6 +102,11 @@ def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedMo
     """Return the transformers, or UNets, of ``pipe``. Without any, return one whose module is None."""
     modules = transformers_of(pipe) or unets_of(pipe)
     return [CheckedModel(pipe, module, name, adapter) for name, module in modules.items()] or [CheckedModel(pipe, None)]
+
+
+def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
+    """Return :func:`models_to_check`; none of a pipeline that only decodes."""
+    return [] if decoders_of(pipe) else models_to_check(pipe, adapter)
 
 
 def check_parallelize(

@@ -16,18 +16,25 @@ class VaeAdapter:
     Args:
         vae: Name of the class.
         encode, decode: Innermost methods that take and return images ``[..., H, W]`` and whose callers do not depend on
-            the size of an image. Slices over the batch are made by the callers.
+            the size of an image. Slices over the batch are made by the callers. ``encode`` is None for a decoder.
         tiled: Methods that tile and blend. They take and return all rows.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Reason why the tiles of a class with tiling cannot be distributed; empty if they can.
+        windows: Whether it is a diffusion decoder whose attention sees a window around each pixel.
     """
 
     vae: str
-    encode: str = "_encode"
+    encode: str | None = "_encode"
     decode: str = "_decode"
     tiled: tuple[str, ...] = ("tiled_encode", "tiled_decode")
     only_tiled: bool = False
     why_not_tiles: str = ""
+    windows: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of ``encode``, if there is one, and ``decode``."""
+        return (self.decode,) if self.encode is None else (self.encode, self.decode)
 
     @property
     def distributes_tiles(self) -> bool:
@@ -84,6 +91,14 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("Cosmos3AVAEAudioTokenizer", decode="decode", tiled=_PLAIN),
         VaeAdapter("Kandinsky6SRVAE", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("LongCatAudioDiTVae", encode="encode", decode="decode", tiled=_PLAIN),
+        VaeAdapter(
+            "LTX2VideoDiffusionDecoderModel",
+            encode=None,
+            decode="decode",
+            tiled=("tiled_decode",),
+            why_not_tiles="it draws the noise of each tile after that of the tile before",
+            windows=True,
+        ),
     )
 }
 

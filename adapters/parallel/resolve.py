@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.compatibility.phases import check_parallelize, models_to_check
+from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
 from para_core.adapters.components import TextEncoders
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
@@ -21,7 +21,7 @@ from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import FusedPipe, patches_of
@@ -67,12 +67,12 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     """
     if mesh is None:
         # The default mesh depends on the model.
-        check_parallelize(models_to_check(pipe, options.adapter))
+        check_parallelize(models_to_parallelize(pipe, options.adapter))
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
     ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
-        check_parallelize(models_to_check(pipe, options.adapter), guided, unshards=unshards)
-        autoencoders = _vaes_of(pipe) if options.vae else []
+        check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
+        autoencoders = _vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
         _require_transformer(pipe, options)
         _require_weights_fit(guided, options)
         placement = _placement_of_text_encoders(pipe, guided, options)
@@ -129,7 +129,7 @@ def _parts_of_pipe(
     if mesh.ranks == 1 and options.pipefusion is None and not options.offloads:
         return []
     unets = unets_of(pipe)
-    batched = bool(unets) or any(part.plan.batched for part in transformers)
+    batched = bool(unets) or bool(decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
         transformers_of(pipe),
         unets,
@@ -179,13 +179,12 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
 
 
 def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if ``pipe`` has a UNet and the user gave an option that only a transformer takes."""
+    """Raise ``ValueError`` if ``pipe`` has no transformer and the user gave an option that only one takes."""
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
-            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard the rows of a UNet's "
-            "images. "
-            "Leave these options out. weights='fsdp' shards its text encoders."
+            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard rows of images. Leave these "
+            "options out. weights='fsdp' shards its text encoders."
         )
 
 
@@ -195,9 +194,8 @@ def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
     if mesh.pipe.size > 1:
         raise ValueError(
             f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds the full weights of "
-            "its own blocks only. "
-            "Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, components=[...]) shards "
-            "text encoders."
+            "its own blocks only. Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, "
+            "components=[...]) shards text encoders."
         )
     require_mesh_fits(mesh, options.weights)
 
@@ -216,17 +214,19 @@ def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOption
 
 
 def _vaes_of(pipe: Any) -> list[nn.Module]:
-    """Return the autoencoders of ``pipe`` that run on all ranks, ``pipe.vae`` first.
+    """Return the autoencoders and the diffusion decoder of ``pipe`` that run on all ranks, ``pipe.vae`` first.
 
     Raises:
-        TypeError: If ``pipe.vae`` is not a module.
+        TypeError: If ``pipe.vae`` is not a module, unless ``pipe`` only decodes.
     """
+    if decoders := decoders_of(pipe):
+        return list(decoders.values())
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, nn.Module):
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
-    sound = [getattr(pipe, name, None) for name in _SOUND_VAES]
+    others = [getattr(pipe, name, None) for name in (*_SOUND_VAES, DIFFUSION_DECODER)]
     # A sound autoencoder without an adapter is small, so every rank decodes with all of it.
-    return [vae, *[part for part in sound if isinstance(part, nn.Module) and vae_adapter(part) is not None]]
+    return [vae, *[part for part in others if isinstance(part, nn.Module) and vae_adapter(part) is not None]]
 
 
 # -- parts. Each applies itself and returns its undo.

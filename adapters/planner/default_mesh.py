@@ -116,7 +116,7 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
     """Create the default mesh over all ranks. Return it with the default ``rotate_method`` for it."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
-        transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()))
+        transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()), None)
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
     # The planner does not know the network between hosts. choose_mesh keeps Ulysses within a host.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -18,6 +18,7 @@ from para_core.adapters.consistency.arguments import describe
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
+from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
 from para_core.adapters.rows.groups import RowRanks, on_rows
 from para_core.adapters.rows.output import Gather, deliver, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
@@ -54,6 +55,11 @@ _MAX_COMPARED = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
     "method='exact', and vae.disable_tiling()."
+)
+
+_NO_WINDOWS_IN_GRAPHS = (
+    "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made in a graph. "
+    "Call it uncompiled, or unparallelize_vae(vae)."
 )
 
 
@@ -135,7 +141,7 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     if method == "tiled" and not (adapter.tiled and adapter.distributes_tiles):
         reason = adapter.why_not_tiles or "diffusers has no tiling for it"
         raise ValueError(f"the tiles of {adapter.vae} cannot be distributed: {reason}. Use method='exact'.")
-    replaced = next((name for name in (adapter.encode, adapter.decode) if name in vars(module)), None)
+    replaced = next((name for name in adapter.methods if name in vars(module)), None)
     if replaced is not None:
         raise RuntimeError(
             f"{adapter.vae}.{replaced} is set on this instance, and would be called instead of the method that runs on "
@@ -152,9 +158,15 @@ def unparallelize_vae(vae: Vae) -> Vae:
     return vae
 
 
+def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
+    """Return the random generators among ``values`` and in their lists."""
+    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in flat if isinstance(x, torch.Generator)]
+
+
 def _parts(vae: nn.Module) -> list[nn.Module]:
     parts = [getattr(vae, name, None) for name in ("encoder", "decoder")]
-    return [part for part in parts if isinstance(part, nn.Module)]
+    return [*[part for part in parts if isinstance(part, nn.Module)], *window_attentions(vae)]
 
 
 def _mesh(
@@ -181,18 +193,22 @@ class _VaeRun:
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
         # Compiled functions call these instead of the wrapped methods.
-        methods: dict[Way, str] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
+        methods: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in methods.items()
+            if name is not None
         }
+        self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
         self.places: Places = {}  # exchanged in the first call
         self.mode: SpatialShardMode | None = None  # set while a call runs on rows
         self.distributed_tiles: Tiles | None = None  # set while tiles are distributed
 
     def attach(self, vae: Any) -> None:
         """Wrap the methods of ``vae`` that take and return images, and those that tile."""
-        handlers = {self.adapter.encode: self.encode, self.adapter.decode: self.decode}
+        handlers: dict[str, Callable[..., Any]] = {self.adapter.decode: self.decode}
+        if self.adapter.encode is not None:
+            handlers[self.adapter.encode] = self.encode
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
@@ -201,6 +217,8 @@ class _VaeRun:
                 handlers["clear_cache"] = self.clear
         for name, handler in handlers.items():
             wrap_method(vae, name, _KEY, handler, order=WrapperPriority.PARALLEL)
+        if self.decoder is not None:
+            self.decoder.attach(vae, _KEY)
 
     def encode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self.run(vae, call, args, kwargs, "encode")
@@ -218,7 +236,7 @@ class _VaeRun:
             if self.method == "tiled" or self.adapter.only_tiled:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
             return self.graphs[way](*args, **kwargs)
-        self.check(vae, args[0])
+        self.check(vae, args[0], _generators_in([*args[1:], *kwargs.values()]))
         self.places = self.places or places_of_all(self.mesh)
         with torch.no_grad(), random_state_of_first_rank(self.mesh) as token, reasons_shared(token, self.places):
             return self.computed(vae, call, way, *args, **kwargs)
@@ -228,6 +246,12 @@ class _VaeRun:
 
         Each rank holds the pixels of at least two rows of latents.
         """
+        if self.decoder is not None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(_NO_WINDOWS_IN_GRAPHS)
+            with self.decoder.decoding(x):
+                compute = partial(call, vae, x, *args, **kwargs)
+                return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
             compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
             return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
@@ -316,7 +340,7 @@ class _VaeRun:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
 
-    def check(self, vae: Any, x: Tensor) -> None:
+    def check(self, vae: Any, x: Tensor, generators: Sequence[torch.Generator]) -> None:
         """Raise on every rank unless all ranks can run this call, with equal inputs and settings."""
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
@@ -333,6 +357,8 @@ class _VaeRun:
         values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
         record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
+        if generators:
+            record["generators"] = describe(generators)
         check_consistent(problem or signature(record), self.mesh, explain=self.explain)
 
     def explain(self, records: list[Record]) -> str:

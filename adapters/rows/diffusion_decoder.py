@@ -1,0 +1,176 @@
+"""Diffusion decoders on several ranks, each with rows of the video. Their attention sees a window around each pixel.
+
+Read against diffusers 0.42 `ltx2_diffusion_decoder.py`. Everything but the attention computes each token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from para_core.distributed.mesh import MeshDim
+from para_core.instance_patching import WrapperPriority, wrap_alike, wrap_method
+from para_core.spatial.fetch import fetch, gather, part_of
+from para_core.spatial.rows import Layout, Range, even, held
+from para_core.spatial.tag import RowTag, tagged
+
+_ORDER = WrapperPriority.PARALLEL
+
+
+def window_attentions(module: nn.Module) -> list[nn.Module]:
+    """Return the attention modules of ``module`` that see a window around each pixel."""
+    return [part for part in module.modules() if hasattr(part, "build_block_mask")]
+
+
+@lru_cache(maxsize=4096)
+def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
+    """Return the rows that the queries of each rank attend to. A window at the edge of the video is shifted inward.
+
+    >>> windows((3, 3, 2), kernel=5)
+    ((0, 5), (1, 8), (3, 8))
+    """
+    total = sum(layout)
+
+    def first(query: int) -> int:
+        return max(min(query - kernel // 2, total - kernel), 0)
+
+    return tuple([(first(start), min(first(stop - 1) + kernel, total)) for start, stop in held(layout)])
+
+
+class DecoderRows:
+    """Wrappers of a diffusion decoder, by which each rank computes rows of the video (columns, if it is wider).
+
+    Each rank draws the noise of all rows, as one process does, and keeps that of its own.
+
+    Args:
+        ranks: Ranks over which the rows are sharded.
+    """
+
+    def __init__(self, ranks: MeshDim) -> None:
+        self.ranks = ranks
+        self._dim: int | None = None  # of videos [B, C, T, H, W]; None outside of a call
+        self._layout: Layout | None = None  # rows of each rank before upsampling, while rows are sharded
+
+    def attach(self, vae: Any, key: str) -> None:
+        """Wrap the methods that take all rows, and the attention, which needs rows of other ranks."""
+        for name, around in (
+            ("__call__", self._decode),
+            ("forward_stages_1_to_3", self._first_stages),
+            ("forward_stage_4", self._last_stage),
+            ("denoise", self._denoise),
+        ):
+            wrap_method(vae.decoder, name, key, around, order=_ORDER)
+        attentions = window_attentions(vae)
+        wrap_alike(attentions, "__call__", key, self._attend, order=_ORDER)
+        wrap_alike(attentions, "build_block_mask", key, self._block_mask, order=_ORDER)
+
+    @contextmanager
+    def decoding(self, latents: Tensor) -> Iterator[None]:
+        """Shard rows inside this context. With fewer rows of latents than ranks, each rank decodes all of them."""
+        dim = 4 if latents.shape[4] > latents.shape[3] else 3
+        self._dim = dim if latents.shape[dim] >= self.ranks.size else None
+        try:
+            yield
+        finally:
+            self._dim = None
+
+    @contextmanager
+    def _sharded(self, layout: Layout) -> Iterator[None]:
+        self._layout = layout
+        try:
+            yield
+        finally:
+            self._layout = None
+
+    def _decode(
+        self,
+        call: Callable[..., Any],
+        decoder: Any,
+        z: Tensor,
+        /,
+        generator: Any = None,
+        num_inference_steps: int | None = None,
+    ) -> Any:
+        """Decode without tiling, as ``LTX2VideoDiffusionDecoder3d.forward``. The result is sharded."""
+        from diffusers.utils.torch_utils import randn_tensor
+
+        if self._dim is None:
+            return call(decoder, z, generator, num_inference_steps)
+        dim, layout = self._dim, even(z.shape[self._dim], self.ranks.size)
+        with self._sharded(layout):
+            own = part_of(z, RowTag(dim, layout), self.ranks)
+            context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
+            # Tokens are [B, T, H, W, C].
+            rows = _times(layout, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
+            shape = [z.shape[0], decoder.out_channels, *[size * decoder.patch_size for size in context.shape[1:4]]]
+            shape[2], shape[dim] = context.shape[1], sum(rows)
+            noise = randn_tensor(tuple(shape), generator=generator, device=z.device, dtype=z.dtype)
+            noise = part_of(noise, RowTag(dim, rows), self.ranks).clone()
+            video = decoder.denoise(context, noise, num_inference_steps or decoder.default_num_inference_steps)
+        return tagged(video, RowTag(dim, rows))
+
+    # -- with tiling: each of these takes and returns all rows of a tile
+
+    def _first_stages(self, call: Callable[..., Any], decoder: Any, z: Tensor, /) -> Tensor:
+        return self._stage(lambda x: call(decoder, x), z, 0)
+
+    def _last_stage(self, call: Callable[..., Any], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
+        return self._stage(lambda x: call(decoder, x, **options), x, 1)
+
+    def _stage(self, call: Callable[[Tensor], Tensor], x: Tensor, before: int) -> Tensor:
+        """Return ``call(x)``, which are tokens. The dim of rows of ``x`` is ``before`` dims before that of a video."""
+        if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
+            return call(x)
+        rows = RowTag(self._dim - before, even(x.shape[self._dim - before], self.ranks.size))
+        with self._sharded(rows.layout):
+            tokens = call(part_of(x, rows, self.ranks))
+        scale = tokens.shape[self._dim - 1] // rows.layout[self.ranks.index]
+        return gather(tokens, RowTag(self._dim - 1, _times(rows.layout, scale)), self.ranks)
+
+    def _denoise(
+        self, call: Callable[..., Any], decoder: Any, context: Tensor, x_t: Tensor, /, num_inference_steps: int
+    ) -> Tensor:
+        dim = self._dim
+        if dim is None or self._layout is not None or context.shape[dim - 1] < self.ranks.size:
+            video: Tensor = call(decoder, context, x_t, num_inference_steps)
+            return video
+        layout = even(context.shape[dim - 1], self.ranks.size)
+        pixels = RowTag(dim, _times(layout, decoder.patch_size))
+        with self._sharded(layout):
+            own = part_of(context, RowTag(dim - 1, layout), self.ranks), part_of(x_t, pixels, self.ranks)
+            video = call(decoder, *own, num_inference_steps)
+        return gather(video, pixels, self.ranks)
+
+    # -- attention
+
+    def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
+        """Attend with the rows of all windows. Positions begin at their first row: only differences of them count."""
+        if self._dim is None or self._layout is None:
+            out: Tensor = call(module, x, block_mask)
+            return out
+        rows = self._rows_of(x)
+        wanted = windows(rows.layout, module.kernel_size[rows.dim - 1])
+        out = call(module, fetch(x, rows, wanted, self.ranks), block_mask)
+        rank = self.ranks.index
+        return out.narrow(rows.dim, held(rows.layout)[rank][0] - wanted[rank][0], rows.layout[rank])
+
+    def _block_mask(self, call: Callable[..., Any], module: Any, x: Tensor, /) -> Any:
+        """Return the mask of the rows that :meth:`_attend` fetches."""
+        if self._dim is None or self._layout is None:
+            return call(module, x)
+        rows = self._rows_of(x)
+        start, stop = windows(rows.layout, module.kernel_size[rows.dim - 1])[self.ranks.index]
+        shape = [*x.shape[: rows.dim], stop - start, *x.shape[rows.dim + 1 :]]
+        return call(module, x.new_empty(()).expand(shape))
+
+    def _rows_of(self, x: Tensor) -> RowTag:
+        dim, layout = (self._dim or 0) - 1, self._layout or ()
+        return RowTag(dim, _times(layout, x.shape[dim] // layout[self.ranks.index]))
+
+
+def _times(layout: Layout, factor: int) -> Layout:
+    return tuple([rows * factor for rows in layout])
