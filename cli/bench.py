@@ -54,6 +54,7 @@ def bench(
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     ranks: options.Ranks = None,
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
@@ -68,13 +69,14 @@ def bench(
     from para_core.cli.ranks import count_ranks, quiet
     from para_core.cli.signals import describe_signal, terminable
     from para_core.fleet.foresee import require_mesh_fits
+    from para_core.fleet.modular import refuse_options
     from para_core.fleet.recipe import require_loras
 
     quiet(debug)
     named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}
     named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     common = options.call_fields(named, set_)
-    pipeline = find_model(model)
+    pipeline = find_model(model, trust_remote_code=trust_remote_code)
     recipe = options.make_recipe(
         pipeline.name,
         mesh=mesh,
@@ -93,7 +95,9 @@ def bench(
         comm_dtype=comm_dtype,
         vae=vae,
         timeout=timeout,
+        trust_remote_code=trust_remote_code,
     )
+    refuse_options(pipeline, recipe)
     num_ranks = count_ranks(ranks, 1)
     require_loras(recipe)
     require_mesh_fits(recipe, num_ranks)

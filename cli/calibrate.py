@@ -31,12 +31,14 @@ def calibrate(
     tries: Annotated[int, option("Largest number of thresholds to try.", "N")] = 8,
     dtype: options.Dtype = "auto",
     mesh: options.Mesh = "",
+    trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
     from para_core.adapters import calibrate_cache
     from para_core.adapters.cache.calibration.result import Metric
     from para_core.cli.ranks import process_group, quiet
+    from para_core.fleet.modular import set_guidance
     from para_core.fleet.recipe import Dtype, Recipe, build, read_mesh_sizes
 
     quiet(debug)
@@ -45,7 +47,7 @@ def calibrate(
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
-    pipeline = find_model(model)
+    pipeline = find_model(model, trust_remote_code=trust_remote_code)
     common: dict[str, Any] = {"size": size, "steps": steps, **options.read_fields(set_)}
     common = {name: value for name, value in common.items() if value is not None}
     if prompts is not None:
@@ -57,11 +59,13 @@ def calibrate(
         requests = [make_request({**common, "prompt": text}, pipeline, seed=seed) for text in prompt or []]
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
-    recipe = Recipe(pipeline.name, dtype=cast(Dtype, dtype), mesh=read_mesh_sizes(mesh))
+    sizes = read_mesh_sizes(mesh)
+    recipe = Recipe(pipeline.name, dtype=cast(Dtype, dtype), mesh=sizes, trust_remote_code=trust_remote_code)
     with process_group(recipe):
+        pipe, calls = build(recipe), [call_arguments(request) for request in requests]
         calibration = calibrate_cache(
-            build(recipe),
-            [call_arguments(request) for request in requests],
+            pipe,
+            set_guidance(pipe, calls) if pipeline.modular else calls,
             target=target,
             metric=cast(Metric, metric),
             tries=tries,

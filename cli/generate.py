@@ -40,6 +40,7 @@ def generate(
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     ranks: options.Ranks = None,
     mesh: options.Mesh = "",
     rotate_method: options.RotateMethod = None,
@@ -62,7 +63,7 @@ def generate(
     if prompt is not None and prompts is not None:
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     common = options.call_fields(named, set_)
-    pipeline = find_model(model)
+    pipeline = find_model(model, trust_remote_code=trust_remote_code)
     recipe = options.make_recipe(
         pipeline.name,
         mesh=mesh,
@@ -81,6 +82,7 @@ def generate(
         comm_dtype=comm_dtype,
         vae=vae,
         timeout=timeout,
+        trust_remote_code=trust_remote_code,
     )
     task = make_task(
         pipeline,

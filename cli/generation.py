@@ -29,6 +29,7 @@ from para_core.fleet.foresee import (
     without_weights,
 )
 from para_core.fleet.models import Model
+from para_core.fleet.modular import refuse_options
 from para_core.fleet.names import choose_names, digest, digest_of, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
@@ -86,6 +87,7 @@ def make_task(
     """
     chosen = choose_format(model, format_)
     require_name(prefix)
+    refuse_options(model, recipe)
     require_loras(recipe)
     require_mesh_fits(recipe, ranks)
     problems: Sequence[Problem] = ()

@@ -64,6 +64,7 @@ CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "T
 Vae = Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
+TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)]
 
 # -- ranks
 Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]

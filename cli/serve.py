@@ -46,6 +46,7 @@ def serve(
     vae: options.Vae = False,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     replicas: Annotated[int, option("Groups of ranks.", "N", RANKS)] = 1,
     ranks: Annotated[int | None, option("Ranks of each. Default: all GPUs, evenly.", "N", RANKS)] = None,
     mesh: options.Mesh = "",
@@ -74,6 +75,7 @@ def serve(
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet
     from para_core.fleet.limits import Limits
+    from para_core.fleet.modular import refuse_options
     from para_core.fleet.recipe import require_loras
 
     quiet(debug)
@@ -85,7 +87,7 @@ def serve(
     from para_core.fleet.rank import Kept
     from para_core.fleet.server import ServerOptions
 
-    pipeline = find_model(model)
+    pipeline = find_model(model, trust_remote_code=trust_remote_code)
     recipe = options.make_recipe(
         pipeline.name,
         mesh=mesh,
@@ -104,7 +106,9 @@ def serve(
         comm_dtype=comm_dtype,
         vae=vae,
         timeout=timeout,
+        trust_remote_code=trust_remote_code,
     )
+    refuse_options(pipeline, recipe)
     require_loras(recipe)
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
@@ -115,6 +119,8 @@ def serve(
         raise typer.BadParameter(f"{values}: expected more than 0 of each.")
     pixels = _pixels(max_size, pipeline.kind)
     limits = Limits(waiting=queue, pixels=pixels, steps=max_steps, seconds=request_seconds, retries=retries)
+    if loras is not None and not pipeline.takes_loras:
+        raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, max_batch, loras)
     require_file(request_log)
     replica_options = serving.ReplicaOptions(

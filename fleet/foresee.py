@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
+from para_core.fleet.modular import components_without_weights, open_modular
 from para_core.fleet.recipe import Recipe
 from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
@@ -119,17 +121,21 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
     """
     import diffusers
 
+    if model.modular:
+        pipe = open_modular(model.name)
+        components_without_weights(pipe, partial(_component, dtype))
+        return pipe
     index = diffusers.DiffusionPipeline.load_config(model.name)
     components: dict[str, Any] = {}
     for name, value in index.items():
         if isinstance(value, list) and len(value) == 2:
-            components[name] = _component(model.name, name, dtype, *value)
+            components[name] = _component(dtype, model.name, name, *value)
         elif not name.startswith("_"):
             components[name] = value
     return getattr(diffusers, model.pipeline)(**components)
 
 
-def _component(model: str, name: str, dtype: torch.dtype, library: str | None, cls: str | None) -> Any:
+def _component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
     import diffusers
     import transformers
 

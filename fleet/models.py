@@ -20,6 +20,7 @@ Kind = Literal["image", "video"]
 # The call of a video pipeline has one of these parameters.
 _FRAMES = ("num_frames", "video_length")
 _SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
+_IMAGES = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
 # Parameters that JSON cannot express or that the caller may not set.
 _OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
 
@@ -33,6 +34,9 @@ class Model:
         fields (`Mapping[str, Any]`): Parameters of its call with their defaults (``inspect.Parameter.empty`` if none).
         defaults (`Mapping[str, Any]`): Values of fields that a request omits.
         annotations (`Mapping[str, Any]`): Types of the parameters, as far as they are known.
+        modular (`bool`): Whether it is a modular pipeline, whose fields are the inputs of its blocks.
+        takes_loras (`bool`): Whether its class loads LoRAs.
+        required (`tuple[str, ...]`): Image fields without which nothing is generated.
     """
 
     name: str
@@ -41,11 +45,14 @@ class Model:
     kind: Kind
     defaults: Mapping[str, Any] = field(default_factory=dict)
     annotations: Mapping[str, Any] = field(default_factory=dict)
+    modular: bool = False
+    takes_loras: bool = True
+    required: tuple[str, ...] = ()
 
     @property
     def images(self) -> tuple[str, ...]:
         """Fields that take one or several images."""
-        return tuple(name for name in self.fields if name.endswith("image") or name == "images")
+        return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGES)
 
 
 def find_tiny_flux() -> Path:
@@ -63,12 +70,15 @@ def find_tiny_flux() -> Path:
     )
 
 
-def find_model(name: str | None) -> Model:
-    """Return the model of this name; for None, the tiny FLUX.
+def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
+    """Return the model of this name; for None, the tiny FLUX. A modular pipeline is told by its index file.
+
+    Args:
+        trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
 
     Raises:
         FileNotFoundError: If there is no such model.
-        ValueError: If it generates neither images nor videos.
+        ValueError: If it generates neither images nor videos, or has code of its own that is not trusted.
     """
     defaults: Mapping[str, Any] = {}
     if name is None:
@@ -78,9 +88,13 @@ def find_model(name: str | None) -> Model:
     try:
         index = diffusers.DiffusionPipeline.load_config(name)
     except (OSError, ValueError) as error:
+        from para_core.fleet.modular import describe_modular, has_modular_index, open_modular
+
+        if has_modular_index(name):
+            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
         raise FileNotFoundError(
-            f"model {name!r} has no readable model_index.json; expected a folder written by save_pretrained, or a "
-            f"diffusers repository on the Hub ({str(error).splitlines()[0]})"
+            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
+            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
         ) from error
     pipeline = str(index.get("_class_name"))
     cls = getattr(diffusers, pipeline, None)
@@ -96,7 +110,7 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
         ValueError: If ``cls`` generates audio only.
     """
     parameters = inspect.signature(cls.__call__).parameters
-    fields = {key: parameter.default for key, parameter in parameters.items() if _can_be_given(key)}
+    fields = {key: parameter.default for key, parameter in parameters.items() if can_be_given(key)}
     if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
         raise ValueError(f"model {name!r} ({cls.__name__}) generates audio; expected images or videos.")
     kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
@@ -109,7 +123,8 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     return Model(name, cls.__name__, fields, kind, defaults, annotations)
 
 
-def _can_be_given(name: str) -> bool:
+def can_be_given(name: str) -> bool:
+    """Whether a request may set the parameter of this name."""
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 

@@ -30,6 +30,7 @@ from para_core.adapters.weights.text_encoders import (
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
 from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.fleet.modular import has_modular_index, is_modular, load_modular
 from para_core.instance_patching import original_class
 from para_core.weights.pipefusion import PipeFusion
 
@@ -72,6 +73,7 @@ class Recipe:
         vae (`bool`): Whether the VAE also runs on all ranks.
         lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
         timeout (`float`): Seconds that ranks wait for each other.
+        trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
     """
 
     model: str
@@ -91,6 +93,7 @@ class Recipe:
     vae: bool = False
     lora: tuple[str, ...] = ()
     timeout: float = 600.0
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -218,7 +221,7 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
     mesh = _mesh(recipe, device) if ranks > 1 else None
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
     text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
-    if weights is not None and not recipe.lora:
+    if weights is not None and not recipe.lora and not has_modular_index(recipe.model):
         mesh = mesh or init_context_parallel_mesh(device)
         pipe = from_pretrained_sharded(
             DiffusionPipeline,
@@ -256,7 +259,8 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
     if recipe.cache is not None:
         apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
     _compile(pipe, recipe.compile)
-    pipe.set_progress_bar_config(disable=True)
+    if not is_modular(pipe):
+        pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
@@ -299,11 +303,8 @@ def _load_whole(
     encode_first: LoadingOrder | None,
 ) -> Any:
     """Load all weights on this rank, with LoRAs, and move to ``device`` what does not wait in host memory."""
-    from diffusers import DiffusionPipeline
-
     quantize = recipe.quantize
-    config = {} if quantize is None or weights is not None else {"quantization_config": loading_config(quantize)}
-    pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
+    pipe = _load_pipeline(recipe, quantize if weights is None else None)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
@@ -320,6 +321,21 @@ def _load_whole(
             if isinstance(part, nn.Module) and name not in on_host:
                 part.to(device)
     return pipe
+
+
+def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
+    from diffusers import DiffusionPipeline
+
+    quantization = None if quantize is None else loading_config(quantize)
+    if has_modular_index(recipe.model):
+        return load_modular(
+            recipe.model,
+            dtype=dtype_of(recipe),
+            quantization=None if quantization is None else quantization.quant_mapping,
+            trust_remote_code=recipe.trust_remote_code,
+        )
+    config = {} if quantization is None else {"quantization_config": quantization}
+    return DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:

@@ -242,6 +242,9 @@ def request_from(
         _require_json(name, value)
     if "prompt" in model.fields and fields.get("prompt") is None and not images:
         raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
+    for name in model.required:
+        if name not in images:
+            raise ValueError(f"field {name!r} is missing; {model.pipeline} needs an image.")
     if not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
     return Request(fields, seed, images)

@@ -17,11 +17,14 @@ from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
+from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, encode
 from para_core.fleet.previews import Previews
 from para_core.fleet.recipe import Recipe, mesh_shape
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
+
+_CALLBACK = "callback_on_step_end"
 
 
 class Cancelled(Exception):
@@ -112,7 +115,7 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
     with warnings.catch_warnings():
         # Warnings about one request, such as a rounded size, do not belong into a server's log.
         warnings.simplefilter("ignore")
-        return pipe(**arguments)
+        return call_modular(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
 
 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def step_callback(
     """Return the argument of the pipeline's call that calls the functions of ``watch`` at the end of each step, by its
     name; nothing if the pipeline takes none.
     """
-    if "callback_on_step_end" not in inspect.signature(original_class(pipe).__call__).parameters:
+    if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -167,4 +170,4 @@ def step_callback(
                 raise Cancelled(f"cancelled after step {step + 1}.")
         return {}
 
-    return {"callback_on_step_end": at_step_end}
+    return {_CALLBACK: at_step_end}

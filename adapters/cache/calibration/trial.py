@@ -113,10 +113,20 @@ class Trial:
             # Some pipelines also draw random numbers from the default generator.
             torch.manual_seed(seed)
             start = time.perf_counter()
-            output = self._pipe(**call, **generators, output_type="np", return_dict=False)[0]
+            output = _output(self._pipe, {**call, **generators, "output_type": "np"})
             seconds = time.perf_counter() - start
         self._bar.update()
         return as_images(output), seconds
+
+
+def _output(pipe: Any, call: Mapping[str, Any]) -> Any:
+    """Return the images or videos of one call."""
+    from diffusers import ModularPipeline
+
+    if not isinstance(pipe, ModularPipeline):
+        return pipe(**call, return_dict=False)[0]
+    outputs = {output.name for output in pipe.blocks.outputs}
+    return pipe(**call, output="videos" if "videos" in outputs else "images")
 
 
 def _states(call: Mapping[str, Any]) -> list[tuple[torch.Generator, Tensor]]:

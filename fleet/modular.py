@@ -1,0 +1,290 @@
+"""Modular pipelines of diffusers: what their blocks take and generate, how they are loaded and how they are called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from para_core.fleet.models import Kind, Model, can_be_given
+from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+
+if TYPE_CHECKING:
+    from para_core.fleet.recipe import Recipe
+
+# Outputs that are written to files, and the field of a classical pipeline's output that holds them.
+_OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
+# Inputs that one block passes to another. diffusers lists them because a block may also be called alone.
+_BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
+_KEY = "callback of steps"
+
+
+def is_modular(pipe: Any) -> bool:
+    """Whether ``pipe`` is put together from blocks."""
+    from diffusers import ModularPipeline
+
+    return isinstance(pipe, ModularPipeline)
+
+
+def has_modular_index(name: str) -> bool:
+    """Whether a folder or repository has the index of a modular pipeline, and none of a classical one."""
+    from diffusers import DiffusionPipeline, ModularPipeline
+
+    for loader in (DiffusionPipeline, ModularPipeline):
+        try:
+            loader.load_config(name)
+        except (OSError, ValueError):
+            continue
+        return loader is ModularPipeline
+    return False
+
+
+def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the modular pipeline of a folder or repository, without the components that have files.
+
+    Raises:
+        ValueError: If this diffusers does not have its class, or if its blocks are code of its own that is not trusted.
+    """
+    import diffusers
+    from diffusers import ModularPipeline, ModularPipelineBlocks
+
+    pipeline = str(ModularPipeline.load_config(name).get("_class_name"))
+    if not hasattr(diffusers, pipeline):
+        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
+    try:
+        own_code = "auto_map" in ModularPipelineBlocks.load_config(name)
+    except (OSError, ValueError):
+        own_code = False
+    if own_code and not trust_remote_code:
+        raise ValueError(
+            f"model {name!r} has blocks of its own, which are Python code. Read the code, and give "
+            "--trust-remote-code to run it."
+        )
+    pipe = ModularPipeline.from_pretrained(name, trust_remote_code=trust_remote_code)
+    _hide_progress(_blocks(pipe))
+    return pipe
+
+
+def describe_modular(name: str, pipe: Any) -> Model:
+    """Return the model ``name`` whose modular pipeline, with or without components, is ``pipe``.
+
+    Raises:
+        ValueError: If it generates neither images nor videos, or needs an input that has no form in JSON.
+    """
+    blocks, pipeline = _blocks(pipe), original_class(pipe)
+    output = _output_of(blocks)
+    if output is None:
+        outputs = ", ".join(x.name for x in blocks.outputs)
+        raise ValueError(f"model {name!r} ({pipeline.__name__}) generates {outputs}; expected images or videos.")
+    inputs = {x.name: x for x in blocks.inputs if _can_be_given(x)}
+    fields = {key: x.default for key, x in inputs.items()}
+    for key, guider in guiders_of(pipe).items():
+        fields[key] = getattr(pipe, guider).guidance_scale
+    needed = [key for key, x in inputs.items() if x.required and x.default is None]
+    for key in needed:
+        if "video" in key:
+            raise ValueError(f"model {name!r} ({pipeline.__name__}) needs {key!r}, a video, which cannot be given.")
+    model = Model(
+        name,
+        pipeline.__name__,
+        fields,
+        _OUTPUTS[output][0],
+        annotations={key: x.type_hint for key, x in inputs.items() if x.type_hint is not None},
+        modular=True,
+        takes_loras=hasattr(pipeline, "load_lora_weights"),
+    )
+    # Other required inputs may be set by a block that runs before.
+    return replace(model, required=tuple(key for key in model.images if key in needed))
+
+
+def _can_be_given(x: Any) -> bool:
+    kinds = {*(get_args(x.type_hint) or [x.type_hint])} - {type(None)}
+    is_tensor = kinds <= {torch.Tensor, torch.Generator, torch.dtype}
+    named = x.name is not None and not x.name.startswith("_") and x.name not in _BETWEEN_BLOCKS
+    return named and can_be_given(x.name) and not is_tensor
+
+
+def guiders_of(pipe: Any) -> dict[str, str]:
+    """Return the guiders of a modular pipeline by the field that sets the scale.
+
+    The field ``guidance_scale`` sets that of ``guider``, ``guidance_scale_2`` that of ``guider_2``. Scales that are
+    inputs of blocks are not among them.
+    """
+    inputs = {x.name for x in _blocks(pipe).inputs}
+    names = {name.replace("guider", "guidance_scale"): name for name in pipe.components if "guider" in name}
+    return {
+        field: name
+        for field, name in names.items()
+        if field not in inputs and hasattr(getattr(pipe, name), "guidance_scale")
+    }
+
+
+def refuse_options(model: Model, recipe: Recipe) -> None:
+    """Raise ValueError if an option needs a method that the pipeline of ``model`` does not have."""
+    if recipe.lora and not model.takes_loras:
+        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
+    if recipe.offload == "model" and model.modular:
+        raise ValueError(
+            f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "
+            "whole for classical ones only. Use --offload blocks, or --text-encoders offload."
+        )
+
+
+# -- loading
+
+
+def load_modular(
+    name: str, *, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load the modular pipeline of a folder or repository, with all components that have files.
+
+    Args:
+        quantization (`Mapping[str, Any]`, *optional*): ``quantization_config`` of components by name.
+
+    Raises:
+        RuntimeError: If a component cannot be loaded.
+    """
+    pipe = open_modular(name, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
+    with _errors_raised_only():
+        pipe.load_components(**options, **({"quantization_config": dict(quantization)} if quantization else {}))
+    for part in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(part)
+        if getattr(pipe, part) is None and spec.pretrained_model_name_or_path is not None:
+            # load_components only logs why. The same call raises it.
+            try:
+                spec.load(dtype=dtype)
+            except Exception as error:
+                raise RuntimeError(f"{part} of model {name!r} cannot be loaded: {error}") from error
+    return pipe
+
+
+def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, str | None], Any]) -> None:
+    """Give ``pipe`` components that ``make`` makes of (repository, subfolder, library, class)."""
+    for part in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(part)
+        if spec.pretrained_model_name_or_path is None or spec.type_hint is None:
+            continue
+        library = spec.type_hint.__module__.split(".")[0]
+        component = make(spec.pretrained_model_name_or_path, spec.subfolder or "", library, spec.type_hint.__name__)
+        if component is not None:
+            pipe.register_components(**{part: component})
+
+
+# -- calling
+
+
+def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
+    """Call a modular pipeline with the arguments of a classical one, ``callback_on_step_end`` among them.
+
+    Returns:
+        A namespace with ``images`` or ``frames``, as PIL images.
+    """
+    blocks, guiders = _blocks(pipe), guiders_of(pipe)
+    inputs = {x.name for x in blocks.inputs}
+    output = _output_of(blocks)
+    scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
+    # diffusers fills in the default of an input that is left out, or None.
+    given = {name: value for name, value in arguments.items() if name in inputs}
+    callback = arguments.get("callback_on_step_end")
+    with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
+        samples = pipe(output=output, **given)
+    if output == "images" and isinstance(samples[0], list):
+        samples = [layer for layers in samples for layer in layers]
+    return SimpleNamespace(**{_OUTPUTS[output or ""][1]: samples})
+
+
+def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Set the guiders of a modular pipeline to the scales in ``calls``, and return the calls without these fields.
+
+    Raises:
+        ValueError: If calls differ in a scale.
+    """
+    guiders = guiders_of(pipe)
+    for field, name in guiders.items():
+        scales = {call.get(field) for call in calls}
+        if len(scales) > 1:
+            raise ValueError(f"{field} is {sorted(map(str, scales))}; expected one value for all prompts.")
+        if scales != {None}:
+            getattr(pipe, name).guidance_scale = scales.pop()
+    return [{field: value for field, value in call.items() if field not in guiders} for call in calls]
+
+
+@contextmanager
+def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[None]:
+    """Call ``callback`` after each step that the scheduler of ``pipe`` takes inside this context.
+
+    Modular pipelines take no callback. Does nothing without a scheduler.
+    """
+    scheduler = getattr(pipe, "scheduler", None)
+    if scheduler is None or callback is None:
+        yield
+        return
+    taken = 0
+    last: int | None = None
+
+    def step(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal taken, last
+        output = call(scheduler, *args, **kwargs)
+        index = getattr(scheduler, "step_index", None)
+        # A step that the scheduler sets back and takes again counts once.
+        if index is None or index != last:
+            taken += 1
+            latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", None)
+            callback(pipe, taken - 1, None, {"latents": latents})
+        last = index
+        return output
+
+    wrap_method(scheduler, "step", _KEY, step, order=WrapperPriority.PARALLEL, plain_copies=True)
+    try:
+        yield
+    finally:
+        unwrap(scheduler, _KEY)
+
+
+@contextmanager
+def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
+    """Set the scales of these guiders inside this context."""
+    guiders = {name: getattr(pipe, name) for name in scales}
+    before = {name: guider.guidance_scale for name, guider in guiders.items()}
+    try:
+        for name, guider in guiders.items():
+            guider.guidance_scale = scales[name]
+        yield
+    finally:
+        for name, guider in guiders.items():
+            guider.guidance_scale = before[name]
+
+
+@contextmanager
+def _errors_raised_only() -> Iterator[None]:
+    """Stop diffusers from logging the traceback of an error once for each block that encloses it."""
+    blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
+    before = blocks.level
+    blocks.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        blocks.setLevel(before)
+
+
+def _blocks(pipe: Any) -> Any:
+    # pipe.blocks is a copy, which costs more than a step of a small model.
+    return pipe._blocks
+
+
+def _output_of(blocks: Any) -> str | None:
+    names = {x.name for x in blocks.outputs}
+    return next((name for name in _OUTPUTS if name in names), None)
+
+
+def _hide_progress(blocks: Any) -> None:
+    if hasattr(blocks, "set_progress_bar_config"):
+        blocks.set_progress_bar_config(disable=True)
+    for block in getattr(blocks, "sub_blocks", {}).values():
+        _hide_progress(block)
