@@ -71,6 +71,7 @@ _WAN_5B_VAE: dict[str, Any] = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
+_WAN_1_3B: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 _WAN = PublishedModel(
     "WanTransformer3DModel",
     GenerationSizes(720, 1280, 81, 512),
@@ -107,6 +108,10 @@ PUBLISHED: Mapping[str, PublishedModel] = {
         "MochiTransformer3DModel", GenerationSizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi",
         encoders.T5, latent_channels=12, prompts=2,
         repository="genmo/mochi-1-preview",
+    ),
+    "Wan 2.1 1.3B": replace(
+        _WAN, sizes=GenerationSizes(480, 832, 81, 512), config=_WAN_1_3B,
+        repository="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     ),
     "Wan 2.1 14B": replace(_WAN, repository="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
     "Wan 2.2 A14B": replace(

@@ -1,0 +1,249 @@
+"""Tables of seconds that others published, with one and with several devices, for benchmarks/planner/published.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from para_core.planner.cost import MeshShape, Runtime
+from para_core.planner.hardware import LINKS
+
+# diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
+DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
+# yunchang, which xDiT calls: the same, but its ring sends while it attends; a merge is a cast and three operators in
+# float32.
+XDIT = Runtime(messages=3, copies=2, merge_passes=10, ulysses_launches=20, ring_launches=15)
+# TensorRT-LLM's ring sends while it attends; in two dims it gathers, then attends.
+TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10, gathered_grid=True)
+
+XDIT_FLUX = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/flux.md"
+XDIT_HUNYUAN = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuanvideo.md"
+DIFFUSERS_PAGE = "https://huggingface.co/docs/diffusers/main/training/distributed_inference"
+CACHE_DIT = "https://github.com/vipshop/cache-dit/issues/704"
+NVL72 = LINKS["nvlink5"].source.rsplit(" ", 1)[-1]
+SGLANG = "https://docs.sglang.io/docs/sglang-diffusion/ring_sp_performance.md"
+SGLANG_TESTS = (
+    "https://github.com/sgl-project/sglang/blob/main/python/sglang/multimodal_gen/test/server/perf_baselines/h100.json"
+)
+XDIT_CONSISID = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/consisid.md"
+XDIT_SANA = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/sana.md"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One table.
+
+    Args:
+        one: seconds of one device, on which it is fitted; ``fitted_on``: where they stand, if not in this table.
+        rows: seconds by mesh.
+        sizes: what differs from the published generation of the model.
+        denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device
+            takes to decode, which at most 8 ranks share, and all else.
+    """
+
+    name: str
+    source: str
+    model: str
+    device: str
+    runtime: Runtime
+    one: float
+    rows: tuple[tuple[MeshShape, float], ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    link: str | None = None
+    denoising_alone: bool = False
+    vae: float = 0.0
+    tail: float = 0.0
+    fitted_on: str = "its own row of one device"
+    assumed: str = ""
+    later: bool = False
+
+
+def ulysses(*rows: tuple[int, float]) -> tuple[tuple[MeshShape, float], ...]:
+    return tuple((MeshShape(ulysses=ranks), seconds) for ranks, seconds in rows)
+
+
+_FLUX_MESHES = (
+    MeshShape(ulysses=2),
+    MeshShape(ring=2),
+    MeshShape(ring=2, ulysses=2),
+    MeshShape(ulysses=4),
+    MeshShape(ring=4),
+)
+
+
+def xdit_flux(name: str, runtime: Runtime, one: float, *seconds: float) -> Published:
+    rows = tuple(zip(_FLUX_MESHES, seconds, strict=True))
+    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, one, rows)
+
+
+def xdit_hunyuan(size: str, device: str, one: float, *rows: tuple[int, float]) -> Published:
+    sizes = (("height", 960), ("width", 960)) if size == "960 × 960" else ()
+    name = f"xDiT, HunyuanVideo {size}, {device}"
+    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, XDIT, one, ulysses(*rows), sizes)
+
+
+def sglang_tests(name: str, model: str, one: float, shape: MeshShape, seconds: float, **options: Any) -> Published:
+    """Return a row of SGLang's own tests on H100s: the slowest of several runs plus 5 %, in its file of limits."""
+    table = f"SGLang 0.5.23, {name}"
+    return Published(
+        table, SGLANG_TESTS, model, "H100", SGLANG_RUNTIME, one, ((shape, seconds),), later=True, **options
+    )
+
+
+_WAN_5B = (("height", 480), ("width", 832), ("frames", 81), ("steps", 50))
+SGLANG_RUNTIME = Runtime(merge_passes=10, ring_launches=15)
+TABLES = (
+    xdit_flux("compiled", replace(XDIT, compiled=True), 4.30, 2.68, 2.60, 1.80, 1.63, 1.98),
+    xdit_flux("eager", XDIT, 6.71, 4.38, 5.31, 5.19, 4.24, 5.11),
+    xdit_hunyuan("1280 × 720", "H100", 1904.08, (2, 925.04), (4, 514.08), (8, 337.58)),
+    xdit_hunyuan("1280 × 720", "H20", 6639.17, (2, 3400.55), (4, 1762.86), (8, 940.97)),
+    xdit_hunyuan("1280 × 720", "L20", 6043.88, (2, 3271.44), (4, 2080.05)),
+    xdit_hunyuan("960 × 960", "H100", 1735.01, (2, 934.09), (3, 645.45), (6, 367.02)),
+    xdit_hunyuan("960 × 960", "H20", 6621.46, (2, 3400.55), (3, 2310.48), (6, 1214.67)),
+    xdit_hunyuan("960 × 960", "L20", 6039.08, (2, 3260.62), (3, 2284.74)),
+    Published(
+        "diffusers, FLUX.1, 50 steps",
+        DIFFUSERS_PAGE,
+        "FLUX.1-dev",
+        "H100",
+        DIFFUSERS,
+        9.30,
+        (
+            (MeshShape(ulysses=4), 6.671),
+            (MeshShape(ring=2, ulysses=2, ring_method="all-gather"), 11.069),
+            (MeshShape(ring=4, ring_method="all-gather"), 13.076),
+        ),
+        (("steps", 50),),
+        fitted_on="cache-dit's row of one H100, the same code; this table has none",
+    ),
+    Published(
+        "cache-dit, FLUX.1, 50 steps",
+        CACHE_DIT,
+        "FLUX.1-dev",
+        "H100",
+        DIFFUSERS,
+        9.30,
+        ulysses((2, 6.04)),
+        (("steps", 50),),
+    ),
+    Published(
+        "TensorRT-LLM, Wan 2.2 A14B, denoising",
+        NVL72,
+        "Wan 2.2 A14B",
+        "GB200",
+        TENSORRT,
+        342.04,
+        (
+            (MeshShape(batch=2), 179.96),
+            (MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 7.04),
+            (MeshShape(ring=9, ulysses=8, ring_method="2d"), 7.57),
+            (MeshShape(batch=2, ring=9, ulysses=4), 12.88),
+        ),
+        (("frames", 80), ("steps", 40)),
+        denoising_alone=True,
+    ),
+    Published(
+        "TensorRT-LLM, Wan 2.2 A14B, end to end",
+        NVL72,
+        "Wan 2.2 A14B",
+        "GB200",
+        TENSORRT,
+        346.16,
+        ((MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 9.20),),
+        (("frames", 80), ("steps", 40)),
+        denoising_alone=True,
+        vae=2.72,
+        tail=346.16 - 342.04 - 2.72,
+        fitted_on="one GB200; 373.35 s are of one B200",
+    ),
+    Published(
+        "SGLang, Wan 2.2 TI2V 5B, end to end",
+        SGLANG,
+        "Wan 2.2 TI2V 5B",
+        "RTX 4090",
+        SGLANG_RUNTIME,
+        90.63,
+        ((MeshShape(ring=2), 63.74),),
+        _WAN_5B,
+        denoising_alone=True,
+        vae=13.43,
+        tail=90.63 - 71.68 - 13.43,
+    ),
+    Published(
+        "SGLang, Wan 2.2 TI2V 5B, denoising",
+        SGLANG,
+        "Wan 2.2 TI2V 5B",
+        "RTX 4090",
+        SGLANG_RUNTIME,
+        71.68,
+        ((MeshShape(ring=2), 52.64),),
+        _WAN_5B,
+        denoising_alone=True,
+    ),
+    sglang_tests(
+        "FLUX.1",
+        "FLUX.1-dev",
+        6.693,
+        MeshShape(ulysses=2),
+        4.244,
+        sizes=(("steps", 50),),
+        assumed="Ulysses, eager",
+    ),
+    sglang_tests(
+        "Qwen-Image",
+        "Qwen-Image",
+        12.770,
+        MeshShape(ring=2),
+        10.192,
+        sizes=(("height", 1024), ("width", 1024)),
+        assumed="eager",
+    ),
+    sglang_tests("FLUX.2", "FLUX.2-dev", 23.140, MeshShape(tensor=2), 13.216, assumed="eager"),
+    # One second at 24 frames per second, its server's default, of which the autoencoder makes 6 latent frames.
+    sglang_tests(
+        "Wan 2.1 1.3B",
+        "Wan 2.1 1.3B",
+        8.107,
+        MeshShape(batch=2),
+        4.436,
+        sizes=(("frames", 21),),
+        assumed="eager, 832 × 480 × 21",
+    ),
+    Published(
+        "xDiT 0.7.0, ConsisID",
+        XDIT_CONSISID,
+        "CogVideoX-5B",
+        "H100",
+        XDIT,
+        114.87,
+        (
+            (MeshShape(batch=2), 59.72),
+            (MeshShape(ulysses=2), 76.56),
+            (MeshShape(ring=2), 70.19),
+            (MeshShape(ulysses=3), 53.57),
+            (MeshShape(ring=3), 55.51),
+            (MeshShape(batch=2, ulysses=2), 41.37),
+            (MeshShape(batch=2, ring=2), 40.68),
+            (MeshShape(ring=3, ulysses=2), 44.89),
+            (MeshShape(ring=2, ulysses=3), 44.24),
+            (MeshShape(batch=2, ulysses=3), 38.35),
+            (MeshShape(batch=2, ring=3), 35.78),
+        ),
+        assumed="eager, CogVideoX-5B, of which ConsisID is a fine-tune: nothing of the face encoder",
+        later=True,
+    ),
+)
+
+# Published tables that are not predicted: what, seconds of one and of several devices, and why.
+NOT_PREDICTED = (
+    (f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})", "17.55", "2, 4, 8: 8.37, 5.60, 3.99", "linear attention"),
+    ("vLLM-Omni, Cosmos 3 Nano", "98.5", "4: 33.6", "sizes of the model unknown to the planner"),
+    ("vLLM-Omni, HunyuanVideo 1.5, B300", "21.8", "2: 15.5", "sizes of the model and B300 unknown to the planner"),
+    ("vLLM-Omni, Wan 2.2 I2V 832 × 480", "27.6", "2: 18.9", "device, frames and steps are not published"),
+    (
+        "SGLang, Wan 2.2 A14B 1280 × 720 × 81, H100, SageAttention",
+        "–",
+        "8: 94.2",
+        "no row of one device to fit; the mesh is not published",
+    ),
+)
