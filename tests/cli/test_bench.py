@@ -107,6 +107,14 @@ def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch,
     assert ("--cache" in capsys.readouterr().out) == passes
 
 
+def test_bound_follows_the_dtype():
+    references = [
+        make_reference(Recipe(str(TINY_FLUX), dtype=dtype), Request(FIELDS)) for dtype in ("float32", "bfloat16")
+    ]
+    in_32_bits, in_16_bits = (reference.rounding for reference in references)
+    assert in_32_bits < 1e-5 < 1e-4 < in_16_bits < 0.1
+
+
 def test_missing_and_infinite_pixels_are_no_result():
     pixels = np.ones((2, 3, 3), np.float32)
     assert relative_error(pixels, pixels[:1]) == float("inf")
