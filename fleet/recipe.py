@@ -275,7 +275,8 @@ def build_unmodified(recipe: Recipe) -> Any:
     pipe = _load_whole(replace(recipe, weights="replicate", offload=offload), None, None, device, None)
     if offload is not None:
         pipe.enable_model_cpu_offload(device=device)
-    pipe.set_progress_bar_config(disable=True)
+    if not is_modular(pipe):
+        pipe.set_progress_bar_config(disable=True)
     return pipe
 
 

@@ -65,3 +65,10 @@ def test_calibrate_sets_the_guider(folder, tmp_path):
     out = tmp_path / "calibration.json"
     assert run(["calibrate", "--model", folder, *options, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["rows"][0]["steps"] == 4  # without the second branch
+
+
+def test_bench_compares_with_modular_pipeline_alone(folder, tmp_path):
+    out = tmp_path / "figures.json"
+    options = [*OPTIONS, "--runs", "1", "--warmup-runs", "0", "--check", "--out", str(out)]
+    assert run(["bench", "--model", folder, *options]) == 0
+    assert json.loads(out.read_text())["check"]["relative error"] == 0
