@@ -37,6 +37,8 @@ class Adapter:
             PipeFusion then splits the input into patches of whole frames.
         empty_text (`bool`, defaults to `True`): Whether the model accepts an empty text. Then only PipeFusion's first
             patch carries the text; otherwise each patch carries all of it.
+        fills (`tuple[str, str]`, *optional*): Name and value of the argument of a call that only fills a cache of keys,
+            which the calls of all CFG branches read. Every rank along ``batch`` computes such a call.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines takes its steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
@@ -54,6 +56,7 @@ class Adapter:
     tensor: TensorPlan | None = None
     frames: Frames | None = None
     empty_text: bool = True
+    fills: tuple[str, str] | None = None
     steps_with_copies: bool = False
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

@@ -165,6 +165,7 @@ WAN_ANIMATE_2 = Adapter(
     transformer="WanAnimate2Transformer3DModel",
     pipelines="Wan Animate 2",
     uncached=_WRITES_KEYS,
+    fills=("kv_cache_mode", "extract"),
     plan=Plan(
         inputs={},
         inner={"blocks.0": {"hidden_states": VIDEO}},

@@ -21,7 +21,7 @@ from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.session import ParallelSession
-from para_core.adapters.registry import PARALLEL_PIPE, applied_mesh, transformers_of
+from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
 from para_core.adapters.rows.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.cfg.deferred import materialize
@@ -74,6 +74,11 @@ class ParallelCall:
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
+            for module in (transformers.values() if sequential_cfg else ())
+        }
+        # The argument by which each transformer only fills a cache of keys; None if it never does.
+        self._fills = {
+            id(module): None if (adapter := adapter_for(module)) is None else adapter.fills
             for module in (transformers.values() if sequential_cfg else ())
         }
 
@@ -153,6 +158,11 @@ class ParallelCall:
             self._caching.announce(module, args, kwargs)
         # Every rank binds the arguments. If only the rank that computes this call raised, the others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
+        fills = self._fills[id(uncompiled(module))]
+        if fills is not None and kwargs.get(fills[0]) == fills[1]:
+            # Each rank needs the keys for the branch that it computes.
+            args, kwargs = materialize((args, kwargs))
+            return call(module, *args, **kwargs)
         return self._guidance.call(module, partial(call, module), args, kwargs)
 
     @contextmanager

@@ -148,7 +148,8 @@ def _parts_of_models(
     pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
 ) -> tuple[list[TransformerPart], list[UnetPart]]:
     # Perturbed attention guidance splits the batch into branches inside the model, so its samples cannot be sharded.
-    batched = mesh.ranks == 1 or not hasattr(pipe, "pag_applied_layers")
+    # A guider calls the transformer once for each branch, also if the model's other pipelines concatenate them.
+    batched = mesh.ranks == 1 or not (hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None)
     transformers = [
         resolve_transformer(module, mesh, options, attention, batched=batched)
         for module in transformers_of(pipe).values()

@@ -1,0 +1,119 @@
+"""Every modular pipeline of diffusers on two ranks: exact, cached, and undone (docs/pipelines.md).
+
+A check of `benchmarks.pipelines.exactness`: the blocks that denoise, three steps, against the unmodified pipeline in
+the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
+from para_core.adapters.registry import transformers_of, unets_of
+from zoo.tiny.pipelines.modular import MODULAR
+
+# batch × ring × ulysses
+MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
+_LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
+LIMIT = 1e-5
+# A rank that computed the pipeline alone would have a share of 1. HunyuanVideo 1.5 replicates 729 tokens of an image.
+LARGEST_SHARE = 0.98
+
+
+def measure(names: list[str]) -> dict[str, Any]:
+    """Return a row for each pipeline, of the worst rank."""
+    return {
+        name: {
+            "transformers": _classes(name),
+            "meshes": {mesh: _measure(name, mesh) for mesh in MESHES if MODULAR[name].guided or mesh != "2 batch"},
+        }
+        for name in names
+    }
+
+
+def denoisers(pipe: Any) -> list[nn.Module]:
+    return list((transformers_of(pipe) or unets_of(pipe)).values())
+
+
+def _classes(name: str) -> list[str]:
+    return list(dict.fromkeys(type(module).__name__ for module in denoisers(MODULAR[name].build())))
+
+
+def _measure(name: str, mesh: str) -> dict[str, Any]:
+    """Return the error, the share of the computation, and whether the cached and the undone pipeline give equal bits.
+
+    ``cached`` is the reason if the pipeline cannot be cached. The share of a UNet is None: layers see global shapes.
+    """
+    tiny = MODULAR[name]
+    pipe = tiny.build()
+    before, total = counted(pipe, tiny.generate)
+    parallelize_pipe(pipe, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=("batch", "ring", "ulysses")))
+    out, own = counted(pipe, tiny.generate)
+    try:
+        # With this threshold no step skips its blocks.
+        apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    except TypeError as error:
+        cached: bool | str = str(error).split(": ", 3)[-1].split(". ")[0]
+    else:
+        cached = _on_all(torch.equal(tiny.generate(pipe), out))
+        remove_cache_from_pipe(pipe)
+    unparallelize_pipe(pipe)
+    return {
+        "error": largest_over_ranks(relative_error(out, before)),
+        "share": largest_over_ranks(own / total) if transformers_of(pipe) else None,
+        "cached": cached,
+        "undone": _on_all(torch.equal(tiny.generate(pipe), before)),
+    }
+
+
+def counted(pipe: Any, generate: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
+    """Return the result of ``generate(pipe)``, and the elements that this rank put into the layers of its denoisers."""
+    elements = [0]
+
+    def count(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not args[0].is_meta:
+            elements[0] += args[0].numel()
+
+    layers = [layer for module in denoisers(pipe) for layer in module.modules() if isinstance(layer, _LAYERS)]
+    hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+    out = generate(pipe)
+    for hook in hooks:
+        hook.remove()
+    return out, elements[0]
+
+
+def _on_all(same: bool) -> bool:
+    return largest_over_ranks(float(not same)) == 0.0
+
+
+def problems(rows: dict[str, Any]) -> list[str]:
+    """Return what is not as exact as the page says, one line each."""
+    return [
+        f"{name} on {mesh}: {cells}"
+        for name, row in rows.items()
+        for mesh, cells in row["meshes"].items()
+        if cells["error"] > LIMIT or (cells["share"] or 0) > LARGEST_SHARE or not (cells["cached"] and cells["undone"])
+    ]
+
+
+# -- the table
+
+
+def row(name: str, cells: dict[str, Any]) -> list[str]:
+    """Return name, transformers, an error for each mesh, and whether the pipeline can be cached."""
+    meshes = cells["meshes"]
+    errors = [f"{meshes[mesh]['error']:.0e}" if mesh in meshes else "" for mesh in MESHES]
+    cached = all(cell["cached"] is True for cell in meshes.values())
+    return [name, ", ".join(cells["transformers"]), *errors, "yes" if cached else "no"]
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/pipelines.md on modular pipelines."""
+    rows = [row(name, cells) for name, cells in read_results("modular")["pipelines"].items()]
+    return {"modular": markdown_table(["pipeline", "transformers", *MESHES, "cached"], rows)}

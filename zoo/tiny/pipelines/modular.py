@@ -1,0 +1,344 @@
+"""Tiny modular pipelines: for each one of diffusers, its blocks that denoise, tiny components, and a short call.
+
+The blocks that encode and decode run whole on every rank, as in any pipeline, and some need tokenizers of checkpoints.
+They are left out: the call is given what they would compute, and returns latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import (
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    MiniMaxH3Scheduler,
+    UniPCMultistepScheduler,
+    modular_pipelines,
+)
+from diffusers.guiders import LTX2Guidance
+from diffusers.models import MiniMaxMusic3ConditionEncoder
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zoo.flux.models import CLIP_WIDTH, SHIFT
+from zoo.tiny.base import noise
+from zoo.tiny.pipelines import video
+from zoo.tiny.pipelines.parts import (
+    SIZE,
+    TEXT,
+    TEXT_WIDTH,
+    VIDEO,
+    embeddings,
+    first,
+    masks,
+    pooled,
+    random_model,
+    wan_vae,
+)
+from zoo.tiny.pipelines.unet import stable_diffusion_xl
+from zoo.tiny.random_weights import fill
+from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
+from zoo.tiny.transformers.registry import MODELS
+
+Parts = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TinyModular:
+    """Components of a modular pipeline and the arguments of a short call.
+
+    Args:
+        name: Name of the class without its ending ``ModularPipeline``.
+        parts: Function that returns components by name. The others are what the blocks create.
+        options: Arguments of the call.
+        guided: Whether the pipeline calls a transformer once for each branch of guidance.
+        config: Configuration values of the pipeline.
+        outputs: Names of the results, each a tensor or a list of tensors.
+    """
+
+    name: str
+    parts: Parts
+    options: dict[str, Any] = field(default_factory=dict)
+    guided: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("latents",)
+
+    @property
+    def cls(self) -> str:
+        return f"{self.name}ModularPipeline"
+
+    def build(self) -> Any:
+        """Build the pipeline with the blocks of ``denoise`` alone."""
+        blocks = getattr(modular_pipelines, getattr(modular_pipelines, self.cls).default_blocks_name)()
+        for name in [name for name in blocks.sub_blocks if name != "denoise"]:
+            blocks.sub_blocks.pop(name)
+        pipe = blocks.init_pipeline()
+        expected = {component.name for component in blocks.expected_components}
+        parts = {name: part for name, part in self.parts().items() if name in expected}
+        pipe.update_components(**parts, **self.config)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def generate(self, pipe: Any) -> Tensor:
+        """Return the results of a short call as one vector."""
+        options = {"num_inference_steps": 3, **self.options}
+        options = {name: value for name, value in options.items() if value is not None}
+        results = pipe(**options, generator=torch.Generator().manual_seed(7), output=list(self.outputs))
+        return torch.cat([x.flatten() for x in tree_leaves(results)])
+
+
+# -- components
+
+
+def model(name: str, **config: Any) -> Parts:
+    """Return a function that builds a transformer and a scheduler."""
+    return lambda: {"transformer": MODELS[name].build(**config), "scheduler": _flow()}
+
+
+def two(first_model: str, second_model: str, second_config: dict[str, Any] | None = None, **config: Any) -> Parts:
+    """Return a function that builds two transformers of Wan, each for a part of the steps."""
+    parts = model(first_model, **config)
+    return lambda: {**parts(), "transformer_2": MODELS[second_model].build(11, **{**config, **(second_config or {})})}
+
+
+def guided(parts: Parts) -> Parts:
+    """Return a function that adds guidance, which is off by default in some pipelines."""
+    return lambda: {**parts(), "guider": ClassifierFreeGuidance(guidance_scale=3.0)}
+
+
+def _flow() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+
+
+def anima() -> dict[str, Any]:
+    stand_in_for_torchvision()
+    widths = dict.fromkeys(("source_dim", "target_dim", "model_dim"), TEXT_WIDTH)
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "target_vocab_size": 32, "min_sequence_length": 9}
+    conditioner = random_model("AnimaTextConditioner", 4, **sizes, **widths)
+    return {**model("cosmos", extra_pos_embed_type=None, concat_padding_mask=True)(), "text_conditioner": conditioner}
+
+
+def cosmos3() -> dict[str, Any]:
+    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
+    return {**model("cosmos 3")(), "scheduler": scheduler, "vae": wan_vae()}
+
+
+def ltx2() -> dict[str, Any]:
+    guidance = {"guidance_scale": 3.0, "stg_scale": 1.0, "modality_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
+    guiders = {name: LTX2Guidance(**guidance) for name in ("guider", "audio_guider")}
+    return {**video.ltx2().components, **guiders}
+
+
+def helios(scheduler: str = "HeliosScheduler", **schedule: Any) -> Parts:
+    parts = model("helios", in_channels=16, out_channels=16)
+    return lambda: {**parts(), "scheduler": getattr(diffusers, scheduler)(**schedule)}
+
+
+def ideogram() -> dict[str, Any]:
+    return {**model("ideogram 4")(), "unconditional_transformer": MODELS["ideogram 4"].build(2)}
+
+
+def minimax_h3() -> dict[str, Any]:
+    """Return components of MiniMax H3. Without VAEs the pipeline takes the trained number of channels."""
+    config = {"in_channels": 24, "audio_in_channels": 32}
+    return {
+        "transformer": MODELS["minimax-h3"].build(1, **config),
+        "transformer_ref": MODELS["minimax-h3"].build(2, **config),
+        "scheduler": MiniMaxH3Scheduler(shift=12.0),
+        "audio_scheduler": MiniMaxH3Scheduler(shift=3.0),
+    }
+
+
+def minimax_music() -> dict[str, Any]:
+    encoder = MiniMaxMusic3ConditionEncoder(condition_hidden_dim=8, num_condition_layers=2, out_dim=24)
+    return {**model("minimax-music")(), "condition_encoder": fill(encoder, 3)}
+
+
+def stable_diffusion_xl_parts() -> dict[str, Any]:
+    return dict(stable_diffusion_xl().components)
+
+
+def wan_animate_2() -> dict[str, Any]:
+    vae = random_model("AutoencoderKLWan", 2, base_dim=4, dim_mult=[1] * 4, num_res_blocks=1)
+    return {**model("wan animate 2", in_dim=36, out_dim=16)(), "vae": vae}
+
+
+# -- options of a call
+
+
+def _of_both(**values: Callable[[int], Any]) -> dict[str, Any]:
+    """Return each value for the prompt and for the negative prompt, made from 0 and 1."""
+    kinds = enumerate(("", "negative_"))
+    return {f"{kind}{name}": make(index) for index, kind in kinds for name, make in values.items()}
+
+
+_BOTH = {name: value for name, value in TEXT.items() if value is not None}
+_PROMPT = {"prompt_embeds": _BOTH["prompt_embeds"]}
+_LISTS = {
+    "prompt_embeds": [_BOTH["prompt_embeds"][0]],
+    "negative_prompt_embeds": [_BOTH["negative_prompt_embeds"][0, :5]],
+}
+_MASKED = {**_BOTH, **masks("embeds_mask", torch.int64)}
+_FLUX = {**SIZE, **_PROMPT, "pooled_prompt_embeds": pooled()["pooled_prompt_embeds"]}
+_QWEN = {**SIZE, **_MASKED}
+# Latents of a given image.
+_GIVEN = noise(1, 4, 1, 6, 10, seed=5)
+# 4 × 6 image tokens of 16 × 16 pixels; no token of the text stands for an image.
+_QWEN_21 = {**_MASKED, "height": 64, "width": 96, **_of_both(image_pad_mask=lambda _: first(0))}
+_KREA = {
+    **SIZE,
+    **_of_both(
+        prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
+    ),
+}
+_HUNYUAN_15 = {
+    **VIDEO,
+    **_MASKED,
+    **_of_both(
+        prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()
+    ),
+    "batch_size": 1,
+}
+_XL = {
+    **SIZE,
+    **_of_both(
+        prompt_embeds=lambda i: noise(1, 9, 2 * CLIP_WIDTH, seed=i),
+        pooled_prompt_embeds=lambda i: noise(1, CLIP_WIDTH, seed=i),
+    ),
+}
+_ANIMA = {
+    **SIZE,
+    **_of_both(
+        qwen_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
+        qwen_attention_mask=lambda i: first(9 - 4 * i).long(),
+        t5_input_ids=lambda i: torch.arange(7)[None] + 9 * i,
+        t5_attention_mask=lambda i: torch.ones(1, 7).long(),
+    ),
+}
+_COSMOS = {**VIDEO, "cond_input_ids": list(range(1, 8)), "uncond_input_ids": [1, 9, 10], "fps": 24.0}
+_SOUND = {"audio_in_channels": 128, "audio_out_channels": 128}
+_WITH_SOUND = ("latents", "audio_latents")
+_LTX = {"height": 96, "width": 160, "num_frames": 17}
+_LTX2 = {
+    **_LTX,
+    **_of_both(
+        connector_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
+        connector_audio_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i + 2),
+        connector_attention_mask=lambda _: torch.ones(1, 9).long(),
+    ),
+    "batch_size": 1,
+    "dtype": torch.float32,
+}
+_ECHO = {
+    **{name: value for name, value in _LTX2.items() if not name.startswith(("negative", "batch", "dtype"))},
+    "sigmas": [1.0, 0.6, 0.2, 0.0],
+    "num_inference_steps": None,
+}
+_HELIOS = {**_BOTH, **VIDEO, "num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
+_STAGES = {"stages": 2, "stage_range": [0, 0.5, 1], "gamma": 0.3}
+_PYRAMID = {
+    **_HELIOS,
+    "height": 64,
+    "width": 96,
+    "pyramid_num_inference_steps_list": [2, 2],
+    "num_inference_steps": None,
+}
+# 37 frames of latents: the pipeline makes no less than five seconds.
+_H3 = {"height": 64, "width": 96, "num_frames": 124, **_PROMPT, "text_token_tags": torch.ones(9).long()}
+_WAN = {"in_channels": 16, "out_channels": 16}
+_WAN_IMAGE = {"in_channels": 36, "out_channels": 16}
+_FROM_IMAGE = {**VIDEO, "image_condition_latents": noise(1, 20, 3, 6, 10)}
+_CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, 20)}
+_CONTROL = {"control_hidden_states": noise(1, 96, 3, 6, 10), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
+# Two segments, the second with the end of the first as its condition.
+_ANIMATE = {
+    **SIZE,
+    **_BOTH,
+    "segment_frame_length": 9,
+    "prev_segment_conditioning_frames": 1,
+    "reference_image_latents": noise(20, 1, 6, 10),
+    "driving_video_pixels": noise(1, 3, 17, 48, 80).clamp(-1, 1),
+    "num_segments": 2,
+    "effective_segment": 8,
+    "condition_clip_context": noise(1, 5, 1280),
+    "prompt_ref_embeds": _BOTH["prompt_embeds"],
+    "denoiser_input_fields": {"encoder_hidden_states_image": noise(1, 5, 1280, seed=1)},
+}
+
+_ALL = (
+    TinyModular("Anima", anima, _ANIMA, guided=True),
+    TinyModular("Cosmos3Omni", cosmos3, _COSMOS, guided=True),
+    TinyModular(
+        "Cosmos3Distilled",
+        model("cosmos 3"),
+        {**_COSMOS, "num_inference_steps": None},
+        config={"distilled_sigmas": [1.0, 0.7, 0.3, 0.0]},
+    ),
+    TinyModular("Echo", model("ltx2", **_SOUND), _ECHO, outputs=_WITH_SOUND),
+    TinyModular("ErnieImage", model("ernie-image", patch_size=1), {**SIZE, **_LISTS}, guided=True),
+    TinyModular("Flux", model("flux"), _FLUX),
+    TinyModular("FluxKontext", model("flux"), {**_FLUX, "image_latents": _GIVEN[:, :, 0], "max_area": 48 * 80}),
+    TinyModular("Flux2", model("flux2"), {**SIZE, **_PROMPT}),
+    TinyModular("Flux2Klein", model("flux2", guidance_embeds=False), {**SIZE, **_PROMPT}),
+    TinyModular("Flux2KleinBase", model("flux2", guidance_embeds=False), {**SIZE, **_BOTH}, guided=True),
+    TinyModular("Flux3", model("flux3"), {**SIZE, **_BOTH}, guided=True),
+    TinyModular("Flux3Distilled", model("flux3", flow_map=True), {**SIZE, **_PROMPT}),
+    TinyModular("Helios", helios(stages=1, stage_range=[0, 1]), _HELIOS, guided=True),
+    TinyModular("HeliosPyramid", helios(**_STAGES), _PYRAMID, guided=True),
+    TinyModular("HeliosPyramidDistilled", helios("HeliosDMDScheduler", **_STAGES), _PYRAMID),
+    TinyModular("HunyuanVideo15", model("hunyuan 1.5", in_channels=65, out_channels=32), _HUNYUAN_15, guided=True),
+    TinyModular(
+        "Ideogram4",
+        ideogram,
+        {**SIZE, "text_features": _BOTH["prompt_embeds"], "text_lengths": [9], "guidance_schedule": [3.0] * 3},
+        guided=True,
+    ),
+    TinyModular("Krea2", model("krea 2"), _KREA, guided=True),
+    TinyModular("Krea2Turbo", model("krea 2"), _KREA),
+    TinyModular("LTX", model("ltx"), {**_LTX, **_BOTH, **masks("attention_mask")}, guided=True),
+    # Besides the two branches of text, one without attention in a block, and one without the other modality.
+    TinyModular("LTX2", ltx2, _LTX2, guided=True, outputs=_WITH_SOUND),
+    TinyModular("LTX25", ltx2, _LTX2, guided=True, outputs=_WITH_SOUND),
+    TinyModular("MiniMaxH3", minimax_h3, _H3, outputs=_WITH_SOUND),
+    TinyModular(
+        "MiniMaxMusic3", minimax_music, {"frame_hiddens": noise(1, 9, 16)}, guided=True, outputs=("latent_chunks",)
+    ),
+    TinyModular("QwenImage", model("qwen-image"), _QWEN, guided=True),
+    TinyModular("QwenImageEdit", model("qwen-image, editing"), {**_QWEN, "image_latents": _GIVEN}, guided=True),
+    TinyModular(
+        "QwenImageEditPlus",
+        model("qwen-image, editing"),
+        {**_QWEN, "image_latents": [_GIVEN, noise(1, 4, 1, 4, 6)]},
+        guided=True,
+    ),
+    TinyModular(
+        "QwenImageLayered",
+        model("qwen-image", use_additional_t_cond=True, use_layer3d_rope=True),
+        {**_QWEN, "image_latents": _GIVEN.transpose(1, 2), "layers": 2},
+        guided=True,
+    ),
+    TinyModular("QwenImage21", guided(model("qwen-image 2.1")), _QWEN_21, guided=True),
+    TinyModular("QwenImage21Turbo", model("qwen-image 2.1"), _QWEN_21),
+    TinyModular("StableDiffusion3", model("sd3"), {**SIZE, **_BOTH, **pooled()}, guided=True),
+    # Every rank along ``batch`` would compute both branches, which its guider computes in two calls.
+    TinyModular("StableDiffusionXL", stable_diffusion_xl_parts, _XL),
+    TinyModular("Wan", model("wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),
+    TinyModular("WanImage2Video", model("wan, image context", **_WAN_IMAGE), _CONTEXT, guided=True),
+    TinyModular("Wan22", two("wan", "wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),
+    TinyModular("Wan22Image2Video", two("wan", "wan", **_WAN_IMAGE), {**_FROM_IMAGE, **_BOTH}, guided=True),
+    TinyModular(
+        "Wan22Vace",
+        two("wan", "wan vace", {"vace_in_channels": 96}, **_WAN),
+        {**VIDEO, **_BOTH, "num_reference_images": 0, "denoiser_input_fields": _CONTROL},
+        guided=True,
+    ),
+    TinyModular("WanAnimate2", wan_animate_2, _ANIMATE, guided=True, outputs=("segment_frames",)),
+    TinyModular("WanAnimate2Distilled", wan_animate_2, _ANIMATE, outputs=("segment_frames",)),
+    TinyModular("ZImage", guided(model("z-image")), {**SIZE, **_LISTS}, guided=True),
+)
+
+MODULAR: dict[str, TinyModular] = {pipeline.name: pipeline for pipeline in _ALL}
