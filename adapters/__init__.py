@@ -19,9 +19,11 @@ from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
+from para_core.attention.attention_schedule import AttentionSchedule
 
 __all__ = [
     "Adapter",
+    "AttentionSchedule",
     "Calibration",
     "CalibrationRow",
     "Proposal",

@@ -40,6 +40,8 @@ class SchedulerTracker:
 
     def __init__(self) -> None:
         self.active = False
+        # A pipeline may have several trackers, which wrap the same scheduler.
+        self._key = f"{_KEY} {id(self)}"
         self._pipe: Any = None
         self._scheduler: Any = None
         self._with_copies = False
@@ -69,8 +71,8 @@ class SchedulerTracker:
         """
         if self.active:
             raise RuntimeError(
-                "this pipeline with a cache is already running, in another thread? Both would use the same cache. Use "
-                "one thread, or a pipeline for each."
+                "this pipeline is already running, in another thread? Both would use the same cache, or the same steps "
+                "of a schedule. Use one thread, or a pipeline for each."
             )
         scheduler = getattr(pipe, "scheduler", None)
         self._pipe, self._scheduler, self._begin, self._with_copies = pipe, scheduler, begin, with_copies
@@ -94,12 +96,14 @@ class SchedulerTracker:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", _KEY, count, order=WrapperPriority.CACHE, plain_copies=True)
-                wrap_method(scheduler, "set_timesteps", _KEY, restart, order=WrapperPriority.CACHE, plain_copies=True)
+                wrap_method(scheduler, "step", self._key, count, order=WrapperPriority.CACHE, plain_copies=True)
+                wrap_method(
+                    scheduler, "set_timesteps", self._key, restart, order=WrapperPriority.CACHE, plain_copies=True
+                )
             yield
         finally:
             if scheduler is not None:
-                unwrap(scheduler, _KEY)
+                unwrap(scheduler, self._key)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
     def position(self, branch: str) -> Position:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.attention import compiled, low_precision
-from benchmarks.cache import forecasts, quality
+from benchmarks.cache import attention_steps, forecasts, quality
 from benchmarks.demo import gallery
 from benchmarks.faults import links
 from benchmarks.faults import page as faults
@@ -182,7 +182,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/vae.md": (vaes.parts, vae.parts),
     "docs/weights.md": (sizes.parts, weights.parts),
     "docs/which_option.md": (sizes.parts,),
-    "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, gallery.parts),
+    "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, attention_steps.parts, gallery.parts),
     "docs/measured/exactness.md": (generation.parts, traffic.parts),
     "docs/measured/faults.md": (faults.parts,),
     "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),

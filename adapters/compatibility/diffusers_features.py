@@ -1,4 +1,4 @@
-"""Checks of features of diffusers: attention that the mode cannot intercept, hooks, guiders, caches, parallelism."""
+"""Checks of features of diffusers: processors that compute scores, hooks, guiders, caches, parallelism."""
 
 from __future__ import annotations
 
@@ -7,54 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.registry import plan_for, supported
+from para_core.adapters.registry import supported
 from para_core.adapters.weights.sharded_component import mesh_of_diffusers
 from para_core.cache.diffusers_caches import foreign_cache
 from para_core.instance_patching import original_class
-from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import AttentionByHeads
-
-# Backends of diffusers that call scaled_dot_product_attention, with or without a choice of its backend.
-_SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-
-
-def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -> None:
-    """Refuse attention that does not call scaled_dot_product_attention."""
-    by_heads = _attention_by_heads(module)
-    # Each submodule may have another backend, so all are checked.
-    for path, submodule in module.named_modules():
-        processor: Any = getattr(submodule, "processor", None)
-        # A processor without this attribute always calls scaled_dot_product_attention itself.
-        if path in by_heads or not hasattr(processor, "_attention_backend"):
-            continue
-        backend = _name_of(processor._attention_backend)
-        if backend not in _SEEN:
-            raise RuntimeError(
-                f"{name} attends with diffusers' backend {backend!r} in {path!r}, which does not call "
-                f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
-                f"Switch to a native backend: {name}.set_attention_backend('native')."
-            )
-
-
-def _attention_by_heads(module: nn.Module) -> set[str]:
-    """Return the paths of modules that have all tokens and some of the heads, for which any backend is correct."""
-    plan = plan_for(module)
-    return {
-        path
-        for pattern, attention in (() if plan is None else plan.attention.items())
-        if isinstance(attention, AttentionByHeads)
-        for path in matching_modules(module, pattern)
-    }
-
-
-def _name_of(backend: Any) -> str:
-    if backend is None:
-        # The default of all models: from the last set_attention_backend, attention_backend(...), or the environment.
-        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-        backend, _ = _AttentionBackendRegistry.get_active_backend()
-    return str(getattr(backend, "value", backend))
-
 
 # Functions with which a processor computes scores itself, as processors of diffusers did before PyTorch 2.
 _OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}

@@ -13,6 +13,11 @@ from functools import partial
 from typing import Any
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.compatibility.attention_names import (
+    refuse_attention_named_twice,
+    refuse_mixed_attention,
+    refuse_unseen_attention,
+)
 from para_core.adapters.compatibility.diffusers_features import (
     refuse_cache_of_diffusers,
     refuse_guider,
@@ -20,7 +25,6 @@ from para_core.adapters.compatibility.diffusers_features import (
     refuse_parallelism_of_diffusers,
     refuse_perturbed_joint_attention,
     refuse_scores_of_processor,
-    refuse_unseen_attention,
 )
 from para_core.adapters.consistency.arguments import require_same_inputs
 from para_core.adapters.registry import (
@@ -159,6 +163,8 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             refuse_compiled_unet(module, name, model.called)
         if mesh.sequence.ranks > 1:
             refuse_unseen_attention(module, name, mesh.sequence.ranks)
+            refuse_mixed_attention(module, name)
+            refuse_attention_named_twice(module, name)
             # In a UNet any processor is correct, because matrix products of sharded rows are intercepted as well.
             if not model.is_unet:
                 refuse_scores_of_processor(module, name, mesh.sequence.ranks)

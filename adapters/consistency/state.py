@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from para_core import version
+from para_core.adapters.compatibility.attention_names import attention_by_name
 from para_core.adapters.consistency.loras import Loras, models_of
 from para_core.adapters.registry import transformers_of
 from para_core.instance_patching import uncompiled
-from para_core.plans.region import plan_options
 
 
 def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -44,8 +44,7 @@ def _attention(pipe: Any) -> dict[str, str]:
     return {
         f"{option} of {name}": value
         for name, module in transformers_of(pipe).items()
-        if (options := plan_options(uncompiled(module))) is not None
-        for option, value in options.by_name.items()
+        for option, value in attention_by_name(uncompiled(module)).items()
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.cache.generation import PipelineCache, caching_of
+from para_core.adapters.compatibility.attention_names import translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
@@ -20,6 +22,7 @@ from para_core.adapters.consistency.loras import Loras
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
+from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
 from para_core.adapters.rows.unet import unet_run
@@ -51,6 +54,7 @@ class ParallelCall:
 
     Attributes:
         fused: PipeFusion on the transformers; None without it.
+        scheduled: The schedule of the transformers' attention; None without one.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ParallelCall:
     ) -> None:
         self.mesh, self.session = mesh, session
         self.fused: FusedPipe | None = None
+        self.scheduled: ScheduledAttention | None = None
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
         self._assume_equal = assume_equal
@@ -116,6 +121,7 @@ class ParallelCall:
                 if stages is not None:
                     stages.links.begin()
                 stack.enter_context(inputs_verified([region, stages]))
+                stack.enter_context(translated_attention(module))
                 component = getattr(pipe, name)
                 if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
                     # The compiled module is wrapped, not the module inside it, because a graph holds one call.
@@ -130,6 +136,8 @@ class ParallelCall:
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CHECKED_CALLBACK, checked.run, order=WrapperPriority.GUIDANCE)
                 )
+            if self.scheduled is not None:
+                kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
             if self._guidance is not None:
                 stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
@@ -143,7 +151,11 @@ class ParallelCall:
         """Return the state of ``pipe`` that must be equal on all ranks."""
         caching = caching_of(pipe)
         cache = None if caching is None else {name: cache.as_text() for name, cache in caching.caches.items()}
-        return pipe_state(pipe, self._loras, decodes=decodes, cache=cache)
+        state = pipe_state(pipe, self._loras, decodes=decodes, cache=cache)
+        if self.scheduled is None:
+            return state
+        schedule = asdict(self.scheduled.schedule).items()
+        return {**state, **{f"{name} of the schedule of attention": str(value) for name, value in schedule}}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``callback`` once every rank has the outputs of its step, because it may read them on one rank only."""

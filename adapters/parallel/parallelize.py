@@ -19,6 +19,7 @@ from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.staged_transformer import release_pipe
 from para_core.attention.attention_options import RotateMethod
+from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
 from para_core.instance_patching import original_class
@@ -42,7 +43,8 @@ def parallelize_pipe(
     resident_blocks: int = 1,
     pipefusion: PipeFusion | None = None,
     rotate_method: RotateMethod | None = None,
-    backend: Backend | None = None,
+    backend: Backend | AttentionSchedule | None = None,
+    cross_backend: Backend | None = None,
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
 ) -> Pipeline:
@@ -98,7 +100,11 @@ def parallelize_pipe(
             there is no ``mesh``.
         backend (`str`, *optional*): The backend of local attention in the transformers, also on one rank: one of
             PyTorch's, ``"triton"`` (docs/kernels.md), or a library that is installed: ``"flash3"``, ``"flash4"``.
-            ``"triton-int8"`` and ``"sage"`` are **not exact**. Defaults to the choice of SDPA.
+            ``"triton-int8"`` and ``"sage"`` are **not exact**; an :class:`AttentionSchedule` confines them to the
+            steps in the middle. Defaults to the choice of SDPA, or on several ranks to what the transformer's own
+            ``set_attention_backend`` names (docs/pipelines.md).
+        cross_backend (`str`, *optional*): The backend of attention to another sequence, such as the text of Wan.
+            Defaults to the choice of SDPA, or to ``backend`` if that sequence is sharded.
         comm_dtype (`torch.int8` or `torch.float8_e4m3fn`, *optional*): Rounds what attention sends to 8 bits. **Not
             exact.** Defaults to sending unrounded values.
         attn_func (`Callable`, *optional*): Computes local attention in place of SDPA, as in
@@ -131,6 +137,7 @@ def parallelize_pipe(
         pipefusion=pipefusion,
         rotate_method=rotate_method,
         backend=backend,
+        cross_backend=cross_backend,
         comm_dtype=comm_dtype,
         attn_func=attn_func,
     )

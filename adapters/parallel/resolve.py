@@ -18,6 +18,7 @@ from para_core.adapters.components import TextEncoders
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
+from para_core.adapters.parallel.scheduled_attention import SchedulePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
@@ -125,14 +126,13 @@ def _parts_of_pipe(
     session: ParallelSession,
     autoencoders: list[nn.Module],
 ) -> list[Part]:
-    """Return the parts for the call of the pipeline: none on one rank without PipeFusion."""
-    if mesh.ranks == 1 and options.pipefusion is None and not options.offloads:
+    """Return the parts for the call of the pipeline: none on one rank, unless an option needs the call."""
+    if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
         return []
-    unets = unets_of(pipe)
-    batched = bool(unets) or bool(decoders_of(pipe)) or any(part.plan.batched for part in transformers)
+    batched = bool(unets_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
         transformers_of(pipe),
-        unets,
+        unets_of(pipe),
         mesh,
         sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
@@ -141,6 +141,8 @@ def _parts_of_pipe(
     parts: list[Part] = [CallPart(pipe, call), *[VaePart(vae, mesh) for vae in autoencoders]]
     if options.pipefusion is not None:
         parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
+    if options.schedule is not None:
+        parts.append(SchedulePart(pipe, call, options.schedule, transformers[0].attention, options.adapter))
     return parts
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.compatibility.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.components import TextEncoders
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
@@ -26,8 +28,9 @@ from para_core.adapters.weights.staged_transformer import (
 )
 from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import AttnOptions, RotateMethod
+from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.attn_func import AttnFunc
-from para_core.attention.backend_selection import Backend
+from para_core.attention.backend_selection import BACKENDS, Backend
 from para_core.attention.libraries import require_library
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
@@ -51,6 +54,7 @@ def parallelize_transformer(
     assume_equal: bool = False,
     rotate_method: RotateMethod | None = None,
     backend: Backend | None = None,
+    cross_backend: Backend | None = None,
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
 ) -> Transformer:
@@ -63,7 +67,8 @@ def parallelize_transformer(
 
     Args:
         transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
-        mesh, text, adapter, rotate_method, backend, comm_dtype, attn_func: As in :func:`parallelize_pipe`.
+        mesh, text, adapter, rotate_method, backend, cross_backend, comm_dtype, attn_func: As in
+            :func:`parallelize_pipe`.
         assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of inputs. It costs a fingerprint on
             the device, 8 bytes per tensor copied to the host, and one small exchange.
 
@@ -81,9 +86,15 @@ def parallelize_transformer(
         assume_equal=assume_equal,
         rotate_method=rotate_method,
         backend=backend,
+        cross_backend=cross_backend,
         comm_dtype=comm_dtype,
         attn_func=attn_func,
     )
+    if options.schedule is not None:
+        raise ValueError(
+            "backend= is an AttentionSchedule, and a transformer alone does not know the step of a generation. Pass it "
+            "to parallelize_pipe, or name one backend."
+        )
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
     if mesh is None:
@@ -155,6 +166,9 @@ class TransformerPart(Part):
             require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
+            cross_backend=self.options.cross_backend,
+            on_one_rank=self.options.schedule is not None,
+            around=partial(translated_attention, self.module),
         )
         if in_stages:
             hold_stage(self.module, self.mesh.pipe, self.options.adapter, self.require_equal, self.mesh)
@@ -178,7 +192,7 @@ class TransformerPart(Part):
         """Raise on every rank if the arguments ``kwargs`` of this call differ between ranks or a rank cannot run it."""
         options = cache_options(self.module)
         cached = {} if options is None else {"its cache": options.as_text()}
-        inputs = {**kwargs, **cached, **self.attention.by_name}
+        inputs = {**kwargs, **cached, **attention_by_name(self.module)}
         require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
 
 
@@ -203,7 +217,8 @@ class ParallelOptions:
     resident_blocks: int = 1
     pipefusion: PipeFusion | None = None
     rotate_method: RotateMethod | None = None
-    backend: Backend | None = None
+    backend: Backend | AttentionSchedule | None = None
+    cross_backend: Backend | None = None
     comm_dtype: torch.dtype | None = None
     attn_func: AttnFunc | None = None
 
@@ -231,7 +246,23 @@ class ParallelOptions:
         if self.timeout is not None:
             as_timedelta(self.timeout)
         self.attention(None)
-        require_library(self.backend)
+        if self.cross_backend not in (None, *BACKENDS):
+            raise ValueError(
+                f"cross_backend is {self.cross_backend!r}; expected one of {', '.join(BACKENDS)}, or None."
+            )
+        if self.cross_backend is not None and self.attn_func is not None:
+            raise ValueError(
+                f"cross_backend={self.cross_backend!r} and attn_func both choose the attention to another sequence. "
+                "Leave one out."
+            )
+        own = self.backend.backends if isinstance(self.backend, AttentionSchedule) else (self.backend,)
+        for backend in (*own, self.cross_backend):
+            require_library(backend)
+        if self.schedule is not None and self.pipefusion is not None:
+            raise ValueError(
+                "backend= is an AttentionSchedule, and with pipefusion= several steps are computed at the same time. "
+                "Name one backend for all steps, or leave pipefusion= out."
+            )
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options.
@@ -244,9 +275,14 @@ class ParallelOptions:
             default_method = None
         return AttnOptions(
             rotate_method=self.rotate_method or default_method or "alltoall",
-            backend=self.backend,
+            backend=self.backend.exact if isinstance(self.backend, AttentionSchedule) else self.backend,
             comm_dtype=self.comm_dtype,
         )
+
+    @property
+    def schedule(self) -> AttentionSchedule | None:
+        """``backend``, if it is a schedule."""
+        return self.backend if isinstance(self.backend, AttentionSchedule) else None
 
     @property
     def offloads(self) -> bool:
@@ -264,6 +300,7 @@ class ParallelOptions:
             "pipefusion": self.pipefusion,
             "rotate_method": self.rotate_method,
             "backend": self.backend,
+            "cross_backend": self.cross_backend,
             "comm_dtype": self.comm_dtype,
             "attn_func": self.attn_func,
         }

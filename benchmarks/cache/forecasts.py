@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cache.judged import SEED, THINGS, _decode, judge, scenes_of
+from benchmarks.cache.judged import SEED, THINGS, decode, judge, scenes_of
 from benchmarks.cache.ways import generate, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
@@ -59,7 +59,7 @@ class Generator:
             rows = [] if options is None else cache_report(self.pipe).rows
             computed.append([row.step for row in rows if not row.hit])
         remove_cache_from_pipe(self.pipe)
-        return _decode(self.pipe, torch.cat(latents)), computed
+        return decode(self.pipe, torch.cat(latents)), computed
 
     def reference(self, steps: int) -> np.ndarray:
         """Return the images without a cache."""

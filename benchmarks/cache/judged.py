@@ -56,11 +56,12 @@ def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, A
         latents.append(generate(pipe, grammar.caption(scene), steps=steps, seed=(SEED + THINGS) * 100_000 + i))
         seconds.append(round(time.process_time() - start, 3))
         computed.append(counter.steps)
-    return _decode(pipe, torch.cat(latents)), {"computed": computed, "cpu_seconds": seconds}
+    return decode(pipe, torch.cat(latents)), {"computed": computed, "cpu_seconds": seconds}
 
 
 @torch.no_grad()
-def _decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
+def decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
+    """Return images ``[B, 128, 128, 3]`` in 0 … 1 of packed latents."""
     latents = pipe._unpack_latents(tokens, SIDE, SIDE, pipe.vae_scale_factor)
     latents = latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
     parts = [pipe.vae.decode(part, return_dict=False)[0] for part in latents.split(DECODED_AT_ONCE)]

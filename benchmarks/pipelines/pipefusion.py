@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from diffusers import WanPipeline
 
-from benchmarks.cache.judged import _decode, judge, scenes_of
+from benchmarks.cache.judged import decode, judge, scenes_of
 from benchmarks.cache.video import psnr
 from benchmarks.cache.ways import SIDE, TEXT_TOKENS, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
@@ -83,7 +83,7 @@ def images(pipe: Any, steps: int, count: int) -> np.ndarray:
         latents=torch.cat([latents for latents, _ in noise]),
         output_type="latent",
     ).images
-    return _decode(pipe, latents)
+    return decode(pipe, latents)
 
 
 def judge_images(made: np.ndarray, exact: np.ndarray) -> dict[str, list[Any]]:

@@ -102,6 +102,11 @@ class AttnOptions:
                 f"rotate_method='2d' sends tensors as they are, and comm_dtype is {self.comm_dtype}. Leave comm_dtype "
                 "out, or take rotate_method='alltoall'."
             )
+        if not (self.backend is None or isinstance(self.backend, str)):
+            raise TypeError(
+                f"backend is {self.backend!r}; expected a name. An AttentionSchedule is for parallelize_pipe, which "
+                "knows the steps."
+            )
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend is {self.backend!r}; expected one of {', '.join(BACKENDS)}, or None.")
 
@@ -115,10 +120,11 @@ class AttnOptions:
         """The options for calls that keep a gradient, which round nothing. The same object if these options round
         nothing.
         """
-        rounds = self.backend in EXACT_FORM
-        if not rounds and self.comm_dtype is None:
+        backend = self.backend
+        exact = EXACT_FORM[backend] if backend is not None and backend in EXACT_FORM else backend
+        if exact == backend and self.comm_dtype is None:
             return self
-        return replace(self, comm_dtype=None, backend=EXACT_FORM[self.backend] if rounds else self.backend)
+        return replace(self, comm_dtype=None, backend=exact)
 
     @property
     def by_name(self) -> dict[str, str]:

@@ -194,7 +194,7 @@ DEVICES = ("cuda",)
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def require_library(backend: str | None) -> None:
     """Raise ``ImportError`` if ``backend`` names a library that is not installed. Other backends need none."""
-    if backend in LIBRARIES:
+    if backend is not None and backend in LIBRARIES:
         import_kernel(LIBRARIES[backend][0])
 
 

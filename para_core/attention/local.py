@@ -108,7 +108,7 @@ def local_attention_with_lse(
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
-    if backend in LIBRARIES:
+    if backend is not None and backend in LIBRARIES:
         return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)

@@ -55,6 +55,8 @@ class PlannedAttention:
         attn_func: Local attention, as :class:`MeshAttention` takes it.
         bind: Returns a function that activation checkpointing runs again in the backward, bound to this call of the
             model. None if nothing needs to be bound.
+        cross: Options of attention to another sequence. None for ``options`` if its keys are sharded, and for SDPA on
+            one device if they are replicated.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class PlannedAttention:
         prepared: PreparedAttention,
         attn_func: AttnFunc | None = None,
         bind: BindRecomputation | None = None,
+        cross: AttnOptions | None = None,
     ) -> None:
         self.bind = bind
         self.mesh, self.options, self.prepared, self.attn_func = mesh, options, prepared, attn_func
+        self.cross = cross
         self.attending = attending
         # Sharded and replicated segments of the current call of the model.
         self.segments: TraceSafeLayout = ()
@@ -86,7 +90,9 @@ class PlannedAttention:
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy for attention calls with the segments ``attending``, whose calls are counted from 0."""
-        inner = PlannedAttention(self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind)
+        inner = PlannedAttention(
+            self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind, self.cross
+        )
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
@@ -137,7 +143,7 @@ class PlannedAttention:
         return FlexOverMesh(self.mesh, layouts, self.options, assume_equal=True)(operator, args, kwargs)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
-        """Return the attention on the mesh for a plan entry; None if none of its keys are sharded."""
+        """Return the attention on the mesh for a plan entry; None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
             return self._find(attention)
         if id(attention) not in self._found:
@@ -146,7 +152,8 @@ class PlannedAttention:
 
     def _find(self, attention: Attention) -> MeshAttention | None:
         sharded = [name for name, _, replicated, _ in self.segments if not replicated]
-        if not set(sharded) & set(attention.keys or attention.queries):
+        crosses = attention.keys is not None and self.cross is not None
+        if not crosses and not set(sharded) & set(attention.keys or attention.queries):
             return None
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
@@ -160,7 +167,8 @@ class PlannedAttention:
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
-        return MeshAttention(self.mesh, layouts, self.options, assume_equal=True, attn_func=self.attn_func)
+        options = self.options if attention.keys is None or self.cross is None else self.cross
+        return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.attn_func)
 
 
 def planned_layouts(

@@ -7,7 +7,8 @@ attributes stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attn_func import AttnFunc
+from para_core.attention.backend_selection import Backend
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
@@ -80,16 +82,19 @@ class Region:
         require_equal: RequireEqual | None,
         options: AttnOptions,
         attn_func: AttnFunc | None,
+        cross_backend: Backend | None,
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.plan, self.mesh, self.batch = plan, mesh, batch
-        self.options, self.attn_func = options, unintercepted(attn_func)
-        self.require_equal = require_equal
+        self.attn_func = unintercepted(attn_func)
+        self.require_equal, self._around = require_equal, around
         # Whether the caller has verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # Prepared attention calls, kept from call to call.
-        self._prepared = PreparedAttention()
+        # Prepared attention calls of each pair of options, kept from call to call.
+        self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
+        self.use(options, cross_backend)
         self._has_encoders = any(
             isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for submodule in module.modules()
@@ -122,6 +127,17 @@ class Region:
         self._head_exchanges: list[HeadExchange] = []
         self._sharing_samples: list[MeshDim] = []
 
+    def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
+        """Use these options from the next call on. A compiled call has one graph for each pair.
+
+        Args:
+            cross_backend: The backend of attention to another sequence, on one device as well. None for the choice of
+                SDPA if its keys are replicated, and for ``options.backend`` otherwise.
+        """
+        self.options, self.cross_backend = options, cross_backend
+        self._cross = None if cross_backend is None else replace(options, backend=cross_backend)
+        self._prepared = self._prepared_for.setdefault((options, cross_backend), PreparedAttention())
+
     @property
     def sharing_samples(self) -> MeshDim | None:
         """The mesh dim whose ranks each compute a part of the samples of the current call; None if none do."""
@@ -146,9 +162,16 @@ class Region:
             self.attach(module)
             # Before a call that may be compiled in place, because Dynamo buries errors that are raised inside a graph.
             self._refuse_arguments(module, args, kwargs)
-            if self.require_equal is not None and not self.inputs_verified:
-                arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-                self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
+            if not self.inputs_verified:
+                if self.require_equal is not None:
+                    arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+                    self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
+                with self._around():
+                    return self._call_inner(call, module, *args, **kwargs)
+        return self._call_inner(call, module, *args, **kwargs)
+
+    def _call_inner(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run what ``call_outer`` wraps, with sharding and gathering outside of a graph that the module was before."""
         compiled = self._compiled_before
         if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
             return call(module, *args, **kwargs)
@@ -174,7 +197,9 @@ class Region:
         if self._mixes_over_ranks:
             refuse_checkpointing(module)
         attending = (Attention(self.plan.joint_order),)
-        planned = PlannedAttention(self.mesh, self.options, attending, self._prepared, self.attn_func, self._bound)
+        planned = PlannedAttention(
+            self.mesh, self.options, attending, self._prepared, self.attn_func, self._bound, self._cross
+        )
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module))
         self._interceptions.append(interception)
         try:
@@ -393,10 +418,14 @@ def apply_plan(
     require_equal: RequireEqual | None = None,
     options: AttnOptions | None = None,
     attn_func: AttnFunc | None = None,
+    cross_backend: Backend | None = None,
+    on_one_rank: bool = False,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Run ``module`` over ``mesh``. Replaces a plan that was applied before.
 
-    On one rank this has an effect only if ``options.backend`` or ``attn_func`` is given.
+    On one rank this has an effect only if ``options.backend``, ``attn_func``, ``cross_backend`` or ``on_one_rank`` is
+    given.
 
     Args:
         plan: A plan of ours, or a ``_cp_plan`` of diffusers.
@@ -405,6 +434,11 @@ def apply_plan(
             inside :func:`~para_core.distributed.consistency.inputs_verified`.
         options: Options of attention.
         attn_func: Computes local attention instead of SDPA.
+        cross_backend: As in :meth:`Region.use`.
+        on_one_rank: Whether to intercept attention on one rank as well, because :meth:`Region.use` may change the
+            options.
+        around: Returns the context of each eager call outside
+            :func:`~para_core.distributed.consistency.inputs_verified`, entered after ``require_equal`` was called.
 
     Raises:
         ValueError: The plan has a rule for a module that does not exist.
@@ -413,10 +447,11 @@ def apply_plan(
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
     options = options or AttnOptions()
-    is_default_attention = options.backend is None and attn_func is None
+    is_named = options.backend is not None or cross_backend is not None or attn_func is not None
+    is_default_attention = not is_named and not on_one_rank
     if mesh.ranks == 1 and is_default_attention and (batch is None or batch.size == 1 or not plan.batched):
         return
-    region = Region(module, plan, mesh, batch, require_equal, options, attn_func)
+    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around)
     region.attach(module)
     wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=WrapperPriority.PLAN)
     wrap_method(module, "__call__", _KEY, region.call_outer, order=WrapperPriority.PLAN)

@@ -1,7 +1,8 @@
-"""``set_attention_backend``: what goes through SDPA is exact on several ranks, what does not is an error that says
-so.
+"""Attention backends of diffusers by name: on several ranks each is exact, or an error that says what to do; and
+another backend for attention to another sequence.
 """
 
+import re
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest import mock
@@ -11,11 +12,12 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call
+from tests.attention.fake_libraries import libraries_installed
 from tests.rank_pool import heartbeat
-from tests.tiny import cpu_mesh, relative_error, relative_errors
+from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 # One model of each family, with masks and without, with text in the sequence and outside it.
@@ -92,136 +94,251 @@ def test_native_backends_equal_one_device(rank_pool):
             assert same, (name, backend, mesh_shape, out)
 
 
-# -- what no mode sees
+# -- names of functions that no mode sees
 
-
-def attend_by_hand(query, key, value, attn_mask=None, scale=None):
-    """A stand-in for a kernel of flash_attn: ``[B, S, H, D]``, without scaled_dot_product_attention."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is not None:
-        attn_mask = attn_mask if attn_mask.ndim == 4 else attn_mask[:, None, None]
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(0.0), value)
+# With stand-ins for the libraries, on a CPU in float32, and a model without masks.
+EXACT = {
+    *("flash", "flash_varlen", "_flash_3", "_flash_varlen_3", "flex", "xformers", "sage", "sage_varlen"),
+    *("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"),
+    *("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"),
+    *("native", "_native_flash", "_native_math"),
+}
+# PyTorch has no such kernel for CPUs, on one device neither.
+NOT_ON_CPU = {"_native_cudnn", "_native_efficient"}
+REFUSED = {
+    *("flash_hub", "flash_varlen_hub", "flash_4_hub", "_flash_3_hub", "_flash_3_varlen_hub", "aiter_fa2_hub"),
+    *("sage_hub", "sage_blackwell_hub", "_native_npu", "_native_xla"),
+}
+LIBRARY_OF = {"_flash_3": "flash3", "_flash_varlen_3": "flash3"} | {x: "sage" for x in EXACT if "sage" in x}
 
 
 @contextmanager
-def flash_attn_installed():
-    """diffusers believes so, of flash_attn and of all others; the backend ``flash`` is :func:`attend_by_hand`."""
-    arguments = {AttentionBackendName.FLASH: {"query", "key", "value", "attn_mask", "scale"}}
+def all_installed():
+    """diffusers believes that all packages are installed. Yields the calls of the stand-ins that para_core finds."""
     with ExitStack() as stack:
         stack.enter_context(backends_restored())
         for refusal in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
             stack.enter_context(mock.patch.object(attention_dispatch, refusal))
-        backends = {AttentionBackendName.FLASH: attend_by_hand}
-        stack.enter_context(mock.patch.dict(_AttentionBackendRegistry._backends, backends))
-        stack.enter_context(mock.patch.dict(_AttentionBackendRegistry._supported_arg_names, arguments))
-        yield
+        yield stack.enter_context(libraries_installed())
 
 
-def unseen(backend="flash", name="transformer", place=".*"):
+def unseen(backend="flash_hub", name="transformer", place=".*"):
     return (
         rf"{name} .*'{backend}' .*'{place}', .*"
         rf"scaled_dot_product_attention.*{name}\.set_attention_backend\('native'\)"
     )
 
 
-def call_unseen():
+def call_every_name():
+    outs = {}
+    transformer = parallelize_transformer(MODELS["flux2"].build(), mesh=cpu_mesh(2, 1))
+    for backend in [x.value for x in AttentionBackendName]:
+        heartbeat()
+        with all_installed() as calls:
+            transformer.set_attention_backend(backend)
+            try:
+                outs[backend] = call(transformer, "flux2", SIZES[0])[0], dict(calls)
+            except RuntimeError as error:
+                outs[backend] = str(error), {}
+            names = {x.processor._attention_backend for x in transformer.modules() if hasattr(x, "processor")}
+            assert names == {AttentionBackendName(backend)}
+    with all_installed():
+        transformer.reset_attention_backend()
+        outs["reset"] = call(transformer, "flux2", SIZES[0])[0], {}
+    return outs
+
+
+def test_every_name_is_exact_or_an_error_that_says_what_to_do(rank_pool):
+    assert {x.value for x in AttentionBackendName} == EXACT | NOT_ON_CPU | REFUSED
+    expected = call(MODELS["flux2"].build(), "flux2", SIZES[0])[0]
+    for outs in rank_pool.run(call_every_name, 2):
+        for backend in (*EXACT, "reset"):
+            out, calls = outs[backend]
+            assert not isinstance(out, str), (backend, out)
+            assert relative_error(out, expected) < 1e-5, backend
+            assert list(calls) == ([LIBRARY_OF[backend]] if backend in LIBRARY_OF else []), backend
+        for backend in NOT_ON_CPU:
+            assert "sdpa_kernel(" in outs[backend][0], backend
+        for backend in REFUSED:
+            assert re.search(unseen(backend), outs[backend][0]), outs[backend][0]
+
+
+def call_families():
     outs = {}
     for name in FAMILIES:
         heartbeat()
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2))
-        with flash_attn_installed():
-            for backend in () if name in DEAF else ("flash", "flex", "sage", "xformers", "_flash_3_hub"):
+        with all_installed():
+            for backend in ("flash", "flex"):
                 transformer.set_attention_backend(backend)
-                with pytest.raises(RuntimeError, match=unseen(backend)):
+                outs[name, backend] = call(transformer, name, SIZES[0])[0]
+            transformer.set_attention_backend("flash_hub")
+            if name not in DEAF:
+                with pytest.raises(RuntimeError, match=unseen()):
                     call(transformer, name, SIZES[0])
-            transformer.set_attention_backend("flash" if name in DEAF else "native")
-            outs[name] = call(transformer, name, SIZES[0])[0]
     return outs
 
 
-def test_other_backends_raise_on_every_family(rank_pool):
+def test_translated_names_are_exact_on_every_family(rank_pool):
     expected = {name: call(MODELS[name].build(), name, SIZES[0])[0] for name in FAMILIES}
-    for outs in rank_pool.run(call_unseen, 2):
-        errors = relative_errors(outs, expected)
+    for outs in rank_pool.run(call_families, 2):
+        errors = {key: relative_error(out, expected[key[0]]) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
 
 
-PIPES = ["hunyuan", "mochi", "cogvideox", "wan 2.2", "qwen-image", "ltx"]
+PIPES = ["mochi", "wan 2.2", "ltx"]
 expected_of = cache(lambda name: generate(build(name), name))
 
 
-def set_flash(transformer):
+def set_backend(transformer, backend):
     """Set the backend of this transformer only; restore the process-wide one, which models without their own use."""
     with backends_restored():
-        transformer.set_attention_backend("flash")
+        transformer.set_attention_backend(backend)
 
 
-def draw_unseen():
+def draw_translated():
     outs = {}
     for name in PIPES:
         part = "transformer_2" if name == "wan 2.2" else "transformer"
         for when in ("before", "after"):
-            with flash_attn_installed():
+            with all_installed():
                 pipe = build(name)
+                transformer = getattr(pipe, part)
                 if when == "before":
-                    set_flash(getattr(pipe, part))
+                    set_backend(transformer, "flash")
                 parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
                 if when == "after":
-                    set_flash(getattr(pipe, part))
-                if name not in DEAF:
-                    with pytest.raises(RuntimeError, match=unseen(name=rf"pipe\.{part}")):
-                        generate(pipe, name)
-                    getattr(pipe, part).set_attention_backend("_native_math")
+                    set_backend(transformer, "flash_hub")
+                    if name not in DEAF:
+                        with pytest.raises(RuntimeError, match=unseen(name=rf"pipe\.{part}")):
+                            generate(pipe, name)
+                    set_backend(transformer, "flash")
                 outs[name, when] = generate(pipe, name)
+                set_of = {
+                    getattr(x.processor, "_attention_backend", 0) for x in transformer.modules() if is_attention(x)
+                }
+                assert set_of <= {0, AttentionBackendName.FLASH}
+                unparallelize_pipe(pipe)
+                set_backend(transformer, "native")
+                assert torch.equal(generate(pipe, name), expected_of(name)), name
     return outs
 
 
-def test_pipes_refuse_other_backends_and_recover(rank_pool):
-    for outs in rank_pool.run(draw_unseen, 2):
+def is_attention(module):
+    return hasattr(module, "processor")
+
+
+def test_pipes_translate_names_that_are_set_before_and_after(rank_pool):
+    for outs in rank_pool.run(draw_translated, 2):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}
         assert max(errors.values()) < 1e-5, errors
 
 
-def draw_partly_unseen():
-    """Set another backend on one attention only, and by other ways."""
-    model = MODELS["wan"]
-    with flash_attn_installed():
+def draw_in_parts():
+    """Set a backend on some attentions, by other ways, and beside an option."""
+    model, found = MODELS["wan"], {}
+    with all_installed() as calls:
         pipe = build("wan", cpu_mesh(1, 2))
-        place = r"blocks\.1\.attn1"
-        pipe.transformer.blocks[1].attn1.set_attention_backend("flash")
-        with pytest.raises(RuntimeError, match=unseen(name=r"pipe\.transformer", place=place)):
+        blocks = pipe.transformer.blocks
+        blocks[1].attn1.set_attention_backend("sage")
+        mixed = r"pipe\.transformer .*'sage' .*'blocks\.1\.attn1' .*'native' .*'blocks\.0\.attn1'"
+        with pytest.raises(RuntimeError, match=mixed):
             generate(pipe, "wan")
-        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager")
-        with pytest.raises(RuntimeError, match=unseen(name=r"pipe\.transformer", place=place)):
-            generate(pipe, "wan")
+        assert calls.total() == 0
+        for block in blocks:
+            block.attn1.set_attention_backend("sage")
+        found["own sequence"] = generate(pipe, "wan"), dict(calls)
+        calls.clear()
+        for block in blocks:
+            block.attn2.set_attention_backend("_flash_3")
+        found["both"] = generate(pipe, "wan"), dict(calls)
+        pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
+        calls.clear()
+        found["compiled"] = generate(pipe, "wan"), dict(calls)
         transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
-        with attention_dispatch.attention_backend("flash"), pytest.raises(RuntimeError, match=unseen()):
+        calls.clear()
+        with attention_dispatch.attention_backend("sage"):
+            found["context"] = call(transformer, "wan", SIZES[0])[0], dict(calls)
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), backend="math")
+        with (
+            attention_dispatch.attention_backend("sage"),
+            pytest.raises(RuntimeError, match=r"'sage' .*backend='math'"),
+        ):
             call(transformer, "wan", SIZES[0])
-        # Only of one rank: an error on both.
+        # On one rank only: an error on both.
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
         if torch.distributed.get_rank() == 1:
-            transformer.blocks[0].attn1.set_attention_backend("flash")
-        with pytest.raises(RuntimeError, match=r"sequence rank 1: .*" + unseen(place=r"blocks\.0\.attn1")):
+            transformer.set_attention_backend("sage")
+        with pytest.raises(ValueError, match=r"rank 0 .*native.*rank 1 .*sage"):
             call(transformer, "wan", SIZES[0])
-        # This alone does not help: what set_attention_backend set for all models is still set.
-        transformer.set_attention_backend("flash")
-        transformer.reset_attention_backend()
-        with pytest.raises(RuntimeError, match=unseen()):
-            call(transformer, "wan", SIZES[0])
+    return found
 
 
-def test_one_unseen_attention_among_others_raises(rank_pool):
-    rank_pool.run(draw_partly_unseen, 2)
+def test_each_kind_of_attention_may_have_a_name(rank_pool):
+    expected = call(MODELS["wan"].build(), "wan", SIZES[0])[0]
+    for found in rank_pool.run(draw_in_parts, 2):
+        libraries = {key: set(calls) for key, (_, calls) in found.items()}
+        both = {"sage", "flash3"}
+        assert libraries == {"own sequence": {"sage"}, "both": both, "compiled": both, "context": {"sage"}}
+        for key, (out, _) in found.items():
+            assert relative_error(out, expected if key == "context" else expected_of("wan")) < 1e-5, key
+
+
+def cross_backends(ranks):
+    found = {}
+    with libraries_installed() as calls:
+        for option, values in (
+            ("cross", {"cross_backend": "flash3"}),
+            ("both", {"backend": "sage", "cross_backend": "flash3"}),
+            ("own", {"backend": "sage"}),
+        ):
+            heartbeat()
+            pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(1, ranks), **values)
+            calls.clear()
+            found[option] = generate(pipe, "wan"), set(calls)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_to_another_sequence_has_its_own_backend(rank_pool, ranks):
+    for found in rank_pool.run(cross_backends, ranks, ranks):
+        assert {option: calls for option, (_, calls) in found.items()} == {
+            "cross": {"flash3"},
+            "both": {"sage", "flash3"},
+            "own": {"sage"},
+        }
+        for option, (out, _) in found.items():
+            assert relative_error(out, expected_of("wan")) < 1e-5, option
+
+
+def test_bad_cross_backends_are_refused():
+    pipe = build("wan")
+    with pytest.raises(ValueError, match=r"cross_backend is 'fast'; .*flash3"):
+        parallelize_pipe(pipe, cross_backend="fast")
+    with pytest.raises(ImportError, match="flash_attn_interface"):
+        parallelize_pipe(pipe, cross_backend="flash3")
+    with pytest.raises(ValueError, match="cross_backend='math' and attn_func"):
+        parallelize_pipe(pipe, cross_backend="math", attn_func=print)
 
 
 def draw_guided(names):
     outs = {}
-    with flash_attn_installed():
+    with all_installed():
         for name in names:
             pipe = build(name, cpu_mesh(1, 1, batch=2))
-            pipe.transformer.set_attention_backend("flash")
-            outs[name] = generate(pipe, name)
+            with mock.patch.dict(_AttentionBackendRegistry._backends, {AttentionBackendName.FLASH: attend_by_hand}):
+                pipe.transformer.set_attention_backend("flash")
+                outs[name] = generate(pipe, name)
     return outs
+
+
+def attend_by_hand(query, key, value, attn_mask=None, scale=None, **_):
+    """A stand-in for a kernel of flash_attn: ``[B, S, H, D]``, without scaled_dot_product_attention."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        attn_mask = attn_mask if attn_mask.ndim == 4 else attn_mask[:, None, None]
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1).nan_to_num(0.0), value)
 
 
 def test_ranks_that_share_only_guidance_may_use_any_backend(rank_pool):

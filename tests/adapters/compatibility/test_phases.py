@@ -28,11 +28,12 @@ from para_core.adapters.compatibility.phases import (
     models_to_check,
 )
 from para_core.adapters.components import blocks_of
-from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.registry import require_plan, tensor_plan_for
 from para_core.adapters.weights.staged_transformer import hold_stage
+from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh
-from para_core.plans.region import mesh_of_plan
+from para_core.plans.region import apply_plan, mesh_of_plan
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors
@@ -343,6 +344,13 @@ def quantized_late(mesh):
 
 
 # For each check: a phase that runs it, a case that it refuses, and the message.
+def named_twice(model, mesh):
+    apply_plan(model, require_plan(model, model, None), mesh.sequence, options=AttnOptions(backend="math"))
+    for submodule in model.modules():
+        if hasattr(getattr(submodule, "processor", None), "_attention_backend"):
+            submodule.processor._attention_backend = "flash"
+
+
 CASES = {
     "refuse_missing_transformer": (
         check_parallelize,
@@ -501,9 +509,22 @@ CASES = {
     "refuse_unseen_attention": (
         check_parallel_call,
         lambda mesh: on_flux(
+            lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash_hub") and None,
+            mesh,
+        ),
+        r"'flash_hub' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
+    ),
+    "refuse_mixed_attention": (
+        check_parallel_call,
+        lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
         ),
-        r"'flash' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
+        r"'flash' .*'transformer_blocks\.1\.attn' .*'native' .*pipe\.transformer\.set_attention_backend",
+    ),
+    "refuse_attention_named_twice": (
+        check_parallel_call,
+        lambda mesh: on_flux(lambda model: named_twice(model, mesh), mesh, applied=mesh.sequence),
+        r"'flash' .*backend='math'.*pipe\.transformer\.set_attention_backend",
     ),
     "refuse_cache_of_diffusers": (
         check_parallel_call,

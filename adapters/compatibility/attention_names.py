@@ -1,0 +1,187 @@
+"""Attention backends of diffusers by name: which backend of para_core computes the same over several ranks.
+
+``set_attention_backend``, ``attention_backend(...)`` and the environment name a function that most of them do not share
+with scaled_dot_product_attention, so interception cannot see it. During a call on several ranks the processors use
+``"native"``, which it sees, and the plan uses the backend that the name stands for. Written for diffusers 0.42.1,
+``models/attention_dispatch.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from para_core.adapters.registry import plan_for
+from para_core.attention.backend_selection import Backend
+from para_core.attention.libraries import require_library
+from para_core.plans.module_matching import matching_modules
+from para_core.plans.plan import AttentionByHeads
+from para_core.plans.region import region_of
+
+# Names that call scaled_dot_product_attention, with or without a choice of its backend.
+_SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+# The backends of the other names. None is the choice of PyTorch: the name computes exact attention, with a kernel that
+# PyTorch has as well, and takes masks that the kernel alone does not.
+TRANSLATED: Mapping[str, Backend | None] = {
+    "flash": "flash",
+    "flash_varlen": None,
+    "_flash_3": "flash3",
+    "_flash_varlen_3": "flash3",
+    "flex": None,
+    "xformers": None,
+    **dict.fromkeys(("sage", "sage_varlen"), "sage"),
+    # sageattn chooses among these kernels by the GPU.
+    **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"), "sage"),
+    **dict.fromkeys(("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"), "sage"),
+}
+
+
+class _Setting(NamedTuple):
+    """The backend of one processor."""
+
+    path: str
+    processor: Any
+    name: str
+    crosses: bool  # whether its keys are those of another sequence
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend of para_core; None also for a native one, which chooses inside SDPA."""
+        return TRANSLATED.get(self.name)
+
+
+def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -> None:
+    """Refuse an attention backend of diffusers that para_core has no equal of."""
+    for setting in _settings(module):
+        if setting.name not in (*_SEEN, *TRANSLATED):
+            raise RuntimeError(
+                f"{name} attends with diffusers' backend {setting.name!r} in {setting.path!r}, which does not call "
+                f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
+                f"Switch to a native backend: {name}.set_attention_backend('native'). Names of installed packages "
+                "('flash', '_flash_3', 'sage') work, and those of kernels from the Hub and of other devices do not."
+            )
+        require_library(setting.backend)
+
+
+def refuse_mixed_attention(module: nn.Module, name: str) -> None:
+    """Refuse several attention backends of diffusers in one transformer."""
+    for kind in _by_kind(module):
+        other = next((setting for setting in kind if setting.name not in _SEEN), None)
+        odd = next((setting for setting in kind if other is not None and setting.backend != other.backend), None)
+        if other is not None and odd is not None:
+            raise RuntimeError(
+                f"{name} attends with diffusers' backend {other.name!r} in {other.path!r} and {odd.name!r} in "
+                f"{odd.path!r}. On several ranks all attention of a kind, to the own sequence or to another, has one "
+                f"backend. Set it for all: {name}.set_attention_backend({other.name!r})."
+            )
+
+
+def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
+    """Refuse an attention backend of diffusers beside another one of para_core."""
+    region = region_of(module)
+    for kind in _by_kind(module):
+        other = next((setting for setting in kind if setting.name not in _SEEN), None)
+        if region is None or other is None:
+            continue
+        given = region.cross_backend if other.crosses else region.options.backend
+        if given not in (None, other.backend):
+            raise RuntimeError(
+                f"{name} attends with diffusers' backend {other.name!r} in {other.path!r}, and it was parallelized "
+                f"with {'cross_' if other.crosses else ''}backend={given!r}. Leave one out: "
+                f"{name}.set_attention_backend('native') leaves the choice to the option."
+            )
+
+
+def require_native_attention(module: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` if diffusers names an attention backend for ``module``, which follows a schedule."""
+    other = next((setting for setting in _settings(module) if setting.name not in _SEEN), None)
+    if other is not None:
+        raise ValueError(
+            f"{name} attends with diffusers' backend {other.name!r} in {other.path!r}, and backend= is an "
+            f"AttentionSchedule. Leave one out: {name}.set_attention_backend('native')."
+        )
+
+
+def _by_kind(module: nn.Module) -> list[list[_Setting]]:
+    """Return the backends of attention to the own sequence, and of attention to another."""
+    settings = _settings(module)
+    return [[setting for setting in settings if setting.crosses == crosses] for crosses in (False, True)]
+
+
+def attention_by_name(module: nn.Module) -> dict[str, str]:
+    """Return the attention options of a parallel ``module``, for the comparison between ranks."""
+    region = region_of(module)
+    if region is None:
+        return {}
+    options = {**region.options.by_name, "cross_backend": str(region.cross_backend)}
+    if region.mesh.ranks > 1:
+        options["diffusers' attention backend"] = ", ".join(sorted({x.name for x in _settings(module)})) or "native"
+    return options
+
+
+@contextmanager
+def translated_attention(module: nn.Module) -> Iterator[None]:
+    """Use para_core's backends for those that diffusers names, inside the ``with`` block.
+
+    :func:`refuse_unseen_attention` and :func:`refuse_mixed_attention` have accepted them. Does nothing on one rank,
+    which needs no interception.
+    """
+    region = region_of(module)
+    others = [] if region is None or region.mesh.ranks == 1 else [x for x in _settings(module) if x.name not in _SEEN]
+    if region is None or not others:
+        yield
+        return
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    options, cross = region.options, region.cross_backend
+    before = [(setting.processor, setting.processor._attention_backend) for setting in others]
+    own = {setting.crosses: setting.backend for setting in others}
+    try:
+        region.use(replace(options, backend=own.get(False) or options.backend), own.get(True) or cross)
+        for setting in others:
+            setting.processor._attention_backend = AttentionBackendName.NATIVE
+        yield
+    finally:
+        for processor, backend in before:
+            processor._attention_backend = backend
+        region.use(options, cross)
+
+
+def _settings(module: nn.Module) -> list[_Setting]:
+    """Return the backend of each processor, or nothing if all of them are native.
+
+    A processor without a backend always calls scaled_dot_product_attention.
+    """
+    # Few modules have a processor, and getattr() is slow for those without.
+    found: list[Any] = [vars(x).get("processor") or x._modules.get("processor") for x in module.modules()]
+    names = {_name_of(x._attention_backend) for x in found if hasattr(x, "_attention_backend")}
+    return [] if names <= set(_SEEN) else _settings_by_path(module)
+
+
+def _settings_by_path(module: nn.Module) -> list[_Setting]:
+    found, by_heads, crossing = [], set(), set()
+    plan = plan_for(module)
+    for pattern, attention in () if plan is None else plan.attention.items():
+        if isinstance(attention, AttentionByHeads):
+            # It has all tokens and some of the heads, for which any backend is correct.
+            by_heads |= set(matching_modules(module, pattern))
+        elif isinstance(attention, tuple) and all(call.keys is not None for call in attention):
+            crossing |= set(matching_modules(module, pattern))
+    for path, submodule in module.named_modules():
+        processor: Any = getattr(submodule, "processor", None)
+        if path not in by_heads and hasattr(processor, "_attention_backend"):
+            found.append(_Setting(path, processor, _name_of(processor._attention_backend), path in crossing))
+    return found
+
+
+def _name_of(backend: Any) -> str:
+    if backend is None:
+        # The default of all models: from the last set_attention_backend, attention_backend(...), or the environment.
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+        backend, _ = _AttentionBackendRegistry.get_active_backend()
+    return str(getattr(backend, "value", backend))

@@ -1,0 +1,202 @@
+"""A schedule of attention: which backend computes each step, beside caches, guidance, compilation and other
+schedulers.
+
+The library of the middle steps is a stand-in that computes by the formula, so each output equals the unmodified
+pipeline's, and its calls show the steps.
+"""
+
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from para_core.adapters import (
+    AttentionSchedule,
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    parallelize_transformer,
+    unparallelize_pipe,
+)
+from tests.adapters.test_pipelines import build, generate
+from tests.attention.fake_libraries import libraries_installed
+from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+
+SAGE = AttentionSchedule("sage", first=1, last=2)
+
+
+def small_pipe():
+    return flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
+
+
+def calls_by_step(pipe, calls, draw):
+    """Return the output of ``draw``, and the calls of the library in each step."""
+    totals = [calls.total()]
+
+    def callback(*_):
+        totals.append(calls.total())
+        return {}
+
+    out = draw(pipe, callback_on_step_end=callback)
+    return out, [after - before for before, after in pairwise(totals)]
+
+
+def draw(pipe, **options):
+    return pipe(**flux_call(**{"num_inference_steps": 5, **options})).images
+
+
+def test_one_rank_follows_the_schedule_until_undone():
+    pipe, expected = small_pipe(), draw(small_pipe())
+    with libraries_installed() as calls:
+        assert parallelize_pipe(pipe, backend=SAGE) is pipe
+        for _ in range(2):
+            out, steps = calls_by_step(pipe, calls, draw)
+            assert relative_error(out, expected) < 1e-5
+            assert steps == [0, 2, 2, 0, 0]
+        _, steps = calls_by_step(pipe, calls, partial(draw, num_inference_steps=3))
+        assert steps == [0, 0, 0]
+        _, steps = calls_by_step(parallelize_pipe(pipe, backend="math"), calls, draw)
+        assert steps == [0] * 5
+        parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
+        assert calls_by_step(pipe, calls, draw)[1] == [2] * 5
+        assert torch.equal(draw(unparallelize_pipe(pipe)), expected)
+        assert calls_by_step(pipe, calls, draw)[1] == [0] * 5
+
+
+def scheduled(ring, ulysses):
+    found = {}
+    with libraries_installed() as calls:
+        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
+        found["plain"] = calls_by_step(pipe, calls, draw)
+        # In the steps 1 to 3, which are skipped, block 0 alone attends.
+        apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, forecast_order=0, max_consecutive_hits=3)
+        found["cached"] = calls_by_step(pipe, calls, draw)
+        heartbeat()
+        # Two calls of the model for each step of guidance, and a second transformer for the last steps.
+        pipe = parallelize_pipe(build("wan 2.2"), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
+        found["wan"] = calls_by_step(pipe, calls, partial(generate, name="wan 2.2", num_inference_steps=5))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_ranks_follow_the_schedule(rank_pool, ring, ulysses):
+    plain, wan = draw(small_pipe()), generate(build("wan 2.2"), "wan 2.2", num_inference_steps=5)
+    for found in rank_pool.run(scheduled, 2, ring, ulysses):
+        out, steps = found["plain"]
+        a_step = 2 * ring  # each of two layers merges a block of each ring rank
+        assert relative_error(out, plain) < 1e-5
+        assert steps == [0, a_step, a_step, 0, 0]
+        assert found["cached"][1] == [0, ring, ring, 0, 0]
+        out, steps = found["wan"]
+        assert relative_error(out, wan) < 1e-5
+        assert steps[1] == steps[2] > 0
+        assert steps[0] == steps[3] == steps[4] == 0
+
+
+def compiled():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with libraries_installed() as calls:
+        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(2, 1), backend=SAGE)
+        apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+        pipe.transformer = torch.compile(pipe.transformer, backend=count, fullgraph=True)
+        found = [(*calls_by_step(pipe, calls, draw), len(graphs)) for _ in range(2)]
+        exact = parallelize_pipe(small_pipe(), mesh=cpu_mesh(2, 1))
+        graphs.clear()
+        apply_cache_on_pipe(exact, residual_diff_threshold=0.0)
+        exact.transformer = torch.compile(exact.transformer, backend=count, fullgraph=True)
+        draw(exact)
+    return found, len(graphs)
+
+
+def test_a_schedule_compiles_each_graph_once_more(rank_pool):
+    expected = draw(small_pipe())
+    for found, graphs in rank_pool.run(compiled, 2):
+        for out, steps, compilations in found:
+            assert relative_error(out, expected) < 1e-5
+            assert steps == [0, 4, 4, 0, 0]
+            assert compilations == graphs + 1
+
+
+def test_another_scheduler_is_counted_by_its_own_steps():
+    pipe = small_pipe()
+    with libraries_installed() as calls:
+        parallelize_pipe(pipe, backend=SAGE)
+        assert calls_by_step(pipe, calls, draw)[1] == [0, 2, 2, 0, 0]
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+        assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
+
+
+def test_a_callback_sees_exact_attention():
+    pipe, seen = small_pipe(), []
+    with libraries_installed() as calls:
+        parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
+
+        def callback(pipe, index, time, kwargs):
+            before = calls.total()
+            pipe.transformer(
+                hidden_states=torch.zeros(1, 63, pipe.transformer.config.in_channels),
+                timestep=torch.ones(1),
+                pooled_projections=torch.zeros(1, pipe.transformer.config.pooled_projection_dim),
+                encoder_hidden_states=torch.zeros(1, 4, pipe.transformer.config.joint_attention_dim),
+                txt_ids=torch.zeros(4, 3),
+                img_ids=torch.zeros(63, 3),
+            )
+            seen.append(calls.total() - before)
+            return {}
+
+        draw(pipe, num_inference_steps=2, callback_on_step_end=callback)
+    assert seen == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"middle": "fast"}, ValueError, "middle is 'fast'; .*triton-int8"),
+        ({"middle": "sage", "exact": "triton-int8"}, ValueError, "exact is 'triton-int8'; .*flash"),
+        ({"middle": "sage", "first": -1}, ValueError, "first is -1"),
+        ({"middle": "sage", "last": 1.5}, TypeError, "last is 1.5"),
+        ({"middle": "sage", "last": True}, TypeError, "last is True"),
+    ],
+)
+def test_bad_schedules_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        AttentionSchedule(**arguments)
+
+
+def test_a_schedule_needs_its_library_and_a_pipeline():
+    pipe, expected = small_pipe(), draw(small_pipe())
+    with pytest.raises(ImportError, match="sageattention"):
+        parallelize_pipe(pipe, backend=SAGE)
+    with libraries_installed():
+        with pytest.raises(ValueError, match=r"AttentionSchedule.*parallelize_pipe"):
+            parallelize_transformer(pipe.transformer, backend=SAGE)
+        parallelize_pipe(pipe, backend=SAGE)
+        pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = "flash"
+        with pytest.raises(ValueError, match=r"'flash' in 'transformer_blocks\.0\.attn'.*AttentionSchedule"):
+            draw(pipe)
+        pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = None
+        unparallelize_pipe(pipe)
+        with mock.patch.object(pipe, "scheduler", None), pytest.raises(ValueError, match="no scheduler"):
+            parallelize_pipe(pipe, backend=SAGE)
+    assert torch.equal(draw(pipe), expected)
+
+
+def with_other_schedules():
+    with libraries_installed():
+        last = torch.distributed.get_rank()
+        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, 2), backend=AttentionSchedule("sage", last=last))
+        with pytest.raises(ValueError, match=r"last of the schedule of attention: rank 0 .*0.*rank 1 .*1"):
+            draw(pipe)
+
+
+def test_ranks_with_other_schedules_are_told(rank_pool):
+    rank_pool.run(with_other_schedules, 2)
