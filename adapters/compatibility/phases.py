@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.compatibility.attention_names import (
+from para_core.adapters.attention_names import (
     refuse_attention_named_twice,
     refuse_mixed_attention,
     refuse_unseen_attention,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from para_core import version
-from para_core.adapters.compatibility.attention_names import attention_by_name
+from para_core.adapters.attention_names import attention_by_name
 from para_core.adapters.consistency.loras import Loras, models_of
 from para_core.adapters.registry import transformers_of
 from para_core.instance_patching import uncompiled

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.attention_names import translated_attention
 from para_core.adapters.cache.generation import PipelineCache, caching_of
-from para_core.adapters.compatibility.attention_names import translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.compatibility.attention_names import require_native_attention
+from para_core.adapters.attention_names import require_native_attention
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.parallel.session import Part, Undo
 from para_core.adapters.registry import adapter_for, require_blocks, transformers_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.compatibility.attention_names import attention_by_name, translated_attention
+from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.components import TextEncoders
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session

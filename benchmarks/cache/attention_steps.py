@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/cache_quality.md."""
     results = read_results("attention_steps")
-    return {"attention steps": [*table(results["rows"]), "", f"{results['captions']} captions of each model."]}
+    return {"attention steps": [*table(results["rows"]), "", f"{results['captions']} held-out captions for each row."]}
 
 
 def main() -> None:
