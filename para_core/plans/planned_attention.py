@@ -118,7 +118,7 @@ class PlannedAttention:
             if call.lengths is not None:
                 call.lengths.check(query.shape[-2], key.shape[-2])
             return call.on_one_device()
-        if attn_mask is None or attention.mask is None:
+        if attn_mask is None or attention.mask is None or not self._has_sharded_keys(attention):
             return over_mesh(call)
         if attention.mask == "keys":
             _, key_layout = planned_layouts(
@@ -151,10 +151,13 @@ class PlannedAttention:
         return self._found[id(attention)]
 
     def _find(self, attention: Attention) -> MeshAttention | None:
-        sharded = [name for name, _, replicated, _ in self.segments if not replicated]
-        crosses = attention.keys is not None and self.cross is not None
-        if not crosses and not set(sharded) & set(attention.keys or attention.queries):
-            return None
+        if not self._has_sharded_keys(attention):
+            if attention.keys is None or self.cross is None:
+                return None
+            # A rank computes its own queries, so their positions in the sequence do not matter.
+            return MeshAttention(
+                self.mesh.alone(), layouts_on_one_device, self.cross, assume_equal=True, attn_func=self.attn_func
+            )
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
@@ -165,10 +168,23 @@ class PlannedAttention:
             attentions[attention, segments] = self._make(attention, segments)
         return attentions[attention, segments]
 
+    def _has_sharded_keys(self, attention: Attention) -> bool:
+        sharded = [name for name, _, replicated, _ in self.segments if not replicated]
+        return bool(set(sharded) & set(attention.keys or attention.queries))
+
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
         options = self.options if attention.keys is None or self.cross is None else self.cross
         return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.attn_func)
+
+
+def layouts_on_one_device(
+    num_queries: int, num_keys: int, ordered: bool = True
+) -> tuple[SequenceLayout, SequenceLayout]:
+    """Return the layouts of queries and keys that one device holds all of."""
+    # Replicated, because a rank alone keeps its index.
+    queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
+    return SequenceLayout((queries,), 1), SequenceLayout((keys,), 1)
 
 
 def planned_layouts(
