@@ -1,5 +1,6 @@
 """The parts of benchmarks/peers that a verdict rests on; no peer and no network is needed here."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from benchmarks.peers import __main__ as peers
 from benchmarks.peers import stand_ins
 from benchmarks.peers.cells import best, verdict
-from benchmarks.peers.page import NO_NOTION, cell, kind, summary
+from benchmarks.peers.page import NO_NOTION, about, cell, kind, summary
 from tests.attention.one_device import make_qkv, relative_error
 
 ROOT = Path(__file__).parents[1]
@@ -110,3 +112,22 @@ def test_flash_attn_aligns_causal_mask_with_last_key():
     out = stand_ins._flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
     seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
     assert relative_error(out, F.scaled_dot_product_attention(q, k, v, seen)) < 1e-6
+
+
+def test_columns_of_another_date_are_named():
+    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    results["dates"] = {"para_core": "2026-01-01", "yunchang (USP)": "2026-01-02", "ParaAttention": "2026-01-01"}
+    (line,) = about(results)
+    assert line.startswith("2026-01-01; yunchang (USP): 2026-01-02; ")
+
+
+def test_one_column_is_replaced_and_the_others_stay(monkeypatch):
+    written = {}
+    monkeypatch.setattr(peers, "write_results", lambda name, results: written.update(results))
+    before = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    outcome = {"cells": {"a row": {}}, "versions": {"para-attn": "9"}}
+    peers.record({"with_para_attn": outcome}, {"with_para_attn": outcome}, 40)
+    assert written["cells"].pop("ParaAttention") == {"a row": {}}
+    assert written["cells"] == {name: cells for name, cells in before["cells"].items() if name != "ParaAttention"}
+    assert written["dates"] == before["dates"] | {"ParaAttention": datetime.date.today().isoformat()}
+    assert written["versions of the peers"]["para-attn"] == "9"

@@ -8,6 +8,7 @@ an environment outside of this repository. Writes benchmarks/results/peers.json 
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -16,11 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, parser_of, write_results
+from benchmarks.harness import ROOT, parser_of, read_results, write_results
 from benchmarks.peers.call import ROWS
 
 # Their own requirements are torch alone, unpinned: what is installed first satisfies them.
-PEERS = ("para-attn==0.3.38", "yunchang==0.6.4")
+PEERS = ("para-attn==0.3.38", "yunchang==0.6.4", "cache-dit==1.5.3")
 REQUIREMENTS = ("torch", "numpy", "packaging", "diffusers")
 # The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
 PIP = "pip<24"
@@ -50,6 +51,7 @@ COLUMNS = {
     "with_diffusers": "diffusers' context parallelism",
     "with_para_attn": "ParaAttention",
     "with_yunchang": "yunchang (USP)",
+    "with_cache_dit": "cache-dit's context parallelism",
     "with_torch": "torch's `context_parallel`",
 }
 
@@ -80,23 +82,27 @@ def main(arguments: list[str] | None = None) -> None:
     # Longer: DTensor alone takes most of a minute to derive how the CPU's own operator is sharded.
     patience = 5 * args.timeout
     unpatched = {peer: ask(python, peer, [ROWS[0].name], stand_ins=False, timeout=patience) for peer in args.peers}
-    if (args.peers, args.rows) != (list(COLUMNS), [row.name for row in ROWS]):
-        return  # a part of the table replaces nothing
-    record(found, unpatched, args.timeout)
+    if args.rows == [row.name for row in ROWS]:  # some rows of a column replace nothing
+        record(found, unpatched, args.timeout)
 
 
 def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
-    """Write the JSON."""
-    cells = {peer: outcome["cells"] for peer, outcome in found.items()}
-    versions: dict[str, str] = {}
-    for outcome in found.values():
+    """Write the JSON. Columns that were not asked stay, with their date."""
+    earlier = read_results("peers")
+    versions, dates = earlier["versions of the peers"], earlier["dates"]
+    cells, bare = earlier["cells"], earlier["unpatched"]
+    for peer, outcome in found.items():
         versions |= outcome["versions"]
+        dates[COLUMNS[peer]] = datetime.date.today().isoformat()
+        cells[COLUMNS[peer]], bare[COLUMNS[peer]] = outcome["cells"], unpatched[peer]["cells"]
+    names = [name for name in COLUMNS.values() if name in cells]
     results = {
         "backend": "gloo, 2 ranks (2 × 2: 4)",
         "timeout": timeout,
+        "dates": dates,
         "versions of the peers": versions,
-        "unpatched": {COLUMNS[peer]: outcome["cells"] for peer, outcome in unpatched.items()},
-        "cells": {COLUMNS[peer]: outcome for peer, outcome in cells.items()},
+        "unpatched": {name: bare[name] for name in names},
+        "cells": {name: cells[name] for name in names},
     }
     print(write_results("peers", results))
 

@@ -75,7 +75,7 @@ def _attend_para_core(call: Call) -> RankOutput:
         return call.finish(out, leaves, *positions)
 
 
-# -- diffusers' native context parallelism, through ``dispatch_attention_fn``, which its attention processors call.
+# -- diffusers' native context parallelism, and cache-dit's: ``dispatch_attention_fn``, which their processors call.
 
 
 def _prepare_diffusers(*, stand_ins: bool) -> None:
@@ -98,29 +98,65 @@ def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -
         return plain  # "cannot be enabled when" both are
     anything = {"ring_anything" if ring > 1 else "ulysses_anything": True}
     anyhow = [{**setting, **anything} for setting in plain]
-    # Its documentation says which of the two an uneven row is for.
+    # Their documentation says which of the two an uneven row is for.
     return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
 
 
 def _attend_diffusers(call: Call) -> RankOutput:
-    """Run one call of ``dispatch_attention_fn``, set up as ``enable_parallelism`` does; layout ``[B, S, H, D]``."""
+    """Run one call, set up as ``enable_parallelism`` does."""
     from diffusers import ContextParallelConfig, ParallelConfig
     from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    row = call.row
     anything = {name: True for name in call.setting if name.endswith("_anything")}
     config = ContextParallelConfig(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
-    mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
-    parallel = ParallelConfig(context_parallel_config=config)
-    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
     shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
+    return _dispatch(call, config, ParallelConfig(context_parallel_config=config), shard, dispatch_attention_fn)
+
+
+def _prepare_cache_dit(*, stand_ins: bool) -> None:
+    """Import it, before ranks are forked."""
+    import cache_dit.attention.backends.register  # noqa: F401
+    from cache_dit.distributed.core import _templated_ring
+
+    if stand_ins:
+        kernels.for_aten()
+        _templated_ring.fused_merge_attn_states = None  # then it merges in PyTorch, by code of its own
+
+
+def _settings_cache_dit(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
+    """Return its native backend, with ``ulysses_anything`` where that may be."""
+    forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
+    plain = [{**form, "backend": "native"} for form in forms]
+    anyhow = [{**setting, "ulysses_anything": True} for setting in plain] if ring == 1 else []
+    return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
+
+
+def _attend_cache_dit(call: Call) -> RankOutput:
+    """Run one call, set up as its ``_enable_context_parallelism`` does."""
+    from cache_dit.attention.backends.register import _dispatch_attention_fn
+    from cache_dit.distributed.core._context_parallel import _EquipartitionSharder, _PartitionAnythingSharder
+    from cache_dit.distributed.core._modeling_parallel import _ContextParallelConfig
+
+    anything = {name: True for name in call.setting if name.endswith("_anything")}
+    config = _ContextParallelConfig(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
+    shard = _PartitionAnythingSharder.shard_anything if anything else _EquipartitionSharder.shard
+    return _dispatch(call, config, config, shard, _dispatch_attention_fn)
+
+
+def _dispatch(
+    call: Call, config: Any, parallel: Any, shard: Callable[..., Tensor], attend: Callable[..., Any]
+) -> RankOutput:
+    """Run one call of ``dispatch_attention_fn``; layout ``[B, S, H, D]``."""
+    row = call.row
+    mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
 
     def cut(x: Tensor) -> Tensor:
         return shard(x, 2, config._flattened_mesh)
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = dispatch_attention_fn(
+        out = attend(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=mask,
             is_causal=row.is_causal,
@@ -309,5 +345,6 @@ CALLERS = {
     "with_diffusers": Caller(("diffusers",), ALL_WAYS, _prepare_diffusers, _settings_diffusers, _attend_diffusers),
     "with_para_attn": Caller(("para-attn",), ALL_WAYS, _prepare_para_attn, _settings_para_attn, _attend_para_attn),
     "with_yunchang": Caller(("yunchang",), ALL_WAYS, _prepare_yunchang, _settings_yunchang, _attend_yunchang),
+    "with_cache_dit": Caller(("cache-dit",), ALL_WAYS, _prepare_cache_dit, _settings_cache_dit, _attend_cache_dit),
     "with_torch": Caller((), ("ring",), _prepare_torch, _settings_torch, _attend_torch),
 }

@@ -18,7 +18,7 @@ SUMMARY = {
     "para_core": "para_core",
     "diffusers' context parallelism": "diffusers",
     "ParaAttention": "ParaAttention",
-    "yunchang (USP)": "xDiT (its attention, yunchang)",
+    "yunchang (USP)": "yunchang",
 }
 SUMMARY_ROWS = {
     "any length (101 tokens)": "101 tokens: no number of ranks divides them",
@@ -89,7 +89,11 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
 def summary(results: dict[str, Any]) -> list[str]:
     """Return the table of README.md: how many cells of each peer end how, and the inputs that tell most."""
     cells, versions = results["cells"], results["versions of the peers"]
-    numbers = {"diffusers": versions["diffusers"], "ParaAttention": versions["para-attn"]}
+    numbers = {
+        "diffusers": versions["diffusers"],
+        "ParaAttention": versions["para-attn"],
+        "yunchang": versions["yunchang"],
+    }
     heads = [f"{name} {numbers.get(name, '')}".strip() for name in SUMMARY.values()]
     counts = {
         peer: Counter(kind(outcome, row, peer) for row, ways in cells[peer].items() for outcome in ways.values())
@@ -110,7 +114,12 @@ def about(results: dict[str, Any]) -> list[str]:
     environment = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions of the peers"].items())
     where = f"{environment['device']}, Python {environment['python']}"
-    return [f"{environment['date']}, {where}, {versions}; {results['backend']}."]
+    dates: dict[str, list[str]] = {}
+    for column, date in results["dates"].items():
+        dates.setdefault(date, []).append(column)
+    first, *later = sorted(dates)
+    when = "; ".join([first, *(f"{', '.join(dates[date])}: {date}" for date in later)])
+    return [f"{when}; {where}, {versions}; {results['backend']}."]
 
 
 def parts() -> dict[str, list[str]]:
