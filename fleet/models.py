@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import para_core
-
-# Part of the repository, but not of an installed package.
-TINY_FLUX = Path("zoo/flux/pipeline")
-# FLUX pads text to 512 tokens by default; this model was trained with at most 128.
-TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
-
 Kind = Literal["image", "video"]
-# The call of a video pipeline has one of these parameters.
-_FRAMES = ("num_frames", "video_length")
-_SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 _IMAGES = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
 # Parameters that JSON cannot express or that the caller may not set.
 _OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
@@ -53,74 +41,6 @@ class Model:
     def images(self) -> tuple[str, ...]:
         """Fields that take one or several images."""
         return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGES)
-
-
-def find_tiny_flux() -> Path:
-    """Return the folder of the trained tiny FLUX, in the repository of para_core or in the current folder.
-
-    Raises:
-        FileNotFoundError: If neither has it.
-    """
-    for root in (Path(para_core.__file__).parents[1], Path.cwd()):
-        if (root / TINY_FLUX / "model_index.json").is_file():
-            return root / TINY_FLUX
-    raise FileNotFoundError(
-        f"no model was given, and the default, the tiny FLUX, is part of the repository ({TINY_FLUX}), not of the "
-        "installed package. Name a model (--model black-forest-labs/FLUX.1-dev, or a folder), or start in a checkout."
-    )
-
-
-def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
-    """Return the model of this name; for None, the tiny FLUX. A modular pipeline is told by its index file.
-
-    Args:
-        trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
-
-    Raises:
-        FileNotFoundError: If there is no such model.
-        ValueError: If it generates neither images nor videos, or has code of its own that is not trusted.
-    """
-    defaults: Mapping[str, Any] = {}
-    if name is None:
-        name, defaults = str(find_tiny_flux()), TINY_FLUX_FIELDS
-    import diffusers
-
-    try:
-        index = diffusers.DiffusionPipeline.load_config(name)
-    except (OSError, ValueError) as error:
-        from para_core.fleet.modular import describe_modular, has_modular_index, open_modular
-
-        if has_modular_index(name):
-            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
-        raise FileNotFoundError(
-            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
-            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
-        ) from error
-    pipeline = str(index.get("_class_name"))
-    cls = getattr(diffusers, pipeline, None)
-    if cls is None:
-        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
-    return describe(name, cls, defaults)
-
-
-def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the model ``name`` whose pipeline class is ``cls``.
-
-    Raises:
-        ValueError: If ``cls`` generates audio only.
-    """
-    parameters = inspect.signature(cls.__call__).parameters
-    fields = {key: parameter.default for key, parameter in parameters.items() if can_be_given(key)}
-    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
-        raise ValueError(f"model {name!r} ({cls.__name__}) generates audio; expected images or videos.")
-    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
-    annotations = {
-        key: parameters[key].annotation
-        for key in fields
-        # Annotations are strings if the pipeline's module postpones them.
-        if not isinstance(parameters[key].annotation, str) and parameters[key].annotation is not inspect.Parameter.empty
-    }
-    return Model(name, cls.__name__, fields, kind, defaults, annotations)
 
 
 def can_be_given(name: str) -> bool:
