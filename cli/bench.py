@@ -70,8 +70,7 @@ def bench(
     from para_core.cli.ranks import count_ranks, quiet
     from para_core.cli.signals import describe_signal, terminable
     from para_core.fleet.foresee import require_mesh_fits
-    from para_core.fleet.modular import refuse_options
-    from para_core.fleet.recipe import require_loras
+    from para_core.fleet.recipe_checks import refuse_options, require_loras
 
     quiet(debug)
     named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}

@@ -29,11 +29,11 @@ from para_core.fleet.foresee import (
     without_weights,
 )
 from para_core.fleet.models import Model
-from para_core.fleet.modular import refuse_options
 from para_core.fleet.names import choose_names, digest, digest_of, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
-from para_core.fleet.recipe import Recipe, dtype_of, require_loras
+from para_core.fleet.recipe import Recipe, dtype_of
+from para_core.fleet.recipe_checks import refuse_options, require_loras
 from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
 from para_core.fleet.work import Result
 

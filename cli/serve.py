@@ -76,8 +76,7 @@ def serve(
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet
     from para_core.fleet.limits import Limits
-    from para_core.fleet.modular import refuse_options
-    from para_core.fleet.recipe import require_loras
+    from para_core.fleet.recipe_checks import refuse_options, require_loras
 
     quiet(debug)
     api_key = os.environ.get(api_key_env) or None

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
-
-if TYPE_CHECKING:
-    from para_core.fleet.recipe import Recipe
 
 # Outputs that are written to files, and the field of a classical pipeline's output that holds them.
 _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
@@ -122,17 +119,6 @@ def guiders_of(pipe: Any) -> dict[str, str]:
         for field, name in names.items()
         if field not in inputs and hasattr(getattr(pipe, name), "guidance_scale")
     }
-
-
-def refuse_options(model: Model, recipe: Recipe) -> None:
-    """Raise ValueError if an option needs a method that the pipeline of ``model`` does not have."""
-    if recipe.lora and not model.takes_loras:
-        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
-    if recipe.offload == "model" and model.modular:
-        raise ValueError(
-            f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "
-            "whole for classical ones only. Use --offload blocks, or --text-encoders offload."
-        )
 
 
 # -- loading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -181,18 +180,6 @@ def read_lora(text: str) -> tuple[str, float]:
         except ValueError:
             pass  # The colon is part of a path.
     return text, 1.0
-
-
-def require_loras(recipe: Recipe) -> None:
-    """Raise FileNotFoundError if a LoRA can only be a local file and is missing. Repositories are not checked."""
-    for text in recipe.lora:
-        name, _ = read_lora(text)
-        path = Path(name)
-        is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
-        if is_file and not path.exists():
-            raise FileNotFoundError(
-                f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
-            )
 
 
 class LoadingOrder(Protocol):

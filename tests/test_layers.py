@@ -30,7 +30,7 @@ LAYERS = (
     ("adapters/adapter.py", "adapters/scheduler_tracker.py"),
     ("adapters/models",),
     ("adapters/registry.py",),
-    ("adapters/components.py",),
+    ("adapters/components.py", "adapters/attention_names.py"),
     ("adapters/planner", "adapters/consistency"),
     ("adapters/rows", "adapters/weights"),
     ("adapters/compatibility",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -12,20 +12,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from para_core.adapters.adapter import Adapter
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
 from para_core.adapters.components import TextEncoders
 from para_core.adapters.models.vaes import vae_adapter
-from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
+from para_core.adapters.parallel.call import ParallelCall
+from para_core.adapters.parallel.call_parts import CallPart, PipeFusionPart, SchedulePart
 from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
-from para_core.adapters.parallel.scheduled_attention import SchedulePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
-from para_core.adapters.weights.fused_pipe import FusedPipe, patches_of
+from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.shard import (
     check_shard,
     release_shards,
@@ -34,7 +33,6 @@ from para_core.adapters.weights.shard import (
     weights_groups,
 )
 from para_core.adapters.weights.sharded_component import METHODS, Method, is_distributed
-from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.adapters.weights.text_encoders import (
     OffloadedEncoders,
     encoders_with_blocks,
@@ -49,7 +47,6 @@ from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta, override_timeouts
 from para_core.instance_patching import original_class
 from para_core.weights.group import timeout_of, weights_mesh
-from para_core.weights.pipefusion import PipeFusion
 
 # Autoencoders next to ``vae`` in pipelines that also generate sound.
 _SOUND_VAES = ("audio_vae", "sound_tokenizer")
@@ -269,41 +266,6 @@ class VaePart(Part):
 
     def undo(self) -> None:
         unparallelize_vae(self.vae)
-
-
-@dataclass(frozen=True)
-class CallPart(Part):
-    """Wrapper of the pipeline's ``__call__``."""
-
-    pipe: Any
-    call: ParallelCall
-    name = "the pipeline"
-
-    def apply(self) -> Undo:
-        self.call.attach(self.pipe)
-        if self.call.mesh.pipe.size > 1:
-            refuse_late_on_pipe(self.pipe)
-        return self.undo
-
-    def undo(self) -> None:
-        remove_parallel_call(self.pipe)
-        release_pipe(self.pipe)
-
-
-@dataclass(frozen=True)
-class PipeFusionPart(Part):
-    """PipeFusion over the stages of the transformers."""
-
-    call: ParallelCall
-    transformers: Mapping[str, nn.Module]
-    options: PipeFusion
-    adapter: Adapter | None
-    name = "PipeFusion"
-
-    def apply(self) -> Undo:
-        fused = FusedPipe(self.transformers, self.options, self.call.mesh, self.adapter)
-        self.call.fused = fused
-        return fused.remove
 
 
 @dataclass(frozen=True)

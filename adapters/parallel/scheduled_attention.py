@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,19 +13,15 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import require_native_attention
 from para_core.adapters.consistency.callbacks import around_callbacks
-from para_core.adapters.parallel.session import Part, Undo
-from para_core.adapters.registry import adapter_for, require_blocks, transformers_of
+from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.backend_selection import Backend
 from para_core.cache.branches import Branches, conditions_of
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
-
-if TYPE_CHECKING:
-    from para_core.adapters.parallel.call import ParallelCall
 
 _KEY = "scheduled attention"
 
@@ -117,30 +112,3 @@ class ScheduledAttention:
             return callback(*args, **kwargs)
         finally:
             self._in_callback -= 1
-
-
-@dataclass(frozen=True)
-class SchedulePart(Part):
-    """Attention of the transformers of ``pipe`` by a schedule. ``options`` are those of the transformers.
-
-    Raises:
-        ValueError: ``pipe`` has no scheduler.
-    """
-
-    pipe: Any
-    call: ParallelCall
-    schedule: AttentionSchedule
-    options: AttnOptions
-    adapter: Adapter | None
-    name = "the schedule of attention"
-
-    def __post_init__(self) -> None:
-        if getattr(self.pipe, "scheduler", None) is None:
-            raise ValueError(
-                f"backend= is an AttentionSchedule, and this {original_class(self.pipe).__name__} has no scheduler "
-                "whose steps could be counted. Name one backend for all steps."
-            )
-
-    def apply(self) -> Undo:
-        self.call.scheduled = ScheduledAttention(transformers_of(self.pipe), self.schedule, self.options, self.adapter)
-        return partial(self.call.scheduled.remove, self.pipe)

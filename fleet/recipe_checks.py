@@ -1,0 +1,31 @@
+"""Checks of a recipe that a command makes before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from para_core.fleet.models import Model
+from para_core.fleet.recipe import Recipe, read_lora
+
+
+def require_loras(recipe: Recipe) -> None:
+    """Raise FileNotFoundError if a LoRA can only be a local file and is missing. Repositories are not checked."""
+    for text in recipe.lora:
+        name, _ = read_lora(text)
+        path = Path(name)
+        is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
+        if is_file and not path.exists():
+            raise FileNotFoundError(
+                f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
+            )
+
+
+def refuse_options(model: Model, recipe: Recipe) -> None:
+    """Raise ValueError if an option needs a method that the pipeline of ``model`` does not have."""
+    if recipe.lora and not model.takes_loras:
+        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
+    if recipe.offload == "model" and model.modular:
+        raise ValueError(
+            f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "
+            "whole for classical ones only. Use --offload blocks, or --text-encoders offload."
+        )
