@@ -199,7 +199,7 @@ def describe_end(error: ChildFailedError) -> str:
 
 
 def run_rank(job: RankJob) -> None:
-    """Run the job's lines on this rank. On a launched rank, an error ends the process."""
+    """Generate the job's requests on this rank. An error ends the process if a launcher started it."""
     quiet(job.debug)
     with (
         ending_on_error(

@@ -151,7 +151,8 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
     """Return the type that pydantic validates for a parameter with this annotation; Any if JSON has no such type.
 
-    Many pipelines accept a list of texts (a batch) where the annotation is a text, unless it is an item of a list.
+    A text parameter accepts a list of texts, too, because many pipelines take a batch there. With ``is_item``, which
+    stands for the annotation of a list's items, it accepts one text only.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):

@@ -173,7 +173,7 @@ def block_of(channels: int) -> dict[str, Any]:
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
-    """Return ``x``, or a contiguous copy unless the elements of a channel are one row with equal steps."""
+    """Return ``x`` itself if one stride reaches all elements of a channel, otherwise a contiguous copy."""
     try:
         x.view(*x.shape[:2], -1)
     except RuntimeError:

@@ -63,7 +63,8 @@ class WrapperPriority(IntEnum):
     OFFLOADED_BLOCK = auto()
 
 
-# Attribute of a private subclass, followed by the method's name: the chain of wrappers that runs instead of the method.
+# Prefix of an attribute of a private subclass; the method's name follows. The attribute holds the chain of wrappers
+# that runs instead of the method.
 _CHAIN = "_para_core_chain_"
 # The chain that runs if the module was compiled in place.
 _COMPILED_CHAIN = "_para_core_compiled_call"

@@ -12,7 +12,7 @@ STAGES = "stages"
 
 
 class Staged(Protocol):
-    """A model in stages: one rank along ``pipe`` computes each block, and on the others the block returns its input."""
+    """A model in stages. Each block is computed by one rank along ``pipe``; on the others it returns its input."""
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
         """Return on every rank what ``block`` returned on the rank that computes it. Collective; only during a call of

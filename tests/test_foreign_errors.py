@@ -40,7 +40,7 @@ def test_errors_of_torch_distributed_are_lost_connections_by_type(kind):
 def test_sentences_of_gloo(sentence, closed):
     assert is_lost_connection(RuntimeError(sentence))
     assert is_closed_connection(RuntimeError(sentence)) is closed
-    # A file or a socket of the user's.
+    # Errors of these types come from a file or socket that the user opened, and must not count as a lost connection.
     assert not is_lost_connection(ValueError(sentence)) and not is_closed_connection(OSError(sentence))
 
 

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def pool():
-    """A pool of our own: what breaks here costs no other test a restart. Two ranks, since starting them is what takes
-    time.
+    """Return a pool for this file only, so that ranks broken here are not restarted for other tests.
+
+    It has two ranks, because each rank is slow to start.
     """
     pool = RankPool(grace=2.0)
     yield pool

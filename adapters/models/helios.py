@@ -1,4 +1,7 @@
-"""Helios. Its published plan lists forty blocks and gathers three times in each. Read against diffusers 0.42."""
+"""Helios, as in diffusers 0.42.
+
+This plan replaces the model's published one, which names forty blocks and gathers three times in each.
+"""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks

@@ -1,7 +1,9 @@
-"""An autoencoder in rows inside a compiled function: Dynamo sees one opaque call, and AOTAutograd traces into it.
+"""Autoencoders that are sharded by rows, inside compiled functions: Dynamo sees one opaque call, and AOTAutograd traces
+into it.
 
-Dynamo cannot trace tags on tensors, or sizes that carry those of all ranks. AOTAutograd traces by running Python, so
-the mode works as in eager code and leaves plain operators in the graph, with collectives in program order.
+Dynamo cannot trace tensors with tags, or size objects that hold the sizes on other ranks as well. AOTAutograd traces by
+running Python, so the sharding mode works as in eager code and leaves plain operators in the graph, with collectives in
+program order.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which
 are wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so
-the values have to decide: in a correct causal mask each query sees its own key, and in one that was counted from 0 no
-row i shows a key after i. A mask that is not causal (a window to both sides) and was counted from 0 has the same rows
-on every rank, which a correct one has only if all rows are equal.
+the values have to decide. In a correct causal mask each query sees its own key; in a causal mask that was counted from
+0, row i shows no key after i. A mask that is not causal (a window to both sides) and was counted from 0 is the same on
+every rank. A correct mask is the same on every rank only if all its rows are equal.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from para_core.cache.blocks import BlockRole
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# By model, hooks that were removed after a graph was compiled with them. The next cache of the model reuses them,
-# because a graph is valid only for the classes that it was compiled with. Not an attribute of the model, because a
-# removed cache must leave nothing on it. The host refers to its model weakly, so the entry ends with the model.
+# Maps a model to the host of hooks that were removed after a graph was compiled with them. The next cache of the model
+# reuses the host, because a graph is valid only for the classes that it was compiled with. It is not an attribute of
+# the model, because a removed cache must leave nothing there. The host refers to its model weakly, so the entry
+# disappears with the model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
 # The blocks that need a hook, in the order in which they run.

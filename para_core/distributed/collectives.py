@@ -330,8 +330,10 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Return the ``x`` of the first rank of ``mesh`` on all ranks. ``x`` is a uint8 CPU tensor of equal length. Eager
-    code only.
+    """Return the ``x`` of the first rank of ``mesh`` on all ranks. Eager code only.
+
+    Args:
+        x: uint8 CPU tensor that has the same length on all ranks.
     """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]

@@ -60,8 +60,9 @@ def dim_of_one(name: str) -> MeshDim:
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """Return the type of the devices on which the ranks of ``group`` compute: CUDA, if the group serves it and there is
-    a GPU.
+    """Return the type of the devices on which the ranks of ``group`` compute.
+
+    It is ``"cuda"`` if the group has a backend for CUDA and there is a GPU, otherwise the group's other device type.
     """
     if torch.compiler.is_compiling():
         # Of a group that is an argument, Dynamo can read only the name and the size.

@@ -163,7 +163,7 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether this thread's stack has a frame of ``flex_attention``, so that the call is not in a user's graph."""
+    """Whether this thread's stack has a frame of ``flex_attention``. A call from a user's graph has none."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is flex_attention.__code__:

@@ -57,8 +57,8 @@ ELEMENTWISE = _names(
     """
 )
 
-# Functions along one dim that keep the shape: the position of dim among the arguments, and its default. None: the last
-# dims.
+# Functions along one dim that keep the shape: the position of ``dim`` among the arguments, and its default. A position
+# of None: the function always works on the last dims.
 ALONG = {
     "softmax": (1, -1),
     "log_softmax": (1, -1),

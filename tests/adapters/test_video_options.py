@@ -1,4 +1,4 @@
-"""LoRA and offload on the pipelines that generate videos: before or after they are parallel, as alone."""
+"""LoRA and offload on video pipelines, set before or after parallelizing, give the results of one device."""
 
 from functools import cache
 

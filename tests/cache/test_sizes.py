@@ -1,4 +1,6 @@
-"""A cached transformer in one full graph computes further sizes as well, on one device and on two ranks."""
+"""A cached transformer that was compiled as one graph computes inputs of other sizes than the first, on one device and
+on two ranks.
+"""
 
 import warnings
 

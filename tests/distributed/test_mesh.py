@@ -479,7 +479,7 @@ def test_cuda_build_without_gpu_uses_cpu(rank_pool):
 
 
 def device_types_of_groups(is_available):
-    """The device types of meshes that are read from groups of two backends, in both orders, and of CUDA alone."""
+    """Return the device types of meshes of three groups: for CPU and CUDA, for CUDA and CPU, and for CUDA only."""
     with mock.patch.object(torch.cuda, "is_available", lambda: is_available):
         groups = [dist.new_group(backend=names) for names in ("cpu:gloo,cuda:gloo", "cuda:gloo,cpu:gloo", "cuda:gloo")]
         return [sequence_mesh(group).device_type for group in groups]

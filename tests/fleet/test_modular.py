@@ -1,4 +1,4 @@
-"""Modular pipelines on the ranks of a group: what they take, and that they generate what they generate alone."""
+"""Modular pipelines on the ranks of a group: their inputs, and that the output is that of one process."""
 
 import io
 import json

@@ -56,7 +56,7 @@ def alike(found, expected):
     torch.testing.assert_close(found, expected, rtol=bound, atol=0, equal_nan=True)
 
 
-# -- what is right
+# -- correct results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -516,8 +516,8 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
 def test_tensor_ranks_send_sums_and_less_attention():
     plans = {row.shape: row.sent for row in plan_mesh("FLUX.1-dev", ranks=4).rows}
     by = {(shape.ring, shape.ulysses, shape.tensor): sent for shape, sent in plans.items() if shape.batch == 1}
-    # 19 double blocks sum two results for each stream, 38 single ones one, of 3,072 numbers of 2 bytes; a ring of 4
-    # sends 3/2 of it.
+    # Each of the 19 double blocks all-reduces two results per stream, each of the 38 single blocks one. A result has
+    # 3,072 numbers of 2 bytes per token. A ring all-reduce over 4 ranks sends 2 * 3/4 of the result's bytes.
     tokens = 19 * 2 * (4096 + 512) + 38 * (4096 + 512)
     assert by[1, 1, 4] == pytest.approx(2 * 3 / 4 * tokens * 3072 * 2, rel=0.02)
     assert 0 < by[1, 2, 2] != by[1, 4, 1]

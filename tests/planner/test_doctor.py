@@ -1,6 +1,4 @@
-"""The doctor on two ranks of the CPU: its table and JSON where all is well, and what it says where a thing is
-broken.
-"""
+"""The doctor on two CPU ranks: its table and JSON if all checks pass, and its message for each kind of fault."""
 
 import json
 import re

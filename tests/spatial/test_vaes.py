@@ -383,7 +383,7 @@ def longer_clip(name, parallel):
     return found, tiny.encode(vae, random_image((batch, channels, frames + 8, *size)))
 
 
-# Those of Qwen-Image have frames, and take one.
+# Without Qwen-Image's, whose latents have a frame dim but which accept only one frame.
 CLIPS = [name for name in ROWS if len(TINY_VAES[name].latents) == 5 and not name.startswith("QwenImage")]
 
 

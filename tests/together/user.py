@@ -1,5 +1,5 @@
-"""Steps of a user without para_core: build a tiny pipeline, change it (LoRA, offload, dtype, int8, compiling) and call
-it.
+"""Steps that a user takes with diffusers alone: build a tiny pipeline, change it (LoRA, offload, dtype, int8,
+compiling) and call it.
 """
 
 from __future__ import annotations

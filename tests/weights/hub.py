@@ -19,7 +19,7 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """``folder`` as the one repository that there is, and what was asked for."""
+    """A stand-in for the Hub whose only repository is ``folder``. It records the files that were downloaded."""
 
     def __init__(self, folder: Path, *, seconds: float = 0.0):
         self.folder, self.seconds, self.downloaded = folder, seconds, []

@@ -77,7 +77,7 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
         assert row.metrics["speedup"] == pytest.approx(4 * row.steps / (4 * row.computed + row.steps - row.computed))
     assert found.chosen.metrics["speedup"] >= 1.8
     assert all(row.metrics["speedup"] < 1.8 for row in found.rows if row.threshold < found.threshold)
-    # One step more is one less than wanted.
+    # The next smaller threshold computes one step more, so no whole number of steps is closer to the target.
     less = [row.computed for row in found.rows if row.threshold < found.threshold]
     assert min(less) - found.chosen.computed <= 1
 
