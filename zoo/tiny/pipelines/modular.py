@@ -176,6 +176,11 @@ def _of_both(**values: Callable[[int], Any]) -> dict[str, Any]:
     return {f"{kind}{name}": make(index) for index, kind in kinds for name, make in values.items()}
 
 
+def _alone(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` without those of the negative prompt."""
+    return {name: value for name, value in options.items() if not name.startswith("negative")}
+
+
 _BOTH = {name: value for name, value in TEXT.items() if value is not None}
 _PROMPT = {"prompt_embeds": _BOTH["prompt_embeds"]}
 _LISTS = {
@@ -298,7 +303,7 @@ _ALL = (
         guided=True,
     ),
     TinyModular("Krea2", model("krea 2"), _KREA, guided=True),
-    TinyModular("Krea2Turbo", model("krea 2"), _KREA),
+    TinyModular("Krea2Turbo", model("krea 2"), _alone(_KREA)),
     TinyModular("LTX", model("ltx"), {**_LTX, **_BOTH, **masks("attention_mask")}, guided=True),
     # Besides the two branches of text, one without attention in a block, and one without the other modality.
     TinyModular("LTX2", ltx2, _LTX2, guided=True, outputs=_WITH_SOUND),
@@ -318,11 +323,11 @@ _ALL = (
     TinyModular(
         "QwenImageLayered",
         model("qwen-image", use_additional_t_cond=True, use_layer3d_rope=True),
-        {**_QWEN, "image_latents": _GIVEN.transpose(1, 2), "layers": 2},
+        {**_MASKED, "image_latents": _GIVEN.transpose(1, 2), "layers": 2},
         guided=True,
     ),
     TinyModular("QwenImage21", guided(model("qwen-image 2.1")), _QWEN_21, guided=True),
-    TinyModular("QwenImage21Turbo", model("qwen-image 2.1"), _QWEN_21),
+    TinyModular("QwenImage21Turbo", model("qwen-image 2.1"), _alone(_QWEN_21)),
     TinyModular("StableDiffusion3", model("sd3"), {**SIZE, **_BOTH, **pooled()}, guided=True),
     # Every rank along ``batch`` would compute both branches, which its guider computes in two calls.
     TinyModular("StableDiffusionXL", stable_diffusion_xl_parts, _XL),
