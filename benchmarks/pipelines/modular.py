@@ -105,15 +105,21 @@ def problems(rows: dict[str, Any]) -> list[str]:
 # -- the table
 
 
-def row(name: str, cells: dict[str, Any]) -> list[str]:
-    """Return name, transformers, an error for each mesh, and whether the pipeline can be cached."""
-    meshes = cells["meshes"]
-    errors = [f"{meshes[mesh]['error']:.0e}" if mesh in meshes else "" for mesh in MESHES]
-    cached = all(cell["cached"] is True for cell in meshes.values())
-    return [name, ", ".join(cells["transformers"]), *errors, "yes" if cached else "no"]
+def row(names: list[str], pipelines: dict[str, Any]) -> list[str]:
+    """Return the names, the largest error on any mesh, those that use ``batch``, and those that cannot be cached."""
+    meshes = {name: pipelines[name]["meshes"] for name in names}
+    error = max(cell["error"] for cells in meshes.values() for cell in cells.values())
+    batch = [name for name in names if "2 batch" in meshes[name]]
+    uncached = [name for name in names if any(cell["cached"] is not True for cell in meshes[name].values())]
+    guided = "all" if batch == names else ", ".join(batch)
+    return [", ".join(names), f"{error:.0e}", guided, f"not {', '.join(uncached)}" if uncached else "all"]
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/pipelines.md on modular pipelines."""
-    rows = [row(name, cells) for name, cells in read_results("modular")["pipelines"].items()]
-    return {"modular": markdown_table(["pipeline", "transformers", *MESHES, "cached"], rows)}
+    """Return the table of docs/pipelines.md on modular pipelines: a row for each set of transformers."""
+    pipelines = read_results("modular")["pipelines"]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in pipelines.items():
+        groups.setdefault(tuple(cells["transformers"]), []).append(name)
+    rows = [row(names, pipelines) for names in groups.values()]
+    return {"modular": markdown_table(["pipelines", "error", "`batch`", "cached"], rows)}
