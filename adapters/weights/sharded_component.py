@@ -286,7 +286,7 @@ def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> 
 
 
 def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> None:
-    """Raise RuntimeError if ``module``, which has a cache, is compiled as one graph and its weights are sharded.
+    """Refuse a cache in a model that is compiled as one graph and whose weights are sharded.
 
     Args:
         called: ``module``, or the wrapper of ``torch.compile`` around it.
