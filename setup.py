@@ -53,6 +53,7 @@ EXTRAS = {
         [
             "build",
             "fastapi",
+            "gguf",
             "hypothesis",
             "matplotlib",
             "mypy",

@@ -10,7 +10,7 @@ from torch import nn
 from para_core.adapters.registry import supported
 from para_core.adapters.weights.sharded_component import mesh_of_diffusers
 from para_core.cache.diffusers_caches import foreign_cache
-from para_core.instance_patching import original_class
+from para_core.instance_patching import has_compiled_parts, original_class
 
 # Functions with which a processor computes scores itself, as processors of diffusers did before PyTorch 2.
 _OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
@@ -41,6 +41,23 @@ def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
             f"{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "
             f"wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides "
             "for all ranks."
+        )
+
+
+def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: Any) -> None:
+    """Refuse compiled layers of a GGUF file, or with layerwise casting.
+
+    Args:
+        called: ``module``, or the wrapper of ``torch.compile`` around it.
+    """
+    if called is module and not has_compiled_parts(module):
+        return
+    is_gguf = type(vars(module).get("hf_quantizer")).__name__ == "GGUFQuantizer"
+    if is_gguf or any(type(hook).__name__ == "LayerwiseCastingHook" for _, hook in hooks_of(module)):
+        reason = "comes from a GGUF file" if is_gguf else "casts its weights while layers compute"
+        raise RuntimeError(
+            f"{name} {reason} and is compiled. Dynamo cannot trace diffusers' layers of that kind while attention is "
+            f"intercepted. Use it uncompiled, or with weights in 16 bits{f': {name}.dequantize()' if is_gguf else ''}."
         )
 
 

@@ -20,6 +20,7 @@ from para_core.adapters.attention_names import (
 )
 from para_core.adapters.compatibility.diffusers_features import (
     refuse_cache_of_diffusers,
+    refuse_compiled_weights_of_diffusers,
     refuse_guider,
     refuse_hooks_of_diffusers,
     refuse_parallelism_of_diffusers,
@@ -162,6 +163,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
         if model.is_unet:
             refuse_compiled_unet(module, name, model.called)
         if mesh.sequence.ranks > 1:
+            refuse_compiled_weights_of_diffusers(module, name, model.called)
             refuse_unseen_attention(module, name, mesh.sequence.ranks)
             refuse_mixed_attention(module, name)
             refuse_attention_named_twice(module, name)

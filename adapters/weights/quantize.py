@@ -6,9 +6,11 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import Quantize, blocks_of
 from para_core.adapters.registry import USUAL_NAMES, transformers_of
+from para_core.weights.subclasses import is_float8, is_plain_weight
 
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
@@ -64,11 +66,16 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
     Args:
         before_fsdp: Whether FSDP2 will shard the weights. It gathers only what torchao made for training in int8, which
             rounds in another way than ``"int8"`` does otherwise, and only the blocks are quantized.
+
+    Raises:
+        ValueError: If a linear layer is quantized already. No layer is changed then.
     """
     from torchao.quantization import quantize_
 
     config = torchao_config(scheme)
     modules: list[nn.Module] = list(transformers_of(pipe).values())
+    for name, transformer in transformers_of(pipe).items():
+        _require_unquantized(transformer, name, scheme)
     if before_fsdp:
         from torchao.prototype.quantized_training import int8_weight_only_quantized_training
 
@@ -93,6 +100,24 @@ def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
     for path, part in module.named_modules():
         if isinstance(part, nn.Linear) and not kept & set(path.split(".")):
             part.to(dtype)
+
+
+def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) -> None:
+    """Raise ``ValueError`` if a linear layer is quantized: torchao would fail there, with earlier layers changed."""
+    for path, part in transformer.named_modules():
+        if not _is_own_linear(part, path):
+            continue
+        weight: Any = part.weight
+        if not weight.is_floating_point() or is_float8(weight) or not _is_plain(weight):
+            kind = type(weight).__name__ if not _is_plain(weight) else str(weight.dtype)
+            raise ValueError(
+                f"quantize={scheme!r}: the weight of {path} in pipe.{name} is quantized already ({kind}); expected 16 "
+                "or 32 bits. Leave quantize out, or load the original weights."
+            )
+
+
+def _is_plain(weight: Any) -> bool:
+    return is_plain_weight(weight) or isinstance(weight, DTensor)
 
 
 def _is_own_linear(module: nn.Module, path: str) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from para_core.instance_patching import unwrapped, unwrapped_class
 from para_core.torch_internals import parameter_slots, remove_fsdp
 from para_core.weights.gradients import Gradients
-from para_core.weights.subclasses import consists_of_tensors
+from para_core.weights.subclasses import consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
 
 # Parameters outside of the blocks with fewer elements than this stay on every rank. Pipelines read some of them
@@ -131,6 +131,12 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
                 "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by "
                 "torchao's int8_weight_only_quantized_training(); or leave this component replicated: "
                 "components=[...] of the others."
+            )
+        if is_float8(parameter):
+            raise ValueError(
+                f"{name} of this {unwrapped_class(module).__name__} is {parameter.dtype}: its layer casts it while it "
+                "computes (layerwise casting), and FSDP2 would not see that. Shard the weights in 16 bits, or leave "
+                "this component replicated."
             )
 
 

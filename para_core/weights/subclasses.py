@@ -45,3 +45,8 @@ def _flattened(x: Any) -> tuple[list[str], Any]:
 def is_plain_weight(x: Tensor) -> bool:
     """Whether the class of ``x`` is exactly ``Tensor`` or ``nn.Parameter``."""
     return type(x) in (Tensor, nn.Parameter)
+
+
+def is_float8(x: Tensor) -> bool:
+    """Whether ``x`` has a floating-point dtype of 8 bits. A quantized weight has the dtype that it stands for."""
+    return x.is_floating_point() and x.dtype.itemsize == 1

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.instance_patching import unwrapped_class
 from para_core.plans.module_matching import matching_modules
+from para_core.weights.subclasses import is_float8
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 
@@ -55,6 +56,12 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
                 f"{name} of this {cls} has a {type(linear.weight).__name__} as its weight, which PyTorch cannot shard; "
                 "expected a plain nn.Parameter. Shard the weights unquantized, then quantize each rank's part; "
                 "or leave this component replicated."
+            )
+        if is_float8(linear.weight):
+            raise ValueError(
+                f"{name} of this {cls} has a weight in {linear.weight.dtype}, which it casts while it computes "
+                "(layerwise casting); tensor parallelism computes with the weight as it is. Shard the weights in 16 "
+                "bits, or leave this component replicated."
             )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):

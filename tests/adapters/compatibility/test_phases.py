@@ -335,6 +335,14 @@ def fsdp_without_breaks(mesh):
     return case(pipe, module, "transformer", mesh=mesh)
 
 
+def compiled_gguf(mesh):
+    pipe = flux_pipe()
+    # The attribute that diffusers sets. A file needs the package gguf: tests/weights/test_quantized_files.py.
+    pipe.transformer.hf_quantizer = type("GGUFQuantizer", (), {})()
+    pipe.transformer.transformer_blocks[0].compile(backend="eager")
+    return case(pipe, pipe.transformer, "transformer", mesh=mesh)
+
+
 def quantized_late(mesh):
     pipe = flux_pipe()
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
@@ -463,6 +471,11 @@ CASES = {
         check_parallel_call,
         fsdp_without_breaks,
         r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
+    ),
+    "refuse_compiled_weights_of_diffusers": (
+        check_parallel_call,
+        compiled_gguf,
+        r"^pipe\.transformer .*GGUF .*compiled.*pipe\.transformer\.dequantize\(\)",
     ),
     "refuse_late_quantization": (
         check_parallel_call,
