@@ -15,8 +15,10 @@ from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Where text encoders are held, and how weights are quantized: options of sharded pipelines and of the planner.
+# Where text encoders and autoencoders are held, and how weights are quantized: options of sharded pipelines and of the
+# planner.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
+VaePlacement = Literal["replicate", "offload", "first"]
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 
 # Beginnings of the names of encoders of prompts and conditioning images.

@@ -251,7 +251,7 @@ def show_plan(task: GenerationTask) -> None:
         "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
         "text encoders": recipe.text_encoders or _default_text_encoders(recipe),
         "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
-        "VAE": "on all ranks" if recipe.vae else "on each rank",
+        "VAE": _vae(recipe),
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
         "memory": _memory(task),
@@ -275,6 +275,13 @@ def _memory(task: GenerationTask) -> str:
     if memory is None or not pixels:
         return "not predicted"
     return f"{memory.bytes_of(pixels) / 1e9:.3g} of {room / 1e9:.3g} GB on each rank, predicted without the VAE"
+
+
+def _vae(recipe: Recipe) -> str:
+    if recipe.vae_placement == "first":
+        return "on the first rank, in host memory"
+    where = "on all ranks" if recipe.vae else "on each rank"
+    return f"{where}, in host memory" if recipe.vae_placement == "offload" else where
 
 
 def _default_text_encoders(recipe: Recipe) -> str:

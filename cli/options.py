@@ -62,6 +62,7 @@ Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.",
 Backend = Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)]
 CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)]
 Vae = Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)]
+VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)]

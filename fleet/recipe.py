@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import Quantize, TextEncoders
+from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import (
     QUANTIZE,
@@ -26,6 +26,7 @@ from para_core.adapters.weights.text_encoders import (
     encoders_with_blocks,
     text_encoders_of,
 )
+from para_core.adapters.weights.vaes import VAE_PLACEMENTS, vaes_of
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -70,6 +71,7 @@ class Recipe:
         backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
         comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): Rounds what attention sends to 8 bits. Not exact.
         vae (`bool`): Whether the VAE also runs on all ranks.
+        vae_placement (`str`, *optional*): Placement of the VAE, as in :func:`parallelize_pipe`.
         lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
         timeout (`float`): Seconds that ranks wait for each other.
         trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
@@ -90,6 +92,7 @@ class Recipe:
     backend: Backend | None = None
     comm_dtype: CommDtype | None = None
     vae: bool = False
+    vae_placement: VaePlacement | None = None
     lora: tuple[str, ...] = ()
     timeout: float = 600.0
     trust_remote_code: bool = False
@@ -101,6 +104,7 @@ class Recipe:
             ("compile", self.compile, get_args(Compile)),
             ("rotate_method", self.rotate_method, (None, *ROTATE_METHODS)),
             ("text_encoders", self.text_encoders, (None, *TEXT_ENCODERS)),
+            ("vae_placement", self.vae_placement, (None, *VAE_PLACEMENTS)),
             ("offload", self.offload, (None, *get_args(Offload))),
             ("quantize", self.quantize, (None, *QUANTIZE)),
             ("backend", self.backend, (None, *get_args(Backend))),
@@ -124,6 +128,12 @@ class Recipe:
         if self.offload == "model" and self.text_encoders not in (None, "replicate"):
             raise ValueError(
                 f"text encoders are {self.text_encoders!r} with offload 'model', which moves them; leave one out."
+            )
+        if self.vae and self.vae_placement == "first":
+            raise ValueError("vae_placement is 'first', and vae runs the VAE on all ranks; leave one out.")
+        if self.offload == "model" and self.vae_placement not in (None, "replicate"):
+            raise ValueError(
+                f"vae_placement is {self.vae_placement!r} with offload 'model', which moves it; leave one out."
             )
         if self.offload is not None and self.weights != "replicate":
             raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
@@ -231,6 +241,7 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
         vae=recipe.vae and ranks > 1,
         weights=weights,
         text_encoders=text_encoders,
+        vae_placement=recipe.vae_placement,
         offload="blocks" if recipe.offload == "blocks" else None,
         resident_blocks=recipe.resident_blocks,
         pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
@@ -299,6 +310,8 @@ def _load_whole(
     if quantize is not None and weights == "fsdp":
         quantize_transformers(pipe, quantize, before_fsdp=True)
     on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
+    if recipe.vae_placement in ("offload", "first"):
+        on_host |= {*vaes_of(pipe)}
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):

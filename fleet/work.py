@@ -143,9 +143,9 @@ def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_
     if watch.preview is None or not request.delivery.partial_images:
         return None
     first = mesh is None or mesh.rank == 0
-    # A VAE that runs on all ranks is called on all ranks.
+    # A VAE that runs on all ranks, or on the first one for all, is called on all ranks.
     send = watch.preview if first else lambda output: None
-    return Previews(request, send, format_=format_, decodes=first or recipe.vae)
+    return Previews(request, send, format_=format_, decodes=first or recipe.vae or recipe.vae_placement == "first")
 
 
 def step_callback(

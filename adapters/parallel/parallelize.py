@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.components import TextEncoders
+from para_core.adapters.components import TextEncoders, VaePlacement
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
@@ -39,6 +39,7 @@ def parallelize_pipe(
     vae: bool = False,
     weights: Method | Literal["replicate"] | None = None,
     text_encoders: TextEncoders | None = None,
+    vae_placement: VaePlacement | None = None,
     offload: Literal["blocks"] | None = None,
     resident_blocks: int = 1,
     pipefusion: PipeFusion | None = None,
@@ -86,6 +87,8 @@ def parallelize_pipe(
             copied to the device while it runs; or the same, but only the first rank runs them and sends their outputs
             to the others. All are exact (docs/weights.md). Defaults to ``"fsdp"`` if ``weights`` shards the
             transformer, and to leaving them as they are otherwise.
+        vae_placement (`"replicate"`, `"offload"` or `"first"`, *optional*): The same for the autoencoders of images and
+            of sound. ``"offload"`` goes with ``vae=True``. Defaults to leaving them as they are.
         offload (`"blocks"`, *optional*): Keeps the blocks of the transformers in host memory, also on one rank; each is
             copied to the device before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md).
             Defaults to leaving them on the device.
@@ -132,6 +135,7 @@ def parallelize_pipe(
         vae=vae,
         weights=weights,
         text_encoders=text_encoders,
+        vae_placement=vae_placement,
         offload=offload,
         resident_blocks=resident_blocks,
         pipefusion=pipefusion,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,36 +19,30 @@ from para_core.adapters.parallel.call_parts import CallPart, PipeFusionPart, Sch
 from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
+from para_core.adapters.parallel.weights_parts import BlocksPart, TextEncodersPart, VaePlacementPart, WeightsPart
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
-from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
+from para_core.adapters.weights.block_offload import offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
+from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.adapters.weights.shard import (
     check_shard,
-    release_shards,
     require_mesh_fits,
-    shard_components,
     weights_groups,
 )
-from para_core.adapters.weights.sharded_component import METHODS, Method, is_distributed
+from para_core.adapters.weights.sharded_component import METHODS
 from para_core.adapters.weights.text_encoders import (
-    OffloadedEncoders,
     encoders_with_blocks,
-    offloader_of,
-    require_not_offloaded,
     require_text_encoders,
     text_encoders_of,
 )
+from para_core.adapters.weights.vaes import require_vae, vaes_of
 from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta, override_timeouts
 from para_core.instance_patching import original_class
-from para_core.weights.group import timeout_of, weights_mesh
-
-# Autoencoders next to ``vae`` in pipelines that also generate sound.
-_SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
@@ -70,7 +63,9 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
-        autoencoders = _vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
+        autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
+        if options.vae_placement is not None:
+            require_vae(pipe, options.vae_placement)
         _require_transformer(pipe, options)
         _require_weights_fit(guided, options)
         placement = _placement_of_text_encoders(pipe, guided, options)
@@ -95,6 +90,8 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             session.parts.append(WeightsPart(pipe, guided, None))
         if placement is not None:
             session.parts.append(TextEncodersPart(pipe, guided, ranks, placement))
+        if options.vae_placement in ("offload", "first"):
+            session.parts.append(VaePlacementPart(vaes_of(pipe), guided, options.vae_placement))
         if options.offload is not None:
             _require_blocks_offload(pipe, guided, options)
             session.parts.append(BlocksPart(pipe, guided, options.resident_blocks))
@@ -213,7 +210,7 @@ def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOption
         offloaded_blocks(module, options.resident_blocks)
 
 
-def _vaes_of(pipe: Any) -> list[nn.Module]:
+def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
     """Return the autoencoders and the diffusion decoder of ``pipe`` that run on all ranks, ``pipe.vae`` first.
 
     Raises:
@@ -221,12 +218,13 @@ def _vaes_of(pipe: Any) -> list[nn.Module]:
     """
     if decoders := decoders_of(pipe):
         return list(decoders.values())
-    vae = getattr(pipe, "vae", None)
-    if not isinstance(vae, nn.Module):
+    vaes = vaes_of(pipe)
+    if "vae" not in vaes:
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
-    others = [getattr(pipe, name, None) for name in (*_SOUND_VAES, DIFFUSION_DECODER)]
+    others = [part for name, part in vaes.items() if name != "vae"]
+    others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
     # A sound autoencoder without an adapter is small, so every rank decodes with all of it.
-    return [vae, *[part for part in others if isinstance(part, nn.Module) and vae_adapter(part) is not None]]
+    return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
 
 
 # -- parts. Each applies itself and returns its undo.
@@ -266,100 +264,3 @@ class VaePart(Part):
 
     def undo(self) -> None:
         unparallelize_vae(self.vae)
-
-
-@dataclass(frozen=True)
-class WeightsPart(Part):
-    """Weights that are sharded by ``method``, or replicated if ``method`` is None."""
-
-    pipe: Any
-    mesh: GuidedMesh
-    method: Method | None
-    components: Sequence[str] | None = None  # None: all that the method can shard
-    name = "sharding the weights"
-
-    def apply(self) -> Undo:
-        if self.method is None:
-            release_shards(self.pipe, self.components)
-            return nothing
-        names = shard_components(self.pipe, self.mesh, self.method, self.components, keep=True)
-        return partial(_release, self.pipe, names)
-
-    @property
-    def shards_weights(self) -> bool:  # type: ignore[override]
-        return self.method is not None
-
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # The next session shards the weights again or has a part that releases them. Only stages need full weights
-        # before.
-        return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
-
-
-@dataclass
-class TextEncodersPart(Part):
-    """Text encoders that are placed by ``placement``. ``ranks`` are the global ranks of ``mesh``."""
-
-    pipe: Any
-    mesh: GuidedMesh
-    ranks: Collection[int]
-    placement: TextEncoders
-    name = "placing the text encoders"
-
-    def __post_init__(self) -> None:
-        self.shards_weights = self.placement == "fsdp"
-        self._offloaded = OffloadedEncoders(self.pipe, self.mesh, first_rank_only=self.placement == "first")
-
-    def clear(self) -> Undo:
-        return nothing if self.placement == "fsdp" else release_shards(self.pipe, text_encoders_of(self.pipe))
-
-    def apply(self) -> Undo:
-        if self.placement == "replicate":
-            return nothing
-        # Not earlier, because the session that this one replaces may have offloaded them.
-        require_not_offloaded(self.pipe)
-        if self.placement == "fsdp":
-            mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
-            names = shard_components(self.pipe, mesh, "fsdp", encoders_with_blocks(self.pipe), keep=True)
-            return partial(_release, self.pipe, names)
-        self._offloaded.apply()
-        return self._offloaded.remove
-
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        if self.placement in ("fsdp", "replicate"):
-            # As for WeightsPart, the next session shards these weights or releases them.
-            return nothing
-        undo()
-        return self._offloaded.apply
-
-
-@dataclass
-class BlocksPart(Part):
-    """Blocks of the transformers that wait in host memory."""
-
-    pipe: Any
-    mesh: GuidedMesh
-    resident: int
-    name = "offloading the blocks"
-
-    def __post_init__(self) -> None:
-        self._offloaded = OffloadedBlocks(transformers_of(self.pipe).values(), self.mesh, self.resident)
-
-    def apply(self) -> Undo:
-        for name, module in transformers_of(self.pipe).items():
-            # Not earlier, because the session that this one replaces may have offloaded the blocks.
-            offloader = offloader_of(module)
-            if offloader is not None or is_distributed(module):
-                raise ValueError(
-                    f"pipe.{name} is {'sharded' if offloader is None else f'offloaded by {offloader}'} already. Leave "
-                    "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
-                )
-        self._offloaded.apply()
-        return self._offloaded.remove
-
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        undo()
-        return self._offloaded.apply
-
-
-def _release(pipe: Any, names: Collection[str]) -> None:
-    release_shards(pipe, names)

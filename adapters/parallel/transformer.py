@@ -14,7 +14,7 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
-from para_core.adapters.components import TextEncoders
+from para_core.adapters.components import TextEncoders, VaePlacement
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import require_plan
@@ -27,6 +27,7 @@ from para_core.adapters.weights.staged_transformer import (
     suspend_stage,
 )
 from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
+from para_core.adapters.weights.vaes import VAE_PLACEMENTS
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.attn_func import AttnFunc
@@ -213,6 +214,7 @@ class ParallelOptions:
     vae: bool = False
     weights: Method | Literal["replicate"] | None = None
     text_encoders: TextEncoders | None = None
+    vae_placement: VaePlacement | None = None
     offload: Literal["blocks"] | None = None
     resident_blocks: int = 1
     pipefusion: PipeFusion | None = None
@@ -232,6 +234,16 @@ class ParallelOptions:
             raise ValueError(
                 f"text_encoders is {self.text_encoders!r}; expected {', '.join(map(repr, TEXT_ENCODERS))}, or None to "
                 "leave them as they are."
+            )
+        if self.vae_placement not in (None, *VAE_PLACEMENTS):
+            raise ValueError(
+                f"vae_placement is {self.vae_placement!r}; expected {', '.join(map(repr, VAE_PLACEMENTS))}, or None to "
+                "leave the VAE as it is."
+            )
+        if self.vae and self.vae_placement == "first":
+            raise ValueError(
+                "vae=True runs the VAE on all ranks, and vae_placement='first' on one. Leave one out; "
+                "vae_placement='offload' goes with vae=True."
             )
         if self.offload not in (None, "blocks"):
             raise ValueError(f"offload is {self.offload!r}; expected 'blocks', or None to leave the weights in place.")
@@ -287,7 +299,7 @@ class ParallelOptions:
     @property
     def offloads(self) -> bool:
         """Whether weights wait in host memory, also on one rank."""
-        return self.offload is not None or self.text_encoders in ("offload", "first")
+        return self.offload is not None or {self.text_encoders, self.vae_placement} & {"offload", "first"} != set()
 
     @property
     def of_transformers(self) -> dict[str, object]:

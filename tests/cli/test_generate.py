@@ -232,6 +232,8 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--timeout", "0"], "--timeout .*0 s"),
         (["--timeout", "inf"], "--timeout .*inf s"),
         (["--text-encoders", "disk"], "--text-encoders .*'disk'; .*fsdp"),
+        (["--vae-placement", "fsdp"], "--vae-placement .*'fsdp'; .*first"),
+        (["--vae-placement", "first", "--vae"], "--vae-placement .*'first'"),
         (["--backend", "disk"], "--backend .*'disk'; .*flash"),
         (["--attention-backend=disk"], "--backend .*'disk'; .*flash"),
         (["--comm-dtype", "disk"], "--comm-dtype .*'disk'; .*int8"),
@@ -638,7 +640,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "options",
     [
-        ["--text-encoders", "first", "--mesh", "ring=2"],
+        ["--text-encoders", "first", "--vae-placement", "first", "--mesh", "ring=2"],
         ["--text-encoders", "offload", "--mesh", "pipe=2"],
         ["--weights", "tensor", "--mesh", "tensor=2", "--backend", "math"],
     ],

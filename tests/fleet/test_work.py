@@ -18,7 +18,7 @@ from para_core.fleet.loras import LoadedLoras, Lora
 from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe, build, dtype_of, read_lora, read_mesh_sizes
 from para_core.fleet.recipe_checks import require_loras
-from para_core.fleet.request import Request
+from para_core.fleet.request import Delivery, Request
 from para_core.fleet.work import Cancelled, Watch, generate, generate_batch
 from para_core.plans.region import plan_options
 
@@ -66,6 +66,21 @@ def test_each_recipe_equals_plain_pipeline(rank_pool, options, mesh):
     recipe = Recipe(str(find_tiny_flux()), **options)
     assert foresee_mesh(without_weights(find_model(None), dtype_of(recipe)), recipe, 2) == mesh
     assert np.abs(pixels(results[0]) - plain_pixels()).max() <= 1
+
+
+def preview(recipe):
+    """The image, and the partial images that this rank sends."""
+    request, sent = replace(REQUEST, delivery=Delivery("png", partial_images=1)), []
+    result = generate(build(recipe), request, recipe, format_="png", fps=16, watch=Watch(preview=sent.append))
+    return result, len(sent)
+
+
+def test_previews_are_decoded_where_the_vae_is(rank_pool):
+    # A rank that decoded alone would wait for the others, or they would take its preview for the image.
+    recipe = Recipe(str(find_tiny_flux()), mesh=(("ring", 2),), vae_placement="first")
+    (first, sent), (_, none) = rank_pool.run(preview, 2, recipe)
+    assert (sent, none) == (1, 0)
+    assert np.abs(pixels(first) - plain_pixels()).max() <= 1
 
 
 def cancel_after(step):

@@ -11,8 +11,8 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.resolve import TextEncodersPart
-from para_core.adapters.weights.text_encoders import offloader_of
+from para_core.adapters.parallel.weights_parts import TextEncodersPart
+from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.weights.fsdp import is_sharded
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -164,8 +164,8 @@ def encode_badly():
 
 def test_an_error_of_the_first_rank_is_raised_on_all(rank_pool):
     first, second = rank_pool.run(encode_badly, 2)
-    assert "text encoder" in first
-    assert "text encoder" in second
+    assert "text_encoder_2" in first
+    assert "text_encoder_2" in second
 
 
 def test_refused_placements_change_nothing():

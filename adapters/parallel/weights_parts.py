@@ -1,0 +1,145 @@
+"""Parts of parallelize_pipe that place weights: of transformers, of text encoders, and of autoencoders."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.components import TextEncoders, VaePlacement
+from para_core.adapters.parallel.session import Part, Undo, nothing
+from para_core.adapters.registry import transformers_of
+from para_core.adapters.weights.block_offload import OffloadedBlocks
+from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of, require_not_offloaded
+from para_core.adapters.weights.shard import release_shards, shard_components
+from para_core.adapters.weights.sharded_component import Method, is_distributed
+from para_core.adapters.weights.text_encoders import encoders_with_blocks, text_encoders_of
+from para_core.adapters.weights.vaes import VAE_METHODS
+from para_core.distributed.mesh import GuidedMesh
+from para_core.weights.group import timeout_of, weights_mesh
+
+
+@dataclass(frozen=True)
+class WeightsPart(Part):
+    """Weights that are sharded by ``method``, or replicated if ``method`` is None."""
+
+    pipe: Any
+    mesh: GuidedMesh
+    method: Method | None
+    components: Sequence[str] | None = None  # None: all that the method can shard
+    name = "sharding the weights"
+
+    def apply(self) -> Undo:
+        if self.method is None:
+            release_shards(self.pipe, self.components)
+            return nothing
+        names = shard_components(self.pipe, self.mesh, self.method, self.components, keep=True)
+        return partial(_release, self.pipe, names)
+
+    @property
+    def shards_weights(self) -> bool:  # type: ignore[override]
+        return self.method is not None
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        # The next session shards the weights again or has a part that releases them. Only stages need full weights
+        # before.
+        return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
+
+
+@dataclass
+class TextEncodersPart(Part):
+    """Text encoders that are placed by ``placement``. ``ranks`` are the global ranks of ``mesh``."""
+
+    pipe: Any
+    mesh: GuidedMesh
+    ranks: Collection[int]
+    placement: TextEncoders
+    name = "placing the text encoders"
+
+    def __post_init__(self) -> None:
+        self.shards_weights = self.placement == "fsdp"
+        self._offloaded = OffloadedModules(
+            text_encoders_of(self.pipe), self.mesh, first_rank_only=self.placement == "first"
+        )
+
+    def clear(self) -> Undo:
+        return nothing if self.placement == "fsdp" else release_shards(self.pipe, text_encoders_of(self.pipe))
+
+    def apply(self) -> Undo:
+        if self.placement == "replicate":
+            return nothing
+        # Not earlier, because the session that this one replaces may have offloaded them.
+        require_not_offloaded(text_encoders_of(self.pipe), "text_encoders")
+        if self.placement == "fsdp":
+            mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
+            names = shard_components(self.pipe, mesh, "fsdp", encoders_with_blocks(self.pipe), keep=True)
+            return partial(_release, self.pipe, names)
+        self._offloaded.apply()
+        return self._offloaded.remove
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        if self.placement in ("fsdp", "replicate"):
+            # As for WeightsPart, the next session shards these weights or releases them.
+            return nothing
+        undo()
+        return self._offloaded.apply
+
+
+@dataclass
+class VaePlacementPart(Part):
+    """Autoencoders whose weights wait in host memory, on all ranks or, with ``"first"``, on the first one alone."""
+
+    vaes: Mapping[str, nn.Module]
+    mesh: GuidedMesh
+    placement: VaePlacement
+    name = "placing the VAE"
+
+    def __post_init__(self) -> None:
+        first = self.placement == "first"
+        self._offloaded = OffloadedModules(self.vaes, self.mesh, methods=VAE_METHODS, first_rank_only=first)
+
+    def apply(self) -> Undo:
+        # Not earlier, because the session that this one replaces may have offloaded them.
+        require_not_offloaded(self.vaes, "vae_placement")
+        self._offloaded.apply()
+        return self._offloaded.remove
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        undo()
+        return self._offloaded.apply
+
+
+@dataclass
+class BlocksPart(Part):
+    """Blocks of the transformers that wait in host memory."""
+
+    pipe: Any
+    mesh: GuidedMesh
+    resident: int
+    name = "offloading the blocks"
+
+    def __post_init__(self) -> None:
+        self._offloaded = OffloadedBlocks(transformers_of(self.pipe).values(), self.mesh, self.resident)
+
+    def apply(self) -> Undo:
+        for name, module in transformers_of(self.pipe).items():
+            # Not earlier, because the session that this one replaces may have offloaded the blocks.
+            offloader = offloader_of(module)
+            if offloader is not None or is_distributed(module):
+                raise ValueError(
+                    f"pipe.{name} is {'sharded' if offloader is None else f'offloaded by {offloader}'} already. Leave "
+                    "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
+                )
+        self._offloaded.apply()
+        return self._offloaded.remove
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        undo()
+        return self._offloaded.apply
+
+
+def _release(pipe: Any, names: Collection[str]) -> None:
+    release_shards(pipe, names)

@@ -1,0 +1,161 @@
+"""Components whose weights wait in host memory, on every rank or on the first one alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
+from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
+from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+
+_KEY = "offloaded module"
+# The hooks of diffusers' group offload, innermost last (diffusers/hooks/group_offloading.py).
+_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
+# Attributes that a hook of diffusers leaves on a module after it was removed.
+_LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
+
+
+def require_not_offloaded(modules: Mapping[str, nn.Module], option: str) -> None:
+    """Raise ``ValueError`` if one of ``modules`` is offloaded by accelerate or by diffusers' group offload.
+
+    Args:
+        option: The option that the user has to leave out.
+    """
+    for name, module in modules.items():
+        offloader = offloader_of(module)
+        if offloader is not None:
+            raise ValueError(
+                f"pipe.{name} is offloaded by {offloader} already. Leave {option} out, or undo that offload "
+                "first (pipe.remove_all_hooks())."
+            )
+
+
+class OffloadedModules:
+    """Components whose weights are in host memory, by diffusers' group offload of single layers.
+
+    Each layer is copied to the device of ``mesh`` while it computes.
+
+    Args:
+        modules: Components by name.
+        mesh: Ranks that call the pipeline.
+        methods: Methods by which a pipeline calls the components. If it calls the modules themselves, the next layer is
+            copied while one computes, on CUDA and from pinned memory; diffusers learns the order of layers from the
+            first such call.
+        first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to the
+            others. Each call of a component is then a collective call.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        mesh: GuidedMesh,
+        *,
+        methods: Sequence[str] = ("__call__",),
+        first_rank_only: bool,
+    ) -> None:
+        self.modules, self.mesh, self.methods = dict(modules), mesh, methods
+        self.first_rank_only = first_rank_only
+        self._undo = ExitStack()
+
+    def apply(self) -> None:
+        """Offload the weights. If this fails, the components are as before."""
+        from diffusers.hooks import apply_group_offloading
+
+        device = execution_device(self.mesh)
+        with ExitStack() as rollback:
+            for name, module in self.modules.items():
+                rollback.callback(_remove_offload, module, next(module.parameters()).device, _attributes(module))
+                apply_group_offloading(
+                    module,
+                    onload_device=device,
+                    offload_device=torch.device("cpu"),
+                    offload_type="leaf_level",
+                    use_stream=device.type == "cuda" and "__call__" in self.methods,
+                )
+                if self.first_rank_only and self.mesh.ranks > 1:
+                    rollback.callback(unwrap, module, _KEY)
+                    around = partial(_run_on_first, self.mesh, device, name)
+                    for method in self.methods:
+                        wrap_method(module, method, _KEY, around, order=WrapperPriority.PARALLEL)
+            self._undo = rollback.pop_all()
+
+    def remove(self) -> None:
+        """Remove the offload, and move the weights back to the devices on which they were."""
+        self._undo.close()
+
+
+def offloader_of(module: nn.Module) -> str | None:
+    """Return what offloads ``module`` now: accelerate or, as a whole or in part, diffusers' group offload."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        return f"accelerate's {type(hook).__name__}"
+    registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
+    grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
+    return "diffusers' group offload" if grouped else None
+
+
+def execution_device(mesh: GuidedMesh) -> torch.device:
+    """Return the device on which this rank of ``mesh`` computes."""
+    kind = mesh.sequence.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _attributes(module: nn.Module) -> dict[nn.Module, set[str]]:
+    """Return the attributes of each submodule that hooks of diffusers set and that are there before an offload."""
+    return {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
+
+
+def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
+    """Remove diffusers' group offload from ``module``, and move it to ``device``.
+
+    Args:
+        before: :func:`_attributes` the module before the offload.
+    """
+    for part in module.modules():
+        registry: Any = getattr(part, "_diffusers_hook", None)
+        for name in () if registry is None else _HOOKS:
+            registry.remove_hook(name, recurse=False)
+        for name in set(_LEFT_BY_HOOKS) & set(vars(part)) - before.get(part, set()):
+            delattr(part, name)
+    module.to(device)
+
+
+def _run_on_first(
+    mesh: GuidedMesh,
+    device: torch.device,
+    name: str,
+    call: Callable[..., Any],
+    module: nn.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    output: Any = None
+    header, tensors = b"", list[Tensor]()
+    with raising_on_all(mesh, f"pipe.{name} failed"):
+        if mesh.rank == 0:
+            output = call(module, *args, **kwargs)
+            pickled, tensors = split_tensors(output)
+            tensors = [x.detach().to(device).contiguous() for x in tensors]
+            header = pickle.dumps((pickled, [(x.shape, x.dtype) for x in tensors]))
+    size = broadcast_bytes(tensor_bytes(torch.tensor([len(header)])), mesh).view(torch.int64)
+    shared = broadcast_bytes(torch.frombuffer(bytearray(header.ljust(int(size))), dtype=torch.uint8), mesh)
+    if mesh.rank != 0:
+        pickled, kinds = pickle.loads(shared.numpy().tobytes())
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    for x in tensors:
+        # After the broadcast along one mesh dim, ranks with index 0 along the next one have the tensor as well.
+        for dim in mesh.dims:
+            if dim.group is not None:
+                dist.broadcast(x, group_src=0, group=dim.group)
+    return output if mesh.rank == 0 else join_tensors(pickled, tensors)

@@ -1,0 +1,30 @@
+"""Placement of autoencoders. They run once per generation, at its end or at its begin."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from torch import nn
+
+from para_core.adapters.components import VaePlacement
+from para_core.instance_patching import original_class, uncompiled
+
+VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
+# Methods by which pipelines call an autoencoder. A vocoder is no autoencoder, and small.
+VAE_METHODS = ("encode", "decode")
+# Autoencoders next to ``vae`` in pipelines that also generate sound.
+SOUND_VAES = ("audio_vae", "sound_tokenizer")
+
+
+def vaes_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the autoencoders of ``pipe`` by name, ``vae`` first, without the wrappers of ``torch.compile``."""
+    parts = {name: uncompiled(getattr(pipe, name, None)) for name in ("vae", *SOUND_VAES)}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def require_vae(pipe: Any, placement: VaePlacement) -> None:
+    """Raise ``ValueError`` if ``pipe`` has no autoencoder to place."""
+    if not vaes_of(pipe):
+        raise ValueError(
+            f"vae_placement={placement!r}: this {original_class(pipe).__name__} has no autoencoder. Leave it out."
+        )

@@ -1,0 +1,157 @@
+"""Autoencoders that are offloaded, or run on the first rank, give the results of the unmodified pipeline."""
+
+from math import prod
+from unittest import mock
+
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters.parallel.weights_parts import VaePlacementPart
+from para_core.adapters.weights.offloaded_modules import offloader_of
+from tests.tiny import flux_pipe, relative_error
+from zoo.tiny.pipelines.registry import PIPELINES
+
+
+def make(name):
+    if name == "flux":
+        return flux_pipe(shared_parts=False)
+    return PIPELINES[name].build()
+
+
+def generate(pipe, name):
+    call = {"prompt": "a cat", "height": 72, "width": 56, "num_inference_steps": 2, "max_sequence_length": 13}
+    if name != "flux":
+        call = PIPELINES[name].call()
+    out = pipe(**{**call, "output_type": "pt", "generator": torch.Generator().manual_seed(7)})[0]
+    return torch.as_tensor(out).detach()
+
+
+def state_of(vae):
+    """The class and the attributes of every module, and the bits of the weights."""
+    return [(type(x), sorted(vars(x))) for x in vae.modules()], {k: x.clone() for k, x in vae.state_dict().items()}
+
+
+def require_as(vae, before):
+    modules, weights = state_of(vae)
+    assert modules == before[0]
+    assert all(torch.equal(x, before[1][name]) for name, x in weights.items())
+
+
+def counted(pipe):
+    """Counts the calls of a layer of the VAE on this rank."""
+    calls = []
+    layer = next(x for x in pipe.vae.decoder.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def mesh_of(dims):
+    return init_context_parallel_mesh("cpu", **{f"max_{name}_dim_size": size for name, size in dims.items()})
+
+
+def place(name, dims, options):
+    pipe = make(name)
+    calls = counted(pipe)
+    generate(pipe, name)  # Wan's VAE adds attributes to itself in its first call.
+    calls.clear()
+    before = state_of(pipe.vae)
+    parallelize_pipe(pipe, mesh=mesh_of(dims), **options)
+    outs = [generate(pipe, name) for _ in range(2)]
+    num_calls = len(calls)
+    unparallelize_pipe(pipe)
+    require_as(pipe.vae, before)
+    outs.append(generate(pipe, name))
+    return outs, num_calls
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "options"),
+    [
+        ("flux", {"ulysses": 2}, {"vae_placement": "first"}),
+        ("flux", {"ring": 2}, {"vae_placement": "offload", "vae": True}),
+        ("flux", {"pipe": 2}, {"vae_placement": "offload", "text_encoders": "first"}),
+        ("wan 2.2", {"batch": 2}, {"vae_placement": "first"}),
+        pytest.param("wan 2.2", {"ring": 2}, {"vae_placement": "offload", "vae": True}, marks=pytest.mark.long),
+        pytest.param("wan 2.2", {"batch": 2, "ring": 2}, {"vae_placement": "first"}, marks=pytest.mark.long),
+        pytest.param("flux", {"ulysses": 2}, {"vae_placement": "first", "weights": "fsdp"}, marks=pytest.mark.long),
+    ],
+)
+def test_placed_vaes_are_exact_and_undone(rank_pool, name, dims, options):
+    expected = generate(make(name), name)
+    for rank, (outs, num_calls) in enumerate(rank_pool.run(place, prod(dims.values()), name, dims, options)):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert (num_calls > 0) == (options["vae_placement"] != "first" or rank == 0)
+
+
+def encode(placement):
+    pipe = make("flux")
+    if placement is not None:
+        parallelize_pipe(pipe, mesh=mesh_of({"ring": 2}), vae_placement=placement)
+    image = torch.rand(1, 3, 24, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        latents = pipe.vae.encode(image).latent_dist
+    return latents.mean, latents.sample(torch.Generator().manual_seed(2))
+
+
+def test_an_image_is_encoded_on_the_first_rank(rank_pool):
+    expected = encode(None)
+    for out in rank_pool.run(encode, 2, "first"):
+        assert all(map(torch.equal, out, expected))
+
+
+def fail_and_place_again():
+    """Decode badly, then change the placement with a failure, then without."""
+    pipe, mesh = make("flux"), mesh_of({"ring": 2})
+    parallelize_pipe(pipe, mesh=mesh, vae_placement="first")
+    with pytest.raises(RuntimeError) as error:
+        pipe.vae.decode(torch.ones(1, 3, 5, 5))
+    outs = [generate(pipe, "flux")]
+    with mock.patch.object(VaePlacementPart, "complete", side_effect=OSError("disk")), pytest.raises(RuntimeError):
+        parallelize_pipe(pipe, mesh=mesh, vae_placement="offload")
+    calls = counted(pipe)
+    outs.append(generate(pipe, "flux"))
+    on_this_rank = bool(calls)
+    parallelize_pipe(pipe, mesh=mesh, vae_placement="offload")
+    outs.append(generate(pipe, "flux"))
+    parallelize_pipe(pipe, mesh=mesh)
+    outs.append(generate(pipe, "flux"))
+    return outs, on_this_rank, offloader_of(pipe.vae), str(error.value)
+
+
+def test_a_failure_is_raised_on_all_ranks_and_the_earlier_placement_stays(rank_pool):
+    expected = generate(make("flux"), "flux")
+    for rank, (outs, decoded, offloader, error) in enumerate(rank_pool.run(fail_and_place_again, 2)):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert decoded == (rank == 0)
+        assert offloader is None
+        assert "pipe.vae" in error
+
+
+def test_a_vae_is_offloaded_on_one_rank_and_restored():
+    expected, pipe = generate(make("flux"), "flux"), make("flux")
+    before = state_of(pipe.vae)
+    parallelize_pipe(pipe, vae_placement="offload")
+    assert offloader_of(pipe.vae) is not None
+    assert torch.equal(generate(pipe, "flux"), expected)
+    unparallelize_pipe(pipe)
+    require_as(pipe.vae, before)
+    assert torch.equal(generate(pipe, "flux"), expected)
+
+
+def test_refused_placements_change_nothing():
+    pipe = make("flux")
+    before = state_of(pipe.vae)
+    for options in ({"vae_placement": "fsdp"}, {"vae_placement": "first", "vae": True}):
+        with pytest.raises(ValueError, match="first"):
+            parallelize_pipe(pipe, **options)
+    require_as(pipe.vae, before)
+    apply_group_offloading(pipe.vae, torch.device("cpu"), offload_type="leaf_level")
+    with pytest.raises(ValueError, match=r"pipe\.vae"):
+        parallelize_pipe(pipe, vae_placement="offload")
+    pipe.vae = None
+    with pytest.raises(ValueError, match="autoencoder"):
+        parallelize_pipe(pipe, vae_placement="first")
