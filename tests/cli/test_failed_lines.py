@@ -1,11 +1,13 @@
 """A line that fails on all ranks, and the next one over the same connections."""
 
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from PIL import Image
 
@@ -15,7 +17,7 @@ from para_core.adapters import parallelize_pipe
 from para_core.cli.ranks import RankJob, _read_journal, _run_lines
 from para_core.fleet.model_index import find_model, find_tiny_flux
 from para_core.fleet.prompts import Line
-from para_core.fleet.recipe import Recipe
+from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.request import make_request
 
 STEPS = 9
@@ -54,3 +56,57 @@ def test_line_after_a_failed_one_is_exact(rank_pool, tmp_path, pipefusion, faili
     assert events == [("begin", 1), ("failed", 1), ("begin", 2), ("done", 2)]
     images = [np.asarray(Image.open(tmp_path / name / "00002.png")).astype(int) for name in ("alone", "stages")]
     assert np.array_equal(*images)
+
+
+def encode_lines(folder, failing):
+    """Three lines as each rank of the command runs them. On the ranks ``failing`` the second cannot be encoded. Returns
+    the name of the error of this rank.
+    """
+
+    def build_without_memory(recipe, encode_first):
+        pipe, calls = build(recipe, encode_first), []
+
+        def run_out_of_memory(module, args, kwargs):
+            calls.append(0)
+            # Again when the line runs after all others.
+            if dist.get_rank() in failing and len(calls) in (2, 4):
+                raise torch.OutOfMemoryError("there is no memory left")
+
+        pipe.text_encoder_2.register_forward_pre_hook(run_out_of_memory, with_kwargs=True)
+        return pipe
+
+    model = find_model(None)
+    options = {"size": "64x48", "steps": 1}
+    prompts = ("a large red circle", "a blue square", "a small green ring")
+    requests = [make_request({"prompt": prompt, **options}, model, seed=3) for prompt in prompts]
+    lines = tuple(Line(number, request) for number, request in enumerate(requests, 1))
+    recipe = Recipe(str(find_tiny_flux()), timeout=20)
+    job = RankJob(recipe, lines, folder, "png", 8, folder / "journal", bars=False)
+    with (
+        mock.patch.object(para_core.cli.ranks, "build", build_without_memory),
+        mock.patch.object(para_core.cli.ranks, "_AGREEMENT_TIMEOUT", timedelta(seconds=5)),
+    ):
+        try:
+            _run_lines(job)
+        except Exception as error:
+            return type(error).__name__
+    return None
+
+
+def events_of(folder):
+    return [(event["event"], event["line"]) for event in _read_journal(folder / "journal")]
+
+
+def test_a_line_that_no_rank_can_encode_fails_after_the_others(rank_pool, tmp_path):
+    assert rank_pool.run(encode_lines, 2, tmp_path, (0, 1)) == [None, None]
+    done = [("begin", 1), ("done", 1), ("begin", 3), ("done", 3)]
+    assert events_of(tmp_path) == [*done, ("begin", 2), ("failed", 2)]
+
+
+def test_a_line_that_one_rank_cannot_encode_ends_all_ranks(rank_pool, tmp_path):
+    # The first rank waits in the next line until the time-out; the launcher would end it.
+    first, second = rank_pool.run(encode_lines, 2, tmp_path, (1,))
+    assert (first, second) == ("RuntimeError", "OutOfMemoryError")
+    events = events_of(tmp_path)
+    assert ("begin", 2) in events
+    assert not any(event == "done" for event, _ in events)
