@@ -21,7 +21,6 @@ PROGRAMS = (
     ("pipelines.exactness",),
     ("pipelines.stages",),
     ("pipelines.pipefusion",),
-    ("pipelines.outside",),
     ("planner.traffic",),
     ("planner.published",),
     ("planner.sizes",),

@@ -26,9 +26,7 @@ from benchmarks.peers import page as peers
 from benchmarks.pipelines import (
     beside_diffusers,
     generation,
-    hooks,
     modular,
-    outside,
     pipefusion,
     speed,
     stages,
@@ -167,13 +165,12 @@ def _requirement(text: str) -> str:
 # The programs whose parts a page has; a program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, speed.parts),
-    "docs/any_model.md": (outside.parts,),
     "docs/cache.md": (forecasts.parts,),
     "docs/install.md": (extras,),
     "docs/kernels.md": (low_precision.parts, compiled.parts),
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/pipelines.md": (supported.parts, modular.parts, hooks.parts),
+    "docs/pipelines.md": (supported.parts, modular.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),

@@ -13,7 +13,6 @@ rank's.
   no larger than that of the unmodified pipeline in bfloat16.
 - models: every transformer on two ranks, and cached: a second call with other inputs that takes the stored residuals.
 - modular: every modular pipeline on two ranks, cached with threshold 0, and undone: the latter two bit by bit.
-- hooks: pipelines with each hook of diffusers: exact, or refused before the call.
 - weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor), and the bytes
   that a rank holds.
 - vaes: every autoencoder: error, bytes sent, bfloat16, and memory.
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import measure_on_ranks, parser_of, read_results, write_results
-from benchmarks.pipelines import generation, hooks, modular, stages, supported, vaes, weights
+from benchmarks.pipelines import generation, modular, stages, supported, vaes, weights
 
 Rows = dict[str, dict[str, Any]]
 
@@ -78,7 +77,6 @@ CHECKS = {
     "bfloat16": Check("pipelines_bfloat16", "pipelines", generation.IN_BFLOAT16, generation.measure_bfloat16),
     "models": Check("model_errors", "models", supported.MODELS, supported.measure),
     "modular": Check("modular", "pipelines", modular.MODULAR, modular.measure, problems=modular.problems),
-    "hooks": Check("hooks", "hooks", hooks.HOOKS, hooks.measure),
     "weights": Check(
         "weights_table", "by ranks", weights.NAMES, weights.measure, (2, 4), by_ranks=True, problems=weights.problems
     ),

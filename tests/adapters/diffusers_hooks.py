@@ -1,7 +1,5 @@
-"""diffusers' own hooks on a pipeline that runs on several ranks: exact, or refused before the call.
-
-A check of `benchmarks.pipelines.exactness`: a tiny Qwen-Image (or PixArt), three steps with guidance, against the same
-pipeline with the same hook on one device.
+"""diffusers' own hooks on a tiny Qwen-Image (or PixArt), three steps with guidance, against the same pipeline with the
+same hook on one device.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from diffusers.hooks import (
 )
 from diffusers.hooks.smoothed_energy_guidance_utils import _apply_smoothed_energy_guidance_hook
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.harness import relative_error
 from benchmarks.pipelines.generation import generate
 from para_core.adapters import parallelize_pipe
 from zoo.tiny.pipelines.registry import PIPELINES
@@ -100,27 +98,3 @@ def outcome(hook: str, mesh: DeviceMesh) -> float | str:
     except RuntimeError as error:
         return str(error)
     return relative_error(out, generate(build(hook), name))
-
-
-def measure(names: list[str]) -> dict[str, dict[str, float | str]]:
-    """Return the worst error of each hook on each mesh, or the message of its refusal, which all ranks raise."""
-    meshes = {
-        label: init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses"))
-        for label, shape in MESHES.items()
-    }
-    rows: dict[str, dict[str, float | str]] = {}
-    for hook in names:
-        outcomes = {label: outcome(hook, mesh) for label, mesh in meshes.items()}
-        rows[hook] = {label: largest_over_ranks(x) if isinstance(x, float) else x for label, x in outcomes.items()}
-    return rows
-
-
-def parts() -> dict[str, list[str]]:
-    """Return the table of docs/pipelines.md on diffusers' hooks. The JSON has the messages of refusals."""
-    by_cells: dict[tuple[str, ...], list[str]] = {}
-    for hook, row in read_results("hooks")["hooks"].items():
-        cells = tuple(f"{cell:.0e}" if isinstance(cell, float) else "*refused*" for cell in row.values())
-        by_cells.setdefault(cells, []).append(hook)
-    return {
-        "hooks": markdown_table(["hook", *MESHES], [["; ".join(hooks), *cells] for cells, hooks in by_cells.items()])
-    }
