@@ -166,6 +166,7 @@ def _requirement(text: str) -> str:
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, speed.parts),
     "docs/cache.md": (forecasts.parts,),
+    "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
     "docs/kernels.md": (low_precision.parts, compiled.parts),
     "docs/new_model.md": (propose.parts,),

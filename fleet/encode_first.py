@@ -34,6 +34,11 @@ class EncodeFirst:
         self.max_bytes = max_bytes
         self._encoded: EncodedPrompts | None = None
 
+    @property
+    def bytes(self) -> int:
+        """Total size of the outputs that wait in host memory."""
+        return 0 if self._encoded is None else self._encoded.bytes
+
     @staticmethod
     def fits(recipe: Recipe) -> bool:
         """Whether the text encoders of ``recipe`` would stay on the device, with the whole transformer."""

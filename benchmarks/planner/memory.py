@@ -3,6 +3,10 @@
 - memory_check.json (docs/planner.md): one transformer call on CPU ranks, for 12 meshes: the bytes of weights that the
   rank holds, and the largest sum of what the allocator gave out during the call. Models: a stack of FLUX.1's blocks of
   real size (bfloat16), and small FLUX and Wan transformers with many tokens (float32).
+- encode_first.json (docs/command.md), with ``--encode-first``: 50 prompts on two CPU ranks as `para_core generate
+  --prompts` runs them: the bytes of weights that a rank would hold on its device while prompts are encoded and while
+  images are denoised, with the text encoders kept and with the prompts encoded first. A small FLUX whose text encoders
+  have the same share of the weights as those of FLUX.1.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,19 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
+from transformers import T5Config, T5EncoderModel
 
+from benchmarks.cache.ways import load
 from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_calls, weights_of, without_data
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.prompts import Line
+from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.request import Request
+from para_core.fleet.work import call_pipe
 from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import Workload, memory_of
 from para_core.weights.fsdp import is_sharded
@@ -78,6 +90,9 @@ ROWS: tuple[tuple[str, dict[str, int], bool], ...] = tuple(
     )
     for dims, fsdp in rows
 )
+
+
+NUM_PROMPTS = 50
 
 
 def transformer_of(stack: Stack) -> Any:
@@ -137,6 +152,50 @@ def held_by(*modules: torch.nn.Module) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
 
 
+def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int]:
+    """Return the largest bytes of weights on this rank's device in each phase, and those of the kept embeddings."""
+    encode_first = EncodeFirst()
+    pipe = build(Recipe(folder, mesh=(("ring", 2),)), encode_first if encodes_first else None)
+    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    held = {"encoding": 0, "denoising": 0, "embeddings": 0}
+
+    def record(phase: str, *_: Any) -> None:
+        held[phase] = max(held[phase], held_by(*parts))
+
+    # Inside a part that does not run, a parameter has one element.
+    pipe.text_encoder_2.encoder.register_forward_pre_hook(partial(record, "encoding"))
+    pipe.transformer.x_embedder.register_forward_pre_hook(partial(record, "denoising"))
+    fields = {"height": 48, "width": 64, "num_inference_steps": 1, "max_sequence_length": 64}
+    lines = [Line(seed, Request({**fields, "prompt": f"{seed} red circles"}, seed)) for seed in range(count)]
+    for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request])):
+        held["embeddings"] = max(held["embeddings"], encode_first.bytes)
+        for line in batch:
+            call_pipe(pipe, [line.request])
+    return held
+
+
+def write_pipeline(folder: str) -> None:
+    """Write the small FLUX with a T5 that has 0.4 × the bytes of the transformer, as FLUX.1 has (9.5 and 23.8 GB)."""
+    pipe = load()
+    config, wanted = pipe.text_encoder_2.config, 0.4 * held_by(pipe.transformer)
+    one = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": 1}))
+    two = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": 2}))
+    layer = held_by(two) - held_by(one)
+    layers = 1 + round((wanted - held_by(one)) / layer)
+    pipe.text_encoder_2 = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": layers}))
+    pipe.save_pretrained(folder)
+
+
+def encode_first_parts() -> dict[str, list[str]]:
+    """Return the table of docs/command.md."""
+    cells = []
+    for row in read_results("encode_first")["rows"]:
+        figures = [f"{row[phase] / 1e6:.1f}" for phase in ("encoding", "denoising", "embeddings")]
+        cells.append([row["text encoders"], *figures])
+    heads = ["text encoders", "encoding, MB", "denoising, MB", "embeddings in host memory, MB"]
+    return {"encode first": markdown_table(heads, cells, right=range(1, 4))}
+
+
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/planner.md."""
     cells = []
@@ -152,7 +211,17 @@ def main() -> None:
     """Measure, print and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--predict", action="store_true", help="predict again for what the JSON has as measured")
+    parser.add_argument("--encode-first", action="store_true", help="measure a file of 50 prompts instead")
     args = parser.parse_args()
+    if args.encode_first:
+        with tempfile.TemporaryDirectory() as folder:
+            write_pipeline(folder)
+            rows = [
+                {"text encoders": name, **measure_on_ranks(encoded_first, 2, folder, encodes_first, NUM_PROMPTS)}
+                for name, encodes_first in (("kept on the device", False), ("freed after encoding", True))
+            ]
+        print(*rows, write_results("encode_first", {"prompts": NUM_PROMPTS, "rows": rows}, "diffusers"), sep="\n")
+        return
     known = {(row["stack"], row["mesh"]): row for row in read_results("memory_check")["rows"]} if args.predict else {}
     rows = []
     for name, dims, fsdp in ROWS:
