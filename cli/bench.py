@@ -53,6 +53,7 @@ def bench(
     quantize: options.Quantize = None,
     backend: options.Backend = None,
     vae: options.Vae = False,
+    vae_placement: options.VaePlacement = None,
     dtype: options.Dtype = "auto",
     lora: options.Lora = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -94,6 +95,7 @@ def bench(
         backend=backend,
         comm_dtype=comm_dtype,
         vae=vae,
+        vae_placement=vae_placement,
         timeout=timeout,
         trust_remote_code=trust_remote_code,
     )
