@@ -38,11 +38,11 @@ def require_restored(pipe, before):
 
 
 RESOLVE = (
-    "models_to_check",
+    "models_to_parallelize",
     "check_parallelize",
     "transformers_of",
     "unets_of",
-    "_vaes_of",
+    "_parallel_vaes_of",
     "require_mesh_fits",
     "require_text_encoders",
     "resolve_transformer",
@@ -140,7 +140,7 @@ UNPARALLELIZE = (
     f"{PARALLEL}.transformer.remove_plan",
     f"{PARALLEL}.resolve.unparallelize_vae",
     f"{PARALLEL}.resolve.remove_parallel_call",
-    f"{PARALLEL}.resolve.release_shards",
+    f"{PARALLEL}.weights_parts.release_shards",
     f"{WEIGHTS}.shard.gather_component",
     "para_core.weights.fsdp._whole",
     "para_core.distributed.timeouts.set_group_timeout",

@@ -164,7 +164,7 @@ STEPS_OF_PIPE = {
     "call": f"{PARALLEL}.call.wrap_method",
     "VAE": f"{PARALLEL}.resolve.parallelize_vae",
     "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
-    "weights": f"{PARALLEL}.resolve.shard_components",
+    "weights": f"{PARALLEL}.weights_parts.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
     "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
     "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
