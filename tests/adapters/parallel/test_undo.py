@@ -388,9 +388,9 @@ def fail_in_stages(rank):
     """Make PipeFusion on stages fail, on a new pipeline and on one that already runs in stages with PipeFusion."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
-        f"{PARALLEL}.resolve.FusedPipe",
+        f"{PARALLEL}.call_parts.FusedPipe",
         f"{WEIGHTS}.fused_pipe.wrap_method",
-        f"{PARALLEL}.resolve.refuse_late_on_pipe",
+        f"{PARALLEL}.call_parts.refuse_late_on_pipe",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:
