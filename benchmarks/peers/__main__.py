@@ -20,9 +20,19 @@ from typing import Any
 from benchmarks.harness import ROOT, parser_of, read_results, write_results
 from benchmarks.peers.call import ROWS
 
-# Their own requirements are torch alone, unpinned: what is installed first satisfies them.
-PEERS = ("para-attn==0.3.38", "yunchang==0.6.4", "cache-dit==1.5.3")
-REQUIREMENTS = ("torch", "numpy", "packaging", "diffusers")
+# Installed without their own requirements, of which the versions are free: REQUIREMENTS has what they import.
+PEERS = ("para-attn==0.3.38", "yunchang==0.6.4", "cache-dit==1.5.3", "xfuser==0.7.0", "distvae==0.1.0", "einops==0.8.2")
+REQUIREMENTS = (
+    "torch",
+    "numpy",
+    "packaging",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "sentencepiece",
+    "peft",
+    "pyyaml",
+)
 # The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
 PIP = "pip<24"
 
@@ -51,6 +61,7 @@ COLUMNS = {
     "with_diffusers": "diffusers' context parallelism",
     "with_para_attn": "ParaAttention",
     "with_yunchang": "yunchang (USP)",
+    "with_xdit": "xDiT",
     "with_cache_dit": "cache-dit's context parallelism",
     "with_torch": "torch's `context_parallel`",
 }

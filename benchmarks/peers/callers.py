@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import stand_ins as kernels
+from benchmarks.peers import xdit
 from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
 
 
@@ -345,6 +346,7 @@ CALLERS = {
     "with_diffusers": Caller(("diffusers",), ALL_WAYS, _prepare_diffusers, _settings_diffusers, _attend_diffusers),
     "with_para_attn": Caller(("para-attn",), ALL_WAYS, _prepare_para_attn, _settings_para_attn, _attend_para_attn),
     "with_yunchang": Caller(("yunchang",), ALL_WAYS, _prepare_yunchang, _settings_yunchang, _attend_yunchang),
+    "with_xdit": Caller(("xfuser",), ALL_WAYS, xdit.prepare, xdit.settings, xdit.attend),
     "with_cache_dit": Caller(("cache-dit",), ALL_WAYS, _prepare_cache_dit, _settings_cache_dit, _attend_cache_dit),
     "with_torch": Caller((), ("ring",), _prepare_torch, _settings_torch, _attend_torch),
 }

@@ -18,7 +18,7 @@ SUMMARY = {
     "para_core": "para_core",
     "diffusers' context parallelism": "diffusers",
     "ParaAttention": "ParaAttention",
-    "yunchang (USP)": "yunchang",
+    "xDiT": "xDiT",
 }
 SUMMARY_ROWS = {
     "any length (101 tokens)": "101 tokens: no number of ranks divides them",
@@ -66,7 +66,8 @@ def kind(outcome: dict[str, Any], row: str = "", peer: str = "") -> str:
 def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
     word = kind(outcome, row, peer)
     if word == "exact":
-        return "exact (mask sharded by hand)" if outcome.get("setting", {}).get("by hand") else word
+        by_hand = outcome.get("setting", {}).get("by hand")
+        return f"exact ({'mask sharded by hand' if by_hand is True else by_hand})" if by_hand else word
     if outcome["verdict"] == "wrong":
         error = f"{outcome['error']:.2g}"
         return (
@@ -92,7 +93,7 @@ def summary(results: dict[str, Any]) -> list[str]:
     numbers = {
         "diffusers": versions["diffusers"],
         "ParaAttention": versions["para-attn"],
-        "yunchang": versions["yunchang"],
+        "xDiT": versions["xfuser"],
     }
     heads = [f"{name} {numbers.get(name, '')}".strip() for name in SUMMARY.values()]
     counts = {
@@ -100,7 +101,8 @@ def summary(results: dict[str, Any]) -> list[str]:
         for peer in SUMMARY
     }
     total = sum(next(iter(counts.values())).values())
-    words = ("exact", "not offered", "refused", STAND_IN, "wrong", "crashes")
+    every = ("exact", "not offered", "refused", STAND_IN, "wrong", "crashes", "hangs")
+    words = [word for word in every if any(count[word] for count in counts.values())]
     rows = [[word.replace(STAND_IN, "not run"), *(counts[peer][word] for peer in SUMMARY)] for word in words]
     inputs = [
         [name, *(cell(cells[peer][row], row, peer, brief=True).replace(STAND_IN, "not run") for peer in SUMMARY)]
