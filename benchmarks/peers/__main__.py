@@ -32,6 +32,7 @@ REQUIREMENTS = (
     "sentencepiece",
     "peft",
     "pyyaml",
+    "triton",
 )
 # The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
 PIP = "pip<24"
