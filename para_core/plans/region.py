@@ -158,26 +158,23 @@ class Region:
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Verify the arguments, then run. This wraps ``__call__``, outside of what ``Module.compile`` compiles."""
         # Nothing is read before this test, because what is read while tracing becomes a guard.
+        around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
             # Before a call that may be compiled in place, because Dynamo buries errors that are raised inside a graph.
             self._refuse_arguments(module, args, kwargs)
             if not self.inputs_verified:
+                around = self._around
                 if self.require_equal is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
-                with self._around():
-                    return self._call_inner(call, module, *args, **kwargs)
-        return self._call_inner(call, module, *args, **kwargs)
-
-    def _call_inner(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run what ``call_outer`` wraps, with sharding and gathering outside of a graph that the module was before."""
-        compiled = self._compiled_before
-        if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
-            return call(module, *args, **kwargs)
-        # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering
-        # outside.
-        return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
+        with around():
+            compiled = self._compiled_before
+            if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
+                return call(module, *args, **kwargs)
+            # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering
+            # outside.
+            return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call`` with sharded inputs and intercepted attention, and gather its outputs.
