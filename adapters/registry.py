@@ -175,7 +175,7 @@ def cached() -> str:
     return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
 
 
-# -- what is applied
+# -- wrappers that para_core applies
 
 # Keys of the wrappers of ``__call__``. Their handlers have an attribute ``mesh``, a GuidedMesh.
 PARALLEL_PIPE = "parallel"

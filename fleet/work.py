@@ -113,7 +113,7 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
         **options,
     }
     with warnings.catch_warnings():
-        # Warnings about one request, such as a rounded size, do not belong into a server's log.
+        # Warnings about one request, such as a rounded size, do not belong in a server's log.
         warnings.simplefilter("ignore")
         return call_modular(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
 

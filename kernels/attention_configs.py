@@ -184,7 +184,7 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
 
 @lru_cache
 def in_int8(config: Config, head_dim: int) -> Config:
-    """Return ``config`` with fewer keys per tile, because scores exist as integers and as floats."""
+    """Return ``config`` with fewer keys per tile, because a program holds scores as integers and floats at once."""
     if head_dim > 128:
         spills = max(config.spills, 608)
         return replace(config, block_m=128, block_n=min(config.block_n, 32), num_warps=8, num_stages=2, spills=spills)

@@ -85,6 +85,6 @@ def merge(
 
 
 def block_of(width: int) -> dict[str, int]:
-    """Return the part of a head that one program merges, or rounds."""
+    """Return the sizes of the block of a head, ``width`` elements per row, that one program merges or rounds."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once: 16 bytes of each tensor per thread, at 16 bits.
+# Elements that a program holds at once. In 16 bits these are 8 elements, 16 bytes, of each tensor per thread.
 BLOCK = 1024
 # Blocks that a program sums.
 STEPS = 16

@@ -1,9 +1,9 @@
 """Rank processes for distributed tests: started once per world size, kept for the whole run.
 
 They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so that
-new ones, after a failure or for another world size, cost a fraction of a second. What the environment said when that
-process started is what modules read as they were imported; ``os.environ``, ``sys.path`` and the working directory are
-as in the parent when the rank starts.
+new ones, after a failure or for another world size, cost a fraction of a second. Modules that this process imported
+have read the environment as it was then. ``os.environ``, ``sys.path`` and the working directory of a rank are those of
+the parent when the rank starts.
 
     def total(x):                                   # a plain top-level function; it runs on every rank
         dist.all_reduce(x)
@@ -504,7 +504,7 @@ def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> 
             args, kwargs = _load(arguments)
             heartbeat()
             return pickle.dumps((_save(fn(*args, **kwargs)), None, ""))
-    except BaseException as error:  # pytest's outcomes and SystemExit are no Exceptions
+    except BaseException as error:  # Outcomes of pytest and SystemExit do not derive from Exception.
         text = "".join(traceback.format_exception(error))
         try:
             pickle.loads(pickle.dumps(error))

@@ -43,7 +43,7 @@ class BlockMask:
 
     @property
     def fields(self) -> tuple[int, int, int, int, str]:
-        """The value as JSON values."""
+        """The fields of this mask, in types that JSON has."""
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:

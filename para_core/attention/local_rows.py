@@ -175,7 +175,8 @@ def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_ca
         elif all(bits & DIFFER for bits in several) and (len(several) > 1 or is_causal):
             finding = "has no row i that shows a key after i, on any rank"
     digests = {review.digest for review, _ in of_ranks}
-    # Rows of several segments may rightly be the same on all ranks: text, say, that does not see the image.
+    # Only for one segment. Of several, rows that are equal on all ranks can be correct, such as those of text that does
+    # not attend to the image.
     if finding is None and several and len(layout.segments) == 1 and len(digests) == 1 and 0 not in digests:
         finding, advice = "has the same rows on all ranks, which differ from each other", ""
     if finding is None:

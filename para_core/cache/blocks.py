@@ -224,7 +224,7 @@ def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _
 
 
 def _only_shorter(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
-    """Whether two shapes differ in one dim between the batch and the channels."""
+    """Whether two shapes are equal but for one dim, which is neither the first (batch) nor the last (channels)."""
     if before is None or after is None or len(before) != len(after):
         return False
     differing = [dim for dim, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]

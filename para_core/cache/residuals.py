@@ -33,8 +33,8 @@ class Residuals:
         """Store the residuals of a computed step. The oldest ones are dropped.
 
         Args:
-            in_graph: Whether later steps run in a graph, which needs ``room`` tensors from the start: zero tensors,
-                with the weight 0, take the place of residuals that do not exist yet.
+            in_graph: Whether later steps run in a compiled graph. The graph needs a fixed number of tensors
+                (``self.room``) from the start, so zero tensors with the weight 0 stand in for later residuals.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories:

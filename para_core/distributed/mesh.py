@@ -147,8 +147,8 @@ class SequenceMesh:
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. They are fields because a graph would treat numbers
-    # as variables.
+    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. It is made in advance, because a graph takes
+    # strings as constants but may treat numbers as variables.
     text: str = ""
     alone_text: str = ""
 

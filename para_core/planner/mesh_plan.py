@@ -166,7 +166,7 @@ class MeshPlan:
         return lines
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Make the first row's mesh over all ranks of the process group, by :func:`init_context_parallel_mesh`."""
+        """Make the mesh of the first row over all ranks of the process group, by :func:`init_context_parallel_mesh`."""
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)

@@ -305,8 +305,8 @@ def sent_in_rounds(
     """Return the bytes that ``rank`` sends in ``rounds``, each the model calls of one step.
 
     Args:
-        apart (`bool`): The ``batch`` ranks take turns in the calls of a step, then exchange outputs. All ranks compute
-            a call of new sizes whose output was not foreseen.
+        apart (`bool`): Whether the ``batch`` ranks take turns in the calls of a step, then exchange outputs. A call
+            with new sizes is computed by all ranks if the shape of its output was not known before.
         two_dims (`bool`): The ring is Attention2D.
     """
     batch, known, total = shape[0], set(), 0

@@ -189,7 +189,11 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_en
 
 
 def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run softmax, layer norm and others locally, unless their dim is the sharded one."""
+    """Run a function along one dim, such as softmax or layer norm, locally.
+
+    Raises:
+        MixesRows: If this dim is the sharded one.
+    """
     x, rows = only_first(func, args, kwargs)
     position, default = ALONG[name_of(func)]
     if position is None:

@@ -89,8 +89,8 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
     """Yield each possible assignment of the ``total`` entries of a dim to ranks: the positions of every rank.
 
     The entries are the tokens of one segment or of several concatenated segments, possibly repeated (``[B · S, C]``).
-    Besides the known segments, two unknown ones are tried: a sharded segment of all entries, and a replicated segment
-    of the entries that one known sharded segment leaves.
+    Besides the known segments, two unknown ones are tried: a sharded segment that covers all entries, and a replicated
+    segment that covers the entries besides those of one known sharded segment.
 
     Args:
         total: Number of entries of the whole dim.

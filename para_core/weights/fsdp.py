@@ -88,7 +88,8 @@ def _private_class(fsdp_class: type, written: type) -> type:
     if private is None:
 
         def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # FSDP2 constructs the original class, which it looks up by its position among the bases of its own class.
+            # FSDP2's __new__ finds the original class by its position among the bases of the class that is passed, so
+            # FSDP2's own class is passed instead of ``cls``.
             return fsdp_class.__new__(fsdp_class, *args, **kwargs)
 
         namespace = {

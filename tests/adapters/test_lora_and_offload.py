@@ -29,7 +29,7 @@ TARGETS = (
 
 
 def lora_weights(rank=3):
-    """A LoRA as files hold it, by parameter name; strong enough to be seen."""
+    """Return the weights of a LoRA by the names that files use, large enough to change the output measurably."""
     generator = torch.Generator().manual_seed(11)
     transformer = flux_pipe().transformer
     weights = {}

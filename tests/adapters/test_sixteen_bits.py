@@ -41,7 +41,7 @@ def test_parallel_errors_are_those_of_the_unmodified_pipeline(rank_pool, name):
     assert alone > 1e-3, "it did not compute in bfloat16"
     for outs in rank_pool.run(draw_in_bfloat16, 2, name, [(1, 2), (2, 1)]):
         for out in outs:
-            # Two runs that round apart. Of all pipelines the largest ratios are 1.25 and 1.28
+            # The two runs round differently, hence the factor. The largest ratios of all pipelines are 1.25 and 1.28
             # (docs/measured/exactness.md).
             assert relative_error(out, generated_alone(name)) <= 1.35 * alone
             assert relative_error(out, generated_in_bfloat16(name)) <= 1.35 * alone

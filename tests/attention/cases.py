@@ -17,7 +17,7 @@ from tests.rank_pool import heartbeat
 
 # (ring, ulysses)
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
-# Three ranks show what four do: several hops, and parts that do not divide.
+# Meshes of four ranks are in the long run only: three ranks give several hops and uneven parts as well.
 ON_MOST_MESHES = [pytest.param(*mesh, marks=pytest.mark.long if 4 in mesh else ()) for mesh in MESHES]
 # For tests that cross meshes with another axis: a ring, Ulysses with parts that do not divide, and both.
 ON_FEW_MESHES = [

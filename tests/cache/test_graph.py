@@ -176,7 +176,7 @@ def generate_compiled(name, backend, mesh=None):
     pipe, counter = build(name), Counter(backend)
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
     plain = generate(pipe, name, num_inference_steps=4)
-    # Wan Animate, for one, compiles twice by itself.
+    # Without a cache, too, some models (Wan Animate) compile two graphs.
     return {**found, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
 
 
@@ -212,7 +212,7 @@ def test_inductor_takes_the_graph(name):
         assert relative_error(generated, found["eager"]) < 1e-5
 
 
-# The default run only traces a pipeline: test_ranks_of_transformer_decide_equally_in_graph takes aot_eager.
+# The default run only traces, because test_ranks_of_transformer_decide_equally_in_graph compiles with aot_eager.
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("wan", "eager"), *[pytest.param(name, "aot_eager", marks=pytest.mark.long) for name in ("wan", "hunyuan")]],

@@ -42,8 +42,8 @@ def test_useless_threshold_warns_once_with_range():
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        ({}, [1.0, 1.05, 1.5]),  # some
-        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # asked for
+        ({}, [1.0, 1.05, 1.5]),  # some steps are skipped
+        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # no step may be skipped
         ({"max_consecutive_hits": 1}, [1.0, 1.0, 1.0]),
         ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # nothing was compared
     ],

@@ -1,4 +1,4 @@
-"""A line that fails on all ranks, and the next one over the same connections."""
+"""Lines of a prompts file that fail on some or all ranks, and lines that run after these on the same ranks."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -46,7 +46,7 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden_states = block(hidden_states, rotation)
         out = self.proj_out(hidden_states)
-        # After the gather: likewise.
+        # After the gather: here too all ranks do the same, and nothing may be rerouted.
         return out + F.scaled_dot_product_attention(out, out, out)
 
 

@@ -173,7 +173,7 @@ _CACHED = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
 _FUSED = other("pipefusion", "exact-stages")
 _STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
-# One process alone shards nothing.
+# Every mesh but that of one process, which shards nothing.
 _RANKS = other("mesh", "auto1")
 _TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
 # Without mesh=, weights="tensor" gives two ranks to "tensor".

@@ -78,8 +78,9 @@ CASES = [
 
 
 def placed_cases():
-    """Yield every case with every placement of the text encoders. The default run has int8 on two ranks with each, and
-    the other cases with one.
+    """Yield every case with every placement of the text encoders.
+
+    The default run has int8 on two ranks with every placement, and the other cases with one placement.
     """
     placements = [None, "offload", "first"]
     for index, (scheme, weights, dims) in enumerate(CASES):

@@ -198,7 +198,7 @@ def give_kv_cache():
             match=r"^Flux2Transformer2DModel .*kv_cache, .*unparallelize_pipe",
         ):
             transformer(**model.inputs(3, 6, 10), kv_cache=object())
-        # The error of a compiled call is the same, and none of Dynamo's.
+        # A compiled call raises the same error, not one of Dynamo.
         transformer.compile(backend="eager", fullgraph=True)
 
 
@@ -278,7 +278,7 @@ def compiled_in_place(module):
 
 
 def with_scores_of_its_own(model):
-    """Replace one attention of several, so that the others still call scaled_dot_product_attention."""
+    """Let one attention of several compute its scores itself. The others still call scaled_dot_product_attention."""
     model.transformer_blocks[1].attn2.set_processor(AttnProcessor())
     return model
 
