@@ -11,7 +11,7 @@ from torch import Tensor
 from para_core.torch_internals import OpOverload, TorchDispatchMode, pytree, schema_of, storage_id
 
 # Operators besides views that launch nothing on a device.
-_NO_LAUNCH = {
+NO_LAUNCH = {
     "aten::_unsafe_view",
     "aten::empty",
     "aten::empty_like",
@@ -44,7 +44,7 @@ class LaunchCounter(TorchDispatchMode):
         bin_, name = int(not self.is_sharded), schema_of(func).name
         results = tensors_in(out)
         self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
-        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not is_view(func)
+        is_launch = name not in NO_LAUNCH and func.namespace != "prim" and not is_view(func)
         if is_launch and not self.in_attention:
             self.launches += 1
             if name not in _PRODUCTS:

@@ -10,21 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.planner.launch_counter import is_view, tensors_in
+from para_core.planner.launch_counter import NO_LAUNCH, is_view, tensors_in
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
-# Operators besides views that launch nothing on a device.
-_NO_LAUNCH = {
-    "aten::_unsafe_view",
-    "aten::_fused_sdp_choice",  # reads shapes and switches
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "_c10d_functional::wait_tensor",
-}
+# The fused choice reads shapes and switches, and a wait lets the stream wait: they launch nothing either.
+_NO_LAUNCH = {*NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # Launches of these operators on CUDA, which may differ from those of their form for the CPU.
 _WHOLE = {
