@@ -87,11 +87,11 @@ def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
         if region is None or other is None:
             continue
-        given = region.cross_backend if other.crosses else region.options.backend
-        if given not in (None, other.backend):
+        backend = region.cross_backend if other.crosses else region.options.backend
+        if backend not in (None, other.backend):
             raise RuntimeError(
                 f"{name} attends with diffusers' backend {other.name!r} in {other.path!r}, and it was parallelized "
-                f"with {'cross_' if other.crosses else ''}backend={given!r}. Leave one out: "
+                f"with {'cross_' if other.crosses else ''}backend={backend!r}. Leave one out: "
                 f"{name}.set_attention_backend('native') leaves the choice to the option."
             )
 

@@ -212,11 +212,11 @@ def _memory() -> dict[str, int | None]:
 
 def _host_peak() -> int:
     try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        peak_line = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
-        found = None
-    if found is not None:
-        return int(found[1]) * 1024
+        peak_line = None
+    if peak_line is not None:
+        return int(peak_line[1]) * 1024
     import resource
     import sys
 

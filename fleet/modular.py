@@ -176,10 +176,10 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     output = _output_of(blocks)
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
     # diffusers fills in the default of an input that is left out, or None.
-    given = {name: value for name, value in arguments.items() if name in inputs}
+    fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
     with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
-        samples = pipe(output=output, **given)
+        samples = pipe(output=output, **fields)
     if output == "images" and isinstance(samples[0], list):
         samples = [layer for layers in samples for layer in layers]
     return SimpleNamespace(**{_OUTPUTS[output or ""][1]: samples})

@@ -49,10 +49,10 @@ class ScheduledAttention:
         self._tracker = SchedulerTracker()
         self._parameters = {id(module): parameters_of(module) for module in transformers.values()}
         # Only pipelines that take their steps with copies of the scheduler need the branches, to count their calls.
-        found = [(module, adapter_for(module, adapter)) for module in transformers.values()]
+        adapters = [(module, adapter_for(module, adapter)) for module in transformers.values()]
         self._conditions = {
             id(module): conditions_of(module, require_blocks(module, adapter))
-            for module, model in found
+            for module, model in adapters
             if model is not None and model.steps_with_copies
         }
         self._branches: dict[int, Branches] = {}

@@ -194,11 +194,11 @@ LINKS = {
     for x in (
         Link("nvlink3", 16e-6, 240e9, source=f"300 GB/s; {_NCCL}"),
         Link("nvlink4", 16e-6, 370e9, source=f"450 GB/s; {_NCCL}"),
-        # All-to-all: 419 µs on 4 and 251 µs on 8 ranks, of which each sends 56.6 and 33.0 MB, give latency and
+        # All-to-all: 419 µs on 4 and 251 µs on 8 ranks, each sending 56.6 and 33.0 MB, give latency and
         # bandwidth.
         Link("nvlink5", 16e-6, 720e9, 140e9, source=f"900 GB/s; {_NCCL}; latency, all-to-all: a table of {_BLOG}"),
-        Link("pcie4", 25e-6, 22e9, source="32 GB/s, of which NCCL reaches 22"),
-        Link("pcie5", 25e-6, 45e9, source="64 GB/s, of which NCCL reaches 45"),
+        Link("pcie4", 25e-6, 22e9, source="32 GB/s on paper; NCCL reaches 22"),
+        Link("pcie5", 25e-6, 45e9, source="64 GB/s on paper; NCCL reaches 45"),
         # GeForce cards have no peer-to-peer access: both directions together reach 19 to 21 GB/s.
         Link("pcie4 via host", 30e-6, 10e9, source=f"{_NCCL_TESTS}/74 (p2p disabled)"),
         Link("infiniband", 34e-6, 48e9, source=_INFINIBAND),
