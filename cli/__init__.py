@@ -1,1 +1,1 @@
-"""The command ``para_core``. Needs the extra ``cli``."""
+"""The command-line program ``para_core``. Needs the packages of the extra ``cli`` (see setup.py)."""

@@ -1,6 +1,6 @@
-"""The commands and their error handling: an error is one sentence on stderr and an exit code.
+"""The ``para_core`` command line: all commands, and how an exception becomes one sentence on stderr and an exit code.
 
-Nothing here or in the modules of the commands imports torch or diffusers until a command runs, so that ``--help``
+This module and the modules of the commands import torch and diffusers inside functions only, so that ``--help``
 answers at once.
 """
 
@@ -29,7 +29,7 @@ FAILED, WRONG_OPTION = 1, 2
 
 
 class _HelpWithoutValue:
-    """Mixin that shows ``--help`` without ``<bool>``, as :func:`options.flag` shows other flags."""
+    """Mixin for typer commands: the help lists ``--help`` without the placeholder ``<bool>``, like the other flags."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -80,8 +80,12 @@ def _commands(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line, and return its exit code. With ``--debug`` exceptions are raised."""
-    # As other programs call it. A second name of an option would fill a column of the help.
+    """Run one command line, and return its exit code: 0 if it succeeded, 1 if it failed, 2 if an option is wrong.
+
+    An exception is printed as one sentence. With ``--debug`` it is raised.
+    """
+    # Other programs call this option --attention-backend, so it is accepted. Declared as a second name of the typer
+    # option, it would fill a column of the help.
     arguments = [re.sub(r"^--attention-backend(?==|$)", "--backend", argument) for argument in arguments]
     try:
         app(list(arguments))

@@ -1,4 +1,4 @@
-"""Progress bars of the prompts, and of the steps of the current prompt."""
+"""Progress bars for the prompts of a command, and for the denoising steps of the current prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class NoBars:
-    """Progress bars that show nothing."""
+    """Stand-in for :class:`Bars` that shows nothing."""
 
     def __enter__(self) -> NoBars:
         return self
@@ -28,12 +28,12 @@ class NoBars:
 
 
 class Bars:
-    """Progress bars on stderr if it is a terminal, else nothing.
+    """Two progress bars on stderr: finished prompts, and finished steps of the current prompt. Only in a terminal.
 
     Args:
-        prompts (`int`): Number of prompts.
-        steps (`bool`, defaults to `True`): Also show the steps of a prompt.
-        unit (`str`, defaults to `"prompts"`): Name of the bar.
+        prompts (`int`): Total number of prompts.
+        steps (`bool`, defaults to `True`): Whether to show the bar of the steps.
+        unit (`str`, defaults to `"prompts"`): Label of the first bar.
     """
 
     def __init__(self, prompts: int, *, steps: bool = True, unit: str = "prompts") -> None:
@@ -57,12 +57,12 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Stopping a display that was not started prints an empty line.
+        # rich prints an empty line when a display is stopped that was never started.
         if self._progress.console.is_terminal:
             self._progress.stop()
 
     def begin(self, number: int, steps: int | None) -> None:
-        """Begin the prompt of this number. ``steps`` is its number of steps, or None if unknown."""
+        """Reset the bar of the steps for prompt ``number``, which has ``steps`` steps (None if unknown)."""
         self._progress.reset(self._steps, total=steps, description=f"steps of {number}")
 
     def step(self, done: int) -> None:

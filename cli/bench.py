@@ -1,4 +1,4 @@
-"""``para_core bench``: measure one generation on a group of ranks, and compare it with one rank."""
+"""``para_core bench``: measure a generation on several ranks, and with ``--check`` compare it with one rank."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def _require_new_file(path: Path | None) -> None:
 
 
 def _require_new_traces(folder: Path | None, ranks: int) -> None:
-    """Make the folder of the traces.
+    """Make the folder for the profiler traces, one file per rank. None does nothing.
 
     Raises:
-        OSError: If it cannot be written to, or has a trace already.
+        OSError: If the folder cannot be written to, or already holds one of these files.
     """
     if folder is None:
         return
@@ -169,11 +169,8 @@ def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) 
     return request
 
 
-# -- output
-
-
 def _print(figures: dict[str, Any], console: Console) -> None:
-    """Print the figures: tables in a terminal, Markdown elsewhere."""
+    """Print the measured figures: as tables in a terminal, as Markdown elsewhere."""
     console.print(_title(figures), markup=False, soft_wrap=True)
     seconds = figures["seconds"]
     rows = [
@@ -237,7 +234,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: C
 
 
 def describe_check(check: dict[str, Any]) -> list[str]:
-    """Return the lines on a comparison of :func:`para_core.cli.comparison.compare`."""
+    """Return the lines that report ``check``, a result of :func:`para_core.cli.comparison.compare`."""
     from para_core.cli.comparison import ROUNDINGS
 
     lossy, error, bound = check["approximations"], check["relative error"], check["bound"]

@@ -1,4 +1,7 @@
-"""``para_core calibrate``: find the cache threshold for a quality or speed, in one process or on torchrun's ranks."""
+"""``para_core calibrate``: find the First Block Cache threshold that gives a quality or a speed.
+
+Runs in one process, or on the ranks that torchrun started.
+"""
 
 from __future__ import annotations
 

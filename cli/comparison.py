@@ -1,4 +1,4 @@
-"""Comparison of a generation on all ranks with the same generation on one rank."""
+"""``para_core bench --check``: compare the pixels generated on all ranks with those generated on one rank."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.planner.launch_counter import tensors_in
 
-# One rounding per call of the transformer stands for the roundings of all its operators, which other orders of sums
-# change as well: a bound is so many times what it changes.
+# The bound on the relative error is this multiple of the change that one different rounding per call of the
+# transformer causes. Another order of sums also changes the roundings of all operators inside the transformer.
 ROUNDINGS = 32
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The result of one rank, pixels in 0 to 1.
+    """Pixels generated on one rank, and how strongly they depend on rounding.
 
     Args:
-        rounding (`float`, *optional*): Relative change of the result if each output of the transformer is rounded
-            differently by one unit in the last place. None if the options are approximations.
+        pixels (`np.ndarray`): Float32, from 0 to 1.
+        rounding (`float`, *optional*): Relative change of the pixels if every output element of the transformer
+            changes by one unit in the last place. None if options approximate, such as a cache.
     """
 
     pixels: np.ndarray[Any, Any]
@@ -40,13 +41,15 @@ class Reference:
 
     @property
     def bound(self) -> float | None:
-        """Largest relative error that another order of floating-point operations explains."""
+        """Largest relative error that another order of floating-point operations explains. None if it is unknown."""
         return None if self.rounding is None else ROUNDINGS * self.rounding
 
 
 def make_reference(recipe: Recipe, request: Request) -> Reference:
-    """Generate on this rank alone, without a process group: with the unmodified pipeline, or with the recipe's options
-    if some of them are approximations.
+    """Generate on this rank alone, without a process group, and return the reference for :func:`compare`.
+
+    The pipeline is unmodified. If options of the recipe approximate, the pipeline gets all options that one rank can
+    have, uncompiled: the comparison then shows only what the other ranks change.
     """
     if approximations(recipe):
         alone = replace(
@@ -58,7 +61,7 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
         pixels = _generate(pipe, request)
         with _rounded_differently(pipe):
             rounding = relative_error(_generate(pipe, request), pixels)
-        # The pixels are float32, which resolves no smaller change.
+        # The pixels are float32, which cannot represent a smaller relative change.
         reference = Reference(pixels, max(rounding, torch.finfo(torch.float32).eps))
         del pipe
     gc.collect()
@@ -70,7 +73,7 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
 def compare(
     pipe: Any, request: Request, recipe: Recipe, reference: Reference | None, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Generate twice on all ranks, and return how the results compare. A collective call.
+    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A collective call.
 
     Args:
         reference: The result of :func:`make_reference` on the first rank, None on others.
@@ -84,14 +87,14 @@ def compare(
     of_ranks = _gather(digests)
     ranks_equal = all(rank[0] == of_ranks[0][0] for rank in of_ranks)
     if not ranks_equal:
-        # Each rank then needs the reference for its own error.
+        # Each rank computes the error of its own pixels, so each rank needs the reference.
         reference = _from_first_rank(reference)
     errors = _gather(None if reference is None else relative_error(results[0], reference.pixels))
     error = max(float(error) for error in errors if error is not None)
     bound = None if reference is None else reference.bound
     return {
         "approximations": list(approximations(recipe)),
-        # JSON has no infinity.
+        # None stands for infinity, which JSON cannot express.
         "relative error": error if math.isfinite(error) else None,
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in of_ranks),
@@ -101,7 +104,7 @@ def compare(
 
 
 def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
-    """Return ``‖pixels - expected‖ / ‖expected‖``, infinite if the shapes differ or a value is no number."""
+    """Return ``‖pixels - expected‖ / ‖expected‖``; infinity if the shapes differ or a value is not finite."""
     if pixels.shape != expected.shape:
         return float("inf")
     expected = expected.astype(np.float64)
@@ -110,7 +113,7 @@ def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any])
 
 
 def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
-    """Return the pixels of a generation in 0 to 1, before they are rounded to bytes."""
+    """Generate once, and return the pixels: float32 from 0 to 1, not rounded to 8 bits."""
     output = call_pipe(pipe, [request], output_type="np")
     frames = getattr(output, "frames", None)
     return np.asarray(output.images if frames is None else frames, dtype=np.float32)
@@ -118,7 +121,10 @@ def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
 
 @contextmanager
 def _rounded_differently(pipe: Any) -> Iterator[None]:
-    """Change each element of the denoiser's outputs by one unit in the last place, up or down, inside this context."""
+    """Inside this context, change each output element of the transformers and the UNet by one unit in the last place.
+
+    Whether an element grows or shrinks is random, with a fixed seed.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def change(module: nn.Module, args: Any, output: Any) -> None:

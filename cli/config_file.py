@@ -1,4 +1,4 @@
-"""Options from a YAML file: the names of the command's options without dashes in front, and their values."""
+"""``--config FILE``: a command's options from a YAML file, which maps their names without leading dashes to values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from para_core.cli.options import INPUT
 
 
 def config_option() -> Any:
-    """Return the option ``--config FILE``. Options on the command line replace those of the file."""
+    """Return the typer option ``--config FILE``. Options on the command line override those of the file."""
     return typer.Option(
         help="YAML with the names of options.",
         metavar="FILE",
         rich_help_panel=INPUT,
-        is_eager=True,  # before the other options, whose defaults it changes
+        is_eager=True,  # read before the other options, because it sets their defaults
         callback=read_config,
     )
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a file the defaults of the command's options.
+    """Make the values in the YAML file ``path`` the defaults of the command's options, and return ``path``.
 
     Raises:
         typer.BadParameter: If the file cannot be read, or names an option that the command does not have.

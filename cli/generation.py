@@ -1,4 +1,4 @@
-"""The work of ``para_core generate``: validate the input, show the plan, and generate what has no result yet."""
+"""The steps of ``para_core generate``: validate the input, show the plan, and generate what has no result yet."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationTask:
-    """Validated input of one command: what to generate, and how.
+    """Validated input of one ``para_core generate`` command: what to generate, and how.
 
     Args:
         lines (`tuple[Line, ...]`): Requests to generate.
-        finished (`tuple[Line, ...]`): Requests with results in the folder.
-        problems (`tuple[Problem, ...]`): Invalid lines.
-        bytes_ (`int`): Largest number of bytes that the results may take.
-        ranks (`int`): Ranks of a replica.
+        finished (`tuple[Line, ...]`): Requests whose results are already in the folder.
+        problems (`tuple[Problem, ...]`): Lines that are invalid, or whose results would not fit on disk or in memory.
+        bytes_ (`int`): Upper bound on the size of all results on disk.
+        ranks (`int`): Number of ranks of each replica.
     """
 
     model: Model
@@ -82,6 +82,12 @@ def make_task(
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
+    Args:
+        common: Fields of every request that does not set them itself.
+        prompts: File of requests. None if ``common`` is the only request.
+        prefix: Beginning of the file names of results.
+        room: Bytes that a rank may hold. None for the memory of its device.
+
     Raises:
         typer.BadParameter, ValueError, OSError: If an option is invalid, or the results cannot be written.
     """
@@ -98,7 +104,7 @@ def make_task(
         request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines: Sequence[Line] = (Line(1, request),)
     else:
-        # An invalid option is an error of its own, not one of each line.
+        # The options are validated alone first: an invalid one is reported once, and not again for every line.
         fields = {**common, "prompt": common.get("prompt") or "a"} if "prompt" in model.fields else common
         make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines, problems = read_prompts(prompts, model, common, seed=seed)
@@ -120,7 +126,7 @@ def make_task(
 
 
 def _room_of_rank(ranks: int) -> float:
-    """Return the bytes that each of ``ranks`` ranks of this machine may hold."""
+    """Return the bytes that a rank may hold: the memory of its GPU, else that of the machine divided by ``ranks``."""
     if torch.cuda.is_available():
         return bytes_of_device()
     return bytes_of_device() * (os.cpu_count() or 1) / ranks
@@ -129,9 +135,9 @@ def _room_of_rank(ranks: int) -> float:
 def _memory_problems(
     lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
 ) -> tuple[Problem, ...]:
-    """Return the lines whose results are predicted not to fit into ``room`` bytes of a rank.
+    """Return a problem for each line that is predicted to need more than ``room`` bytes on a rank.
 
-    The prediction takes seconds, so lines of at most the usual size are taken to fit.
+    A prediction takes seconds, so none is made if no line exceeds the usual size of a result.
     """
     pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
@@ -146,7 +152,7 @@ def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Me
         pipe = without_weights(model, dtype_of(recipe))
         mesh = foresee_mesh(pipe, recipe, ranks)
     except Exception as error:
-        # Configs of other libraries may raise anything, and the lines may fit all the same.
+        # Reading another library's config may raise anything. The lines may fit nevertheless, so this is no error.
         logger.debug("the memory of %s cannot be predicted: %s", model, error)
         return None
     return predict_memory(pipe, recipe, mesh, room)
@@ -160,7 +166,7 @@ def _absolute(value: Any) -> Any:
 
 
 def run_task(task: GenerationTask, debug: bool) -> int:
-    """Generate the lines of ``task``, report on stderr, and return the exit code."""
+    """Generate the lines of ``task``, report on stderr, and return the exit code of the command."""
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     for problem in task.problems:
@@ -181,13 +187,13 @@ def run_task(task: GenerationTask, debug: bool) -> int:
             _print_results(task, report, console)
         raise
     _print_results(task, report, console)
-    # torchrun stops all ranks as soon as one exits with an error. Only the first rank, which writes and ends last, does
-    # so.
+    # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed lines by
+    # its exit code, because it writes the results and ends last.
     return 1 if first and (task.problems or report.problems) else 0
 
 
 def _print_results(task: GenerationTask, report: RankReport, console: Console) -> None:
-    """Print the problems that came up, and how many results were generated."""
+    """Print which lines failed and why, and how many results were generated."""
     for problem in report.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(report.problems)
@@ -199,7 +205,7 @@ def _print_results(task: GenerationTask, report: RankReport, console: Console) -
 
 
 def _made(task: GenerationTask) -> list[str]:
-    """Return the names of the results that are complete."""
+    """Return the names of the task's results that are complete in its folder."""
     return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
 
 
@@ -268,7 +274,7 @@ def show_plan(task: GenerationTask) -> None:
 
 
 def _memory(task: GenerationTask) -> str:
-    """Return the predicted memory of a rank for the largest line, in words."""
+    """Return a phrase with the memory that a rank is predicted to need for the largest request."""
     room = _room_of_rank(task.ranks * task.replicas)
     memory = _predict_memory(task.model, task.recipe, task.ranks, room)
     pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
@@ -291,12 +297,12 @@ def _default_text_encoders(recipe: Recipe) -> str:
 
 
 def _mesh(task: GenerationTask) -> str:
-    """Return the mesh sizes that loading will choose, in words. If they cannot be predicted, how they are chosen."""
+    """Return a phrase with the mesh that loading will choose, or with the rule of the choice if it is unpredictable."""
     try:
         pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
         sizes = foresee_mesh(pipe, task.recipe, task.ranks)
     except Exception as error:
-        # Configs of other libraries may raise anything, and a dry run should still show the rest.
+        # Reading another library's config may raise anything. A dry run should still show the other rows.
         logger.debug("the mesh of %s cannot be predicted: %s", task.model, error)
         return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
     method = task.recipe.rotate_method

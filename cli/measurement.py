@@ -1,4 +1,4 @@
-"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes, and a profile of each rank."""
+"""Measurement of one request on a group of ranks: seconds, memory, launches, bytes sent, and profiler traces."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
 from para_core.planner.run_counter import RunCounter
 
-# Seconds that the other ranks wait while the first one generates alone for a comparison.
+# Additional timeout in seconds: the other ranks wait while the first rank generates alone for the comparison.
 _ALONE = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class MeasurementJob:
-    """A request that a group of ranks generates several times.
+    """A request that a group of ranks generates several times, and what is measured.
 
     Args:
-        warmup_runs, runs (`int`): Number of generations before, and of those that are timed.
-        check (`bool`): Compare the result with that of one rank.
-        profile (`Path`, *optional*): Folder in which each rank writes a trace.
-        debug (`bool`): Show tracebacks and other libraries' log messages.
-        errors (`Path`, *optional*): File to which a launched rank appends the sentence that ends it.
+        warmup_runs (`int`): Number of generations before the timed ones.
+        runs (`int`): Number of timed generations.
+        check (`bool`): Whether to compare the result with that of one rank.
+        profile (`Path`, *optional*): Folder in which each rank writes a profiler trace. None writes no traces.
+        debug (`bool`): Whether to show tracebacks and other libraries' log messages.
+        errors (`Path`, *optional*): File to which ranks started by :func:`measure` append their error messages.
     """
 
     recipe: Recipe
@@ -54,10 +55,13 @@ class MeasurementJob:
 
 
 def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
-    """Run the job on ``ranks`` new ranks, or in this process. Return the figures on the first rank, None on others.
+    """Measure on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
+
+    Returns:
+        The figures on the first rank, None on others.
 
     Raises:
-        RuntimeError: If a rank ended early.
+        RuntimeError: If a new process ended early.
     """
     if ranks == 1 or in_torchrun():
         return measure_rank(job)
@@ -72,23 +76,26 @@ def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's trace."""
+    """Return the path of a rank's profiler trace in ``folder``."""
     return folder / f"rank-{rank}.json.gz"
 
 
 def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
-    """Run the job on this rank. On a launched rank, an error ends the process."""
+    """Run the job on this rank, and return the figures on the first rank, None on others.
+
+    If a launcher started this process, an exception ends it: other ranks may wait for this one in a collective.
+    """
 
     def note(reason: str) -> None:
         if job.errors is not None:
-            # One short write in append mode is atomic.
+            # One short write in append mode is atomic, so messages of several ranks do not mix.
             with job.errors.open("ab", buffering=0) as file:
                 file.write(f"{reason}\n".encode())
 
     quiet(job.debug)
     first = os.environ.get("RANK", "0") == "0"
     with ending_on_error(note, debug=job.debug, launched=job.errors is not None):
-        # Before there is a process group, so that this rank is the only one.
+        # The reference is made before the process group exists, so that the pipeline runs on this rank alone.
         reference = make_reference(job.recipe, job.request) if job.check and first else None
         with process_group(job.recipe, late=_ALONE if job.check else 0.0):
             return _measure(job, reference)
@@ -138,13 +145,11 @@ def _description(pipe: Any, job: MeasurementJob) -> dict[str, Any]:
     }
 
 
-# -- seconds
-
-
 def timed_run(pipe: Any, request: Request) -> dict[str, Any]:
-    """Generate once, and return the seconds of the generation, and of each step but the first.
+    """Generate once, and return ``{"seconds": of the generation, "steps": [of each step but the first]}``.
 
-    The device is synchronized at both ends of the generation only: between them a GPU records events.
+    On a GPU, steps are timed with events. The device is synchronized only before and after the generation, because
+    waiting after each step would slow it down.
     """
     on_gpu = torch.cuda.is_available()
     marks: list[Any] = []
@@ -176,10 +181,14 @@ def _wait_for_ranks() -> None:
 
 
 def _seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the seconds of each run, which are those of its slowest rank, and their median and range."""
+    """Return median, minimum and maximum of the seconds per generation and per step. The slowest rank counts.
+
+    Args:
+        runs_of_ranks: Results of :func:`timed_run` for each rank and run.
+    """
     runs = list(zip(*runs_of_ranks, strict=True))
     generations = [max(rank["seconds"] for rank in run) for run in runs]
-    # Steps of one run differ if some are cached, so a run has one figure, their mean.
+    # The cache may skip some steps of a run, so the mean of its steps is the figure of the run.
     means = [max(sum(rank["steps"]) / len(rank["steps"]) for rank in run) for run in runs if run[0]["steps"]]
     return {
         "per generation": _summary(generations),
@@ -193,19 +202,17 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "each": list(values)}
 
 
-# -- memory, launches and bytes of a rank
-
-
 def _reset_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    # Linux: 5 resets the peak of resident memory. Elsewhere, and where it is not allowed, it counts from the start.
+    # On Linux, writing 5 to this file resets the peak of resident memory. If that is impossible, the peak since the
+    # start of the process is reported.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the bytes that this rank held at most since :func:`_reset_memory`."""
+    """Return the peak bytes of device and host memory of this rank since :func:`_reset_memory`."""
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     return {"device memory": device, "host memory": _host_peak()}
 
@@ -225,9 +232,9 @@ def _host_peak() -> int:
 
 
 def count_run(pipe: Any, request: Request) -> dict[str, Any]:
-    """Generate once, and return the launches, collectives and bytes sent of this rank, in all and per step.
+    """Generate once, and return the launches, collectives and bytes sent of this rank, in total and per step.
 
-    A step's figures are means over all steps but the first, in which ranks agree on shapes.
+    The figures per step are means without the first step, in which ranks also exchange shapes.
     """
     at_steps: list[tuple[int, ...]] = []
 
@@ -258,11 +265,8 @@ def _gather(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return gathered
 
 
-# -- profile
-
-
 def _profile(pipe: Any, request: Request, folder: Path) -> None:
-    """Generate once, and write the trace of this rank, which Perfetto opens."""
+    """Generate once, and write this rank's profiler trace in Chrome's format, which Perfetto opens."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

@@ -19,24 +19,27 @@ INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limit
 
 
 def option(help_: str | None, metavar: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
-    """Return a typer option. With ``names`` it is not called like its parameter."""
+    """Return a typer option. It is named after its parameter unless ``names`` are given."""
     return typer.Option(*names, help=help_, metavar=metavar, rich_help_panel=panel, **rest)
 
 
 def flag(name: str, help_: str, panel: str | None = None) -> Any:
-    """Return a typer option without a value. ``name`` may name the opposite, too: ``--vae/--no-vae``."""
-    # Without a metavar the help shows <bool>, as if a value were expected.
+    """Return a typer option without a value. ``name`` may include the opposite: ``--vae/--no-vae``."""
+    # Without an empty metavar the help shows <bool>, as if a value were expected.
     return typer.Option(name, help=help_, metavar="", rich_help_panel=panel)
 
 
 def read_folder(text: str | Path) -> Path:
-    """Return the folder. An empty text, as of a variable of the shell that is not set, is not the current folder."""
+    """Return the folder as a path.
+
+    Raises:
+        ValueError: If ``text`` is empty, for example from an unset shell variable: it must not mean the current folder.
+    """
     if text == "":
         raise ValueError("expected a folder")
     return Path(text)
 
 
-# -- input and output
 Model = Annotated[str | None, option("Folder or Hub name; default: tiny FLUX.", "NAME", INPUT)]
 Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
 Frames = Annotated[int | None, option("Frames of a video.", "N", INPUT)]
@@ -50,7 +53,6 @@ Fields = Annotated[list[str] | None, option("Any other argument of the call.", "
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
-# -- pipeline
 Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
 Compile = Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")]
 Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
@@ -67,7 +69,6 @@ Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIP
 Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
 TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)]
 
-# -- ranks
 Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]
 Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
 RotateMethod = Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)]
@@ -76,10 +77,10 @@ Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")
 
 
 def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Parse ``FIELD=JSON`` options; a value that is not JSON is a text.
+    """Parse ``FIELD=JSON`` options into a dict. A value that is not JSON is kept as a string.
 
     Raises:
-        typer.BadParameter: If one has no ``=``, or two set the same field.
+        typer.BadParameter: If an option has no ``=``, or two options set the same field.
     """
     fields: dict[str, Any] = {}
     for text in texts or ():
@@ -96,7 +97,7 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the fields of a request: ``named`` without None, and those of ``--set``.
+    """Return the fields of a request: entries of ``named`` that are not None, and the ``--set`` options ``texts``.
 
     Raises:
         typer.BadParameter: If two options set the same field.
@@ -109,7 +110,7 @@ def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[s
     return common | fields
 
 
-# Options that have another name than the argument or field that they set.
+# Arguments and fields whose command-line option has a different name, and that name.
 _OPTIONS = {
     "num_inference_steps": "steps",
     "num_frames": "frames",
@@ -121,10 +122,10 @@ _SUBJECT = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>
 
 
 def name_options(text: str, arguments: Sequence[str]) -> str:
-    """Return an error message with options in place of the arguments and fields that they set.
+    """Return the error message ``text`` with each argument or field replaced by the option that set it.
 
     Args:
-        arguments (`Sequence[str]`): The command line. What it does not set keeps its name.
+        arguments (`Sequence[str]`): The command line. An argument that no option in it sets keeps its name.
 
     >>> name_options("field 'num_inference_steps' is 0: expected at least 1.", ["generate", "--steps", "0"])
     '--steps is 0: expected at least 1.'
@@ -144,10 +145,10 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
 def make_recipe(
     model: str, *, mesh: str = "", cache: str | None = None, lora: Sequence[str] | None = None, **rest: Any
 ) -> Recipe:
-    """Return the recipe of these options, which it validates.
+    """Validate command-line options, and return the recipe that they describe.
 
     Args:
-        rest: Fields of :class:`Recipe` as they are.
+        rest: Other fields of :class:`Recipe`, passed on unchanged.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.

@@ -1,4 +1,4 @@
-"""``para_core plan``: predict all meshes for one generation, the fastest first; and ``para_core doctor``."""
+"""``para_core plan``: predict all meshes for one generation, fastest first. ``para_core doctor``: check a machine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def plan(
 
 
 def _print_table(plan: MeshPlan, console: Console) -> None:
-    """Print the plan with a table as wide as the terminal."""
+    """Print the plan: its title, a table that fits the terminal, and its notes."""
     from para_core.planner.mesh_plan import duration
 
     table = Table(
@@ -99,7 +99,7 @@ def _print_table(plan: MeshPlan, console: Console) -> None:
 
 
 def _require_chart(path: Path | None) -> None:
-    """Raise BadParameter if matplotlib cannot write a chart with the suffix of ``path``."""
+    """Raise BadParameter if matplotlib cannot write a file with the suffix of ``path``. None is accepted."""
     if path is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
@@ -112,7 +112,7 @@ def _require_chart(path: Path | None) -> None:
 def _command(
     plan: MeshPlan, model: str, size: str | None, frames: int | None, steps: int | None, *, compiled: bool
 ) -> str | None:
-    """Return the command that runs the first mesh as it was predicted. None if it does not run."""
+    """Return the shell command that generates on the plan's fastest mesh. None if that mesh cannot run."""
     from para_core.adapters.planner.published import PUBLISHED
 
     row = plan.best

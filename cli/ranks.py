@@ -1,4 +1,4 @@
-"""Generation of lines on one group of ranks: this process, torchrun's ranks, or ranks started by torchrun's API."""
+"""Generation of requests on one group of ranks: this process, torchrun's ranks, or ranks started by torchrun's API."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ from para_core.fleet.recipe import Recipe, build
 from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.torch_internals import default_store
 
-# How long a rank that raised waits for the others to report that they raised too, before it stops them all.
+# A rank that raised waits this long for all others to report that they raised too. If one does not report, the rank
+# ends, and the launcher stops the others.
 _AGREEMENT_TIMEOUT = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """Lines that one group of ranks generates.
+    """Requests (:class:`Line`) that one group of ranks generates one after another.
 
     Args:
         folder (`Path`): Folder of the results.
-        journal (`Path`): File to which the first rank appends events, one JSON object per line.
-        bars (`bool`): Show progress bars on the first rank.
-        debug (`bool`): Show tracebacks and other libraries' log messages.
-        launched (`bool`): Whether the ranks were started by a process that reads the journal.
+        journal (`Path`): File to which ranks append events, such as the end of a line, as one JSON object per line.
+        bars (`bool`): Whether the first rank shows progress bars.
+        debug (`bool`): Whether to show tracebacks and other libraries' log messages.
+        launched (`bool`): Whether another process started the ranks and prints the errors in the journal.
     """
 
     recipe: Recipe
@@ -62,7 +63,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Outcome of a job: numbers of the finished lines, and problems of the others."""
+    """Outcome of a job: the numbers of the finished lines, and a problem for each failed line."""
 
     done: tuple[int, ...]
     problems: tuple[Problem, ...]
@@ -74,7 +75,7 @@ def in_torchrun() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of a replica: as requested, else those of torchrun, else one per GPU.
+    """Return the number of ranks of each replica: ``requested``, else those of torchrun, else one per available GPU.
 
     Raises:
         typer.BadParameter: If the numbers contradict the ranks of torchrun or the GPUs of this machine.
@@ -97,10 +98,12 @@ def count_ranks(requested: int | None, replicas: int) -> int:
 
 
 def run_job(job: RankJob, ranks: int) -> RankReport:
-    """Generate all lines on ``ranks`` new ranks, or in this process. A line that ends the ranks is a problem.
+    """Generate all lines on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
+
+    If the new processes end during a line, the report has a problem for it, and new processes generate the rest.
 
     Raises:
-        RuntimeError: If the ranks ended before their first line, or a result cannot be written.
+        RuntimeError: If the processes ended before their first line, or a result cannot be written.
     """
     done: list[int] = []
     problems: list[Problem] = []
@@ -124,7 +127,7 @@ def run_job(job: RankJob, ranks: int) -> RankReport:
 
 
 def _run_once(job: RankJob, ranks: int) -> str | None:
-    """Run the job, and return why the ranks ended early. None if they did not."""
+    """Run the job, and return the reason if the ranks ended early, else None."""
     job.journal.write_bytes(b"")
     if ranks == 1 or in_torchrun():
         run_rank(job)
@@ -137,10 +140,10 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
 
 
 def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[int, Any]:
-    """Run ``function(job)`` on ``ranks`` new ranks of this machine, and return what it returned, by rank.
+    """Run ``function(job)`` on ``ranks`` new processes of this machine, and return the results by rank.
 
     Args:
-        job: Its attribute ``debug`` says whether torchrun's own messages are shown.
+        job: A picklable object. Its attribute ``debug`` says whether torchrun's own messages are shown.
 
     Raises:
         ChildFailedError: If a rank ended early. :func:`describe_end` says why.
@@ -173,7 +176,7 @@ def _logs(folder: str) -> Any:
 
 @contextmanager
 def _one_thread_per_rank() -> Iterator[None]:
-    """Set OMP_NUM_THREADS to 1 if it is not set, as torchrun does: the ranks share the cores of this machine."""
+    """Set OMP_NUM_THREADS to 1 inside this context if it is unset, as torchrun does: ranks share the CPU cores."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
@@ -185,8 +188,8 @@ def _one_thread_per_rank() -> Iterator[None]:
 
 
 def describe_end(error: ChildFailedError) -> str:
-    """Return which rank ended early, and how."""
-    # The launcher stops the other ranks with SIGTERM, so another signal or exit code is the cause.
+    """Return a sentence that says which rank ended early, and how."""
+    # The launcher then stops the other ranks with SIGTERM, so the rank with another exit code is the cause.
     rank, failure = next(
         ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM),
         next(iter(error.failures.items())),
@@ -199,7 +202,7 @@ def describe_end(error: ChildFailedError) -> str:
 
 
 def run_rank(job: RankJob) -> None:
-    """Generate the job's requests on this rank. An error ends the process if a launcher started it."""
+    """Generate the job's requests on this rank. An exception ends the process if a launcher started it."""
     quiet(job.debug)
     with (
         ending_on_error(
@@ -212,10 +215,12 @@ def run_rank(job: RankJob) -> None:
 
 @contextmanager
 def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool) -> Iterator[None]:
-    """End this process if an exception is raised inside and it is a rank, after ``note(sentence)``.
+    """If an exception is raised inside this context, pass its message to ``note``, then end the process.
+
+    A process that no launcher started does not end: the exception is raised.
 
     Args:
-        launched (`bool`): Whether the process that started the ranks shows the sentence.
+        launched (`bool`): Whether the process that started the ranks prints the message. If not, this rank does.
     """
     try:
         yield
@@ -227,24 +232,24 @@ def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool)
             raise
         if not launched:
             sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
-        # The process ends at once: other ranks may wait for this one in a collective until the launcher stops them.
+        # Exit at once, without cleanup: the launcher then stops the other ranks, which may wait in a collective.
         sys.stderr.flush()
         os._exit(1)
 
 
-# Packages whose log messages advise on settings that the command has chosen.
+# Libraries whose log messages advise on settings that this command chooses, and not its user.
 _LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "torchao", "transformers")
 
 
 def quiet(debug: bool) -> None:
-    """Hide other libraries' progress bars, and without ``debug`` their hints and warnings."""
+    """Hide the progress bars of diffusers and transformers, and unless ``debug``, the warnings of all libraries."""
     from diffusers.utils import logging as diffusers_logging
     from tqdm import tqdm
     from transformers.utils import logging as transformers_logging
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    # The default lock has a semaphore of the system. If a rank is ended, Python warns that it was left behind.
+    # tqdm's default lock is a system semaphore. If a rank is ended by a signal, Python warns that it leaked.
     tqdm.set_lock(threading.RLock())
     if not debug:
         for name in _LIBRARIES:
@@ -254,10 +259,10 @@ def quiet(debug: bool) -> None:
 
 @contextmanager
 def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
-    """Initialize the default process group inside this context, if torchrun started this process.
+    """Initialize the default process group inside this context, if this process is a rank of torchrun.
 
     Args:
-        late (`float`, defaults to `0.0`): Seconds by which a rank may come later than others.
+        late (`float`, defaults to `0.0`): Seconds that ranks wait for each other beyond the recipe's timeout.
     """
     if not in_torchrun():
         yield
@@ -278,7 +283,7 @@ def _run_lines(job: RankJob) -> None:
     def fails_alike(line: Line) -> bool:
         if _all_ranks_failed("encoding", line.number):
             return True
-        # This line ends the ranks, so the launcher does not run it again.
+        # The rank ends now. This event tells the launching process not to run the line again.
         _note(job, event="begin", line=line.number)
         return False
 
@@ -290,7 +295,7 @@ def _run_lines(job: RankJob) -> None:
 
 
 def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the first rank's lines, because ranks may have found different results finished."""
+    """Return the first rank's lines on all ranks, because ranks may see different finished results in the folder."""
     if not dist.is_initialized():
         return lines
     shared: list[Any] = [lines]
@@ -321,7 +326,7 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
                 numbers = {"line": line.number, "digest": line.digest}
                 write_result(job.folder, line.name, result.outputs, {**numbers, **result.metadata})
             except OSError:
-                _note(job, event="unwritten", line=line.number)  # stops the job: other lines would fail too
+                _note(job, event="unwritten", line=line.number)  # ends the job: no other line could be written
                 raise
             _note(job, event="done", line=line.number)
     if first:
@@ -329,7 +334,13 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
 
 
 def _all_ranks_failed(phase: str, number: int) -> bool:
-    """Whether all ranks raised on this line, so that none waits for another. Uses the store: groups may be in use."""
+    """Return whether all ranks raised on line ``number``, so that none still waits in a collective.
+
+    Ranks report through the store of the process group, because a collective of the group may be blocked.
+
+    Args:
+        phase: Distinguishes the calls for one line.
+    """
     if not dist.is_initialized():
         return True
     store = default_store()
@@ -343,7 +354,7 @@ def _all_ranks_failed(phase: str, number: int) -> bool:
 
 
 def _note(job: RankJob, **event: Any) -> None:
-    # One short write in append mode is atomic, so ranks do not mix their lines.
+    # One short write in append mode is atomic, so events of several ranks do not mix.
     with job.journal.open("ab", buffering=0) as file:
         file.write((json.dumps(event) + "\n").encode())
 

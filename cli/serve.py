@@ -1,4 +1,4 @@
-"""``para_core serve``: serve replicas over HTTP until Ctrl-C."""
+"""``para_core serve``: serve replicas over HTTP until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    # SIGTERM, which docker stop and systemd send, should act like Ctrl-C, also while models load.
+    # docker stop and systemd send SIGTERM. It should act like Ctrl-C, also while models load.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _without_ray_messages(debug):
         try:
@@ -169,7 +169,7 @@ def serve(
 
 @contextmanager
 def _without_ray_messages(debug: bool) -> Iterator[None]:
-    """Drop what Ray prints to stdout about its own processes, unless debugging. The command prints to stderr."""
+    """Discard stdout inside this context unless ``debug``: Ray prints about its processes, the command to stderr."""
     if debug:
         yield
         return
@@ -178,7 +178,7 @@ def _without_ray_messages(debug: bool) -> Iterator[None]:
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
-    """Raise BadParameter if options exclude each other."""
+    """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a folder."""
     if max_batch > 1 and recipe.cache is not None:
         raise typer.BadParameter(
             f"--max-batch {max_batch} with --cache: the cache decides for a whole batch, so a request would get "
@@ -199,7 +199,7 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
 
 
 def _warmup_request(model: Model, size: str) -> Request:
-    """Return a request of two steps. A third number of ``size`` counts frames."""
+    """Return a request of two steps for ``size``, given as ``"WxH"`` or ``"WxHxFRAMES"``."""
     fields: dict[str, Any] = {"prompt": "warm-up", "size": size}
     if "num_inference_steps" in model.fields:
         fields["steps"] = 2
@@ -215,7 +215,7 @@ def _warmup_request(model: Model, size: str) -> Request:
 def _pixels(size: str | None, kind: Kind) -> int:
     if size is None:
         return {"image": 2048 * 2048, "video": 1280 * 720 * 129}[kind]
-    # The third number, if any, counts frames.
+    # A third number, if any, is the number of frames.
     plane, _, frames = size.rpartition("x") if size.count("x") == 2 else (size, "", "1")
     width, height = read_size(plane)
     if not frames.isdecimal() or int(frames) < 1:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which end a command with a sentence and an exit code."""
+"""Handling of Ctrl-C and SIGTERM: a command ends with a sentence and the usual exit code, 130 or 143."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ _INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM. Like Ctrl-C it is no error of the current line."""
+    """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current request."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise :class:`_Terminated` on SIGTERM, which would end the process without a word. Not on torchrun's ranks."""
+    """Inside this context, raise :class:`_Terminated` on SIGTERM, which would otherwise end the process silently.
+
+    Does nothing on torchrun's ranks, and outside the main thread.
+    """
     if in_torchrun() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,6 +38,6 @@ def terminable() -> Iterator[None]:
 
 
 def describe_signal(end: BaseException) -> tuple[str, int]:
-    """Return how a KeyboardInterrupt, or a SignalException of torchrun, ended a command, and the exit code."""
+    """Return the words and the exit code for ``end``, a KeyboardInterrupt or torchrun's SignalException."""
     by_ctrl_c = type(end) is KeyboardInterrupt or getattr(end, "sigval", None) == signal.SIGINT
     return ("interrupted", _INTERRUPTED) if by_ctrl_c else ("ended by SIGTERM", _TERMINATED)
