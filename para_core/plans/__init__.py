@@ -1,1 +1,3 @@
-"""Plans: the language of what a model shards and gathers, and its application to a module."""
+"""Plans: a declarative description of which tensors a model shards and gathers, and the code that applies it to a
+module.
+"""

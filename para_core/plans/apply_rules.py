@@ -1,4 +1,6 @@
-"""Apply the rules of a plan to tensors: shard, count and gather them. Independent of modules and of attention."""
+"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. Knows nothing of
+modules or attention.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens
 
 
 class RuleExecutor:
-    """Applies the rules of one model call at a time over ``mesh``.
+    """An executor of plan rules on the tensors of one model call at a time.
 
-    :attr:`segments` holds the segments of the current call, to which later rules refer, until it is cleared. It is a
-    dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a cache adds.
+    :attr:`segments` holds the segments that the rules of the current call have sharded or replicated so far, by name.
+    Later rules refer to them. The caller clears it after each call. It is a dict, because Dynamo 2.13 loses an
+    attribute that is set both before and after torch.cond, which a First Block Cache adds.
 
     Args:
-        coarse: Segments of rows or frames, whose entries stand for several tokens
+        mesh: The ranks that hold the sequence.
+        coarse: Names of segments of image rows or frames, each of which stands for several tokens
             (:func:`~para_core.plans.plan.coarse_segments`).
     """
 
@@ -34,7 +38,8 @@ class RuleExecutor:
         self.mesh = mesh
         self._coarse = coarse
         self.segments: dict[str, Segment] = {}
-        # Sharded masks with their layouts, because a model passes the same mask to each block and in each step.
+        # Sharded block masks with the layouts they were sharded for, kept because a model passes the same mask to every
+        # block in every step.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -46,15 +51,18 @@ class RuleExecutor:
         kwargs: dict[str, Any],
         module_name: str = "",
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a module after applying ``cuts`` to those that they name.
+        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied to the arguments that they
+        name.
+
+        Arguments that are not passed, or are None, are skipped.
 
         Args:
-            cuts: Rules by parameter.
-            parameters: Names of the parameters, in order.
-            module_name: For error messages.
+            cuts: Rules by parameter name.
+            parameters: Names of the positional parameters, in order.
+            module_name: Prefix of the argument name in error messages.
 
         Raises:
-            TypeError, ValueError: An argument has not the type or the number of dims that its rule expects.
+            TypeError, ValueError: An argument does not have the type or the number of dims that its rule expects.
         """
         positional, named = list(args), dict(kwargs)
         for parameter, cut in cuts.items():
@@ -68,8 +76,10 @@ class RuleExecutor:
         return tuple(positional), named
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """Return ``value`` after applying the rule ``cut`` to it, or to each entry of a list or dict. ``name`` is for
-        error messages.
+        """Return ``value`` after applying the rule ``cut``: to the value itself, or to each tensor of a list, tuple or
+        dict.
+
+        ``name`` is used in error messages.
         """
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
@@ -116,8 +126,10 @@ class RuleExecutor:
         return sharded[2]
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
-        """Return the layout of ``total`` tokens of these segments. A segment that was not sharded is replicated, and
-        has the remaining tokens.
+        """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in this order.
+
+        At most one of ``names`` may be a segment that this call has not sharded. It is taken as replicated, with the
+        tokens that the other segments leave.
         """
         sharded = [self.segments.get(name) for name in names]
         rest = total - sum([segment.total for segment in sharded if segment is not None])
@@ -173,29 +185,32 @@ class RuleExecutor:
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment of ``total`` tokens that a rule splits. It is replicated if there are too few tokens for
-        each rank.
-        """
-        # An if statement, because a comparison of symbolic lengths is not a bool.
+        """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
+        # An if statement instead of replicated=(total < …), because that comparison of symbolic lengths is not a bool.
         if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
         return Segment(name, total)
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return the minimum number of tokens per rank for the segment ``name`` to be sharded.
+        """Return how many tokens each rank must get at least for the segment ``name`` to be sharded: 1 for rows or
+        frames, else 2.
 
-        It is 2 for tokens: models treat a single token as a decoding step, and pass ``is_causal=False`` (all of Hugging
-        Face transformers).
+        Models such as all of Hugging Face transformers treat a sequence of one token as a decoding step, and pass
+        ``is_causal=False``.
         """
         return 1 if name in self._coarse else 2
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks along ``dim``; ``part`` is this rank's part of ``layout``."""
+        """Return the tokens of all ranks, gathered along ``dim``. ``part`` holds the tokens of this rank in ``layout``.
+        Collective.
+        """
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``value``: something that every rank has, then all of ``segment`` (``whole``) or this
-        rank's part of it.
+        """Return the layout of ``value`` along ``dim``: a replicated prefix of any length, followed by ``segment``.
+
+        Args:
+            whole: Whether ``value`` holds all tokens of ``segment``, rather than this rank's part.
         """
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
@@ -218,7 +233,9 @@ class RuleExecutor:
         return min(max(start + length - (segment.total - number), 0), length)
 
     def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
-        """Return the output of a module after applying ``cuts`` to the tensors at these indices."""
+        """Return a module's output, a tensor or a tuple, with the rules ``cuts`` applied to the tensors at their
+        indices.
+        """
         for index, cut in cuts.items():
             if isinstance(output, Tensor):
                 output = self.cut(output, cut, f"{module_name}[{index}]")
@@ -229,15 +246,18 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return the output of a module (a tensor, a tuple, or diffusers' ModelOutput) with its tensors gathered, in
-        their order.
+        """Return a module's output with its tensors gathered: the i-th tensor by ``gathers[i]``, where None leaves it
+        as it is.
+
+        Args:
+            output: A tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
             return type(output)([*gathered, *output[len(gathered) :]])
-        # A ModelOutput: an ordered mapping whose values are also attributes.
+        # A ModelOutput is an ordered dict whose entries are also attributes, so it is changed in place.
         for key, gather in zip(list(output.keys()), gathers, strict=False):
             output[key] = self._gather(output[key], gather)
         return output
@@ -263,11 +283,14 @@ class RuleExecutor:
         return whole if gather.per == 1 else whole.flatten(dim, dim + 1)
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
+        """Return the tokens of a replicated ``segment`` with the same bits on every rank.
 
-        If other tokens are sharded, the ranks compute these tokens in matrices with different numbers of rows, and the
-        last bit of a matrix product may then differ. Each token is therefore taken from the rank that would hold it if
-        the segment were sharded.
+        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit of these
+        replicated tokens may then differ between ranks. Each token is therefore taken from the rank that would hold it
+        if the segment were sharded. Collective, unless nothing is sharded.
+
+        Args:
+            value: All tokens of ``segment`` along ``dim``.
         """
         if all(other.replicated for other in self.segments.values()):
             return value
@@ -275,10 +298,10 @@ class RuleExecutor:
         return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
 
     def segment(self, name: str) -> Segment:
-        """Return the segment with this name of the current call, sharded or replicated.
+        """Return the segment ``name`` of the current call, sharded or replicated.
 
         Raises:
-            ValueError: The call has not reached a rule that defines it.
+            ValueError: No rule that defines this segment has been applied in this call.
         """
         if name not in self.segments:
             raise ValueError(

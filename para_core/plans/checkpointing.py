@@ -1,4 +1,6 @@
-"""Activation checkpointing of diffusers under a plan: attention is also intercepted in the recomputation."""
+"""Activation checkpointing of diffusers models under a plan: intercept attention also while the backward recomputes
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from para_core.modes.recomputation import Bind
 
 @contextmanager
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Apply ``bind`` to each function that diffusers' activation checkpointing runs again in the backward.
+    """Wrap each function that diffusers' activation checkpointing runs again in the backward with ``bind``.
 
-    It applies to checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing if ``bind`` is
-    None or gradients are disabled, or while tracing, because a graph contains its own recomputation.
+    This applies to checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if
+    ``bind`` is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.
     """
     checkpointing = _checkpointing(module) if bind is not None else []
     for submodule, checkpoint in checkpointing:
@@ -32,7 +34,8 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
 def refuse_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of ``module`` is on and gradients are enabled.
 
-    The recomputation in the backward intercepts attention only, so sums and halos over ranks would be missing.
+    Call it for plans with linear attention or halos: the recomputation in the backward intercepts attention only, so it
+    would miss the sums and the halo exchange over ranks.
     """
     if _checkpointing(module):
         raise RuntimeError(
@@ -43,7 +46,10 @@ def refuse_checkpointing(module: nn.Module) -> None:
 
 
 def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return submodules with activation checkpointing and their functions; empty without gradients or while tracing."""
+    """Return the submodules with activation checkpointing on, each with its checkpoint function.
+
+    Returns an empty list if gradients are disabled or while tracing.
+    """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []
     return [

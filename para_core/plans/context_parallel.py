@@ -1,4 +1,4 @@
-"""Context parallelism with the names and arguments of diffusers and MindONE, on top of plans."""
+"""Context parallelism with the function names and arguments of diffusers and MindONE. It applies a plan to a module."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from para_core.plans.region import apply_plan, remove_plan
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """Options of :func:`apply_context_parallel`: the sizes of ring and Ulysses, and the exchange in a ring.
+    """Options of :func:`apply_context_parallel`: the mesh, and how ring ranks exchange keys and values.
 
     Args:
         ring_degree (`int`, *optional*): Number of ranks along ``ring``. Defaults to 1, or the size in ``mesh``.
         ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in ``mesh``.
-            Without ``mesh`` the product of both degrees must be the number of all ranks.
-        convert_to_fp32 (`bool`, defaults to `True`): Has no effect: the partial results of a ring are always merged in
-            float32.
+            Without ``mesh``, the product of both degrees must be the world size.
+        convert_to_fp32 (`bool`, defaults to `True`): Ignored; accepted because diffusers has it. Partial results of a
+            ring are always merged in float32.
         rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes keys and
-            values from rank to rank around the ring, ``"allgather"`` gathers them at once, and ``"2d"`` gathers queries
-            along rows of ranks and keys along columns.
+            values from rank to rank around the ring, ``"allgather"`` gathers them at once, and ``"2d"`` arranges ranks
+            in a grid, and gathers queries along its rows and keys along its columns.
         mesh (`DeviceMesh`, *optional*): A mesh with the dims ``ring`` and ``ulysses``. Defaults to a new mesh of all
             ranks.
     """
@@ -43,28 +43,30 @@ class ContextParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """A wrapper of a :class:`ContextParallelConfig`, with the attribute name that diffusers uses."""
+    """A container for :class:`ContextParallelConfig`, with the class and attribute name that diffusers uses."""
 
     context_parallel_config: ContextParallelConfig
 
 
 def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan | Mapping[str, Any]) -> None:
-    """Run ``module`` on several ranks with its tokens sharded and gathered by ``plan``. Every rank calls it.
+    """Run ``module`` on several ranks with its tokens sharded and gathered by ``plan``. From then on every rank must
+    call the module.
 
     :func:`remove_context_parallel` undoes it.
 
     Args:
         module (`nn.Module`): The module, changed in place.
         parallel_config (`ContextParallelConfig` or `ParallelConfig`): The sizes of the mesh. The classes of diffusers
-            with these names are also accepted; their ``ulysses_anything`` and ``ring_anything`` are always on.
+            with these names are also accepted; their options ``ulysses_anything`` and ``ring_anything`` (uneven sizes)
+            are always on.
         plan (`Plan` or `Mapping[str, Any]`): A plan, or a diffusers ``_cp_plan``.
 
     Raises:
         TypeError: ``parallel_config`` is of another type.
         ValueError: ``parallel_config`` contains tensor parallelism, its degrees do not fit the ranks, or the plan does
             not fit the module.
-        RuntimeError: Several ranks are needed and no process group is initialised, or two ranks of NCCL have the same
-            GPU.
+        RuntimeError: Several ranks are needed and no process group is initialised, or two ranks use the same GPU with
+            NCCL.
     """
     if getattr(parallel_config, "tensor_parallel_config", None) is not None:
         raise ValueError(
@@ -87,7 +89,7 @@ def remove_context_parallel(module: nn.Module, plan: Plan | Mapping[str, Any] | 
 
     Args:
         module (`nn.Module`): The module, changed in place.
-        plan (`Plan` or `Mapping[str, Any]`, *optional*): Not used. It is accepted because diffusers' function takes it.
+        plan (`Plan` or `Mapping[str, Any]`, *optional*): Ignored; accepted because diffusers' method has it.
     """
     remove_plan(module)
 

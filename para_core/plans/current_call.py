@@ -1,4 +1,6 @@
-"""State of the current call of a model with a plan, for code that runs inside the call: caches, stages, patches."""
+"""Access to the current call of a model with a plan, for code that runs inside the call: caches, pipeline stages,
+PipeFusion.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from para_core.torch_internals import function_mode_stack
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim whose ranks share the samples of the current call of ``module``; None if none do."""
+    """Return the mesh dim over which the samples of the current call of ``module`` are split; None if they are not
+    split.
+    """
     region = region_of(module)
     return None if region is None else region.sharing_samples
 
@@ -30,15 +34,16 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
 
 
 def interception_of(module: nn.Module) -> Interception | None:
-    """Return the interception of the current call of ``module``; None outside of a call, or without a plan."""
+    """Return the :class:`Interception` of the current call of ``module``; None outside of a call, or without a plan."""
     region = region_of(module)
     return None if region is None else region.interception
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Note that the current eager call of ``module`` may intercept no attention, so that it does not raise for it.
+    """Record that the current eager call of ``module`` may end without an intercepted attention call, which otherwise
+    raises.
 
-    A cache may skip all blocks, and PipeFusion computes the attention of patches itself.
+    A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
     interception = interception_of(module)
     if interception is not None:

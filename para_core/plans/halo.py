@@ -12,12 +12,16 @@ from para_core.plans.plan import Halo
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
-    """Return ``x`` with ``halo.size`` rows of the previous rank before it and as many of the next rank after it.
+    """Return ``x`` with ``halo.size`` rows of the previous rank before it and ``halo.size`` rows of the next rank after
+    it.
 
     The first and the last rank get rows on one side only. Collective.
 
+    Args:
+        x: This rank's rows of ``segment`` along ``halo.dim``.
+
     Raises:
-        ValueError: A rank has fewer rows than its neighbours need.
+        ValueError: A rank has fewer than ``halo.size`` rows, so its neighbours cannot get enough.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -26,36 +30,38 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # The exchange within a Ulysses group is a circle, so its first and last rank hold the rows that the neighbouring
-    # groups need at their ends.
+    # The exchange within a Ulysses group wraps around, so its first rank now holds the group's last rows, and its last
+    # rank the group's first rows: those that the next and the previous group need. A second exchange over the ring
+    # passes them on.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)
         before, behind = from_before if first else before, from_behind if last else behind
-    # The outer ranks cut off the rows that they do not need instead of not receiving them, because all ranks must also
-    # take part in the collective of the backward.
+    # The outermost ranks also received rows, which they cut off here. They cannot skip the exchange, because every rank
+    # must take part in its collective in the backward as well.
     start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, behind], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
 
 
 def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
-    """Return ``y`` without the halo rows added by :func:`add_halo`: the ``rows`` rows of this rank."""
+    """Return this rank's ``rows`` rows of ``y``, without the halo rows added by :func:`add_halo`."""
     return y.narrow(halo.dim, halo.size if mesh.rank > 0 else 0, rows)
 
 
 def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """Return ``last`` of the previous rank and ``first`` of the next rank of ``dim``, in a circle.
+    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around.
+    Collective.
 
-    ``first`` and ``last`` have equal shapes on all ranks.
+    ``first`` and ``last`` must have equal shapes on all ranks.
     """
     if dim.size == 1:
         return last, first
     before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size
     size = first.numel()
     sizes = [size * ((rank == before) + (rank == behind)) for rank in range(dim.size)]
-    # An all-to-all orders its parts by peer. With two ranks the peer is both the previous and the next rank, and sends
-    # both parts.
+    # all_to_all orders what it sends by peer rank. With two ranks, the same peer is both the previous and the next
+    # rank, so it gets both parts.
     sent = [first, last] if before <= behind else [last, first]
     arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
     earlier, later = (part.view(first.shape) for part in arrived.split([size, size]))

@@ -1,4 +1,6 @@
-"""Exchange of tokens for heads around a self-attention module that each rank runs on all tokens and some heads."""
+"""All-to-all of tokens for heads around a self-attention module that each rank runs on all tokens and some of the
+heads.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,16 @@ from para_core.plans.plan import AttentionByHeads
 
 
 class HeadExchange:
-    """The exchange in one call of the module: ``[B, S_local, heads * D]`` to ``[B, S, own heads * D]``, and back.
+    """The two exchanges in one call of a module: ``[B, S_local, H * D]`` to ``[B, S, H_local * D]``, and back.
 
-    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``.
+    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. :attr:`own` is the first
+    head of this rank and the number of its heads.
 
     Args:
         attention: The plan entry of the module.
         segment: The segment of the tokens, sharded in consecutive parts.
         mesh: The ranks that hold the sequence.
-        heads: Number of heads on all ranks together.
+        heads: Number of heads of the module, over all ranks.
 
     Raises:
         ValueError: There are fewer heads than ranks.
@@ -42,7 +45,7 @@ class HeadExchange:
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-        # (mesh dim, tokens of each of its ranks, heads of each of its ranks), in the order of the exchanges.
+        # Each step of the exchange is (mesh dim, tokens of each rank along it, heads of each rank along it).
         of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
         first, count = of_ulysses[mesh.ulysses.index]
         of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
@@ -55,17 +58,19 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the output ``x`` of a projection for all tokens and this rank's heads. Collective."""
+        """Return ``x``, the output of a projection, for all tokens and this rank's heads. Collective."""
         self._entered += 1
         for dim, tokens, heads in self._steps:
             x = _to_heads(x, tokens, heads, dim)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return ``x`` for this rank's tokens and all heads: the inverse of :meth:`enter`. Collective.
+        """Return ``x``, the output of attention, for this rank's tokens and all heads: the inverse of :meth:`enter`.
+        Collective.
 
         Raises:
-            RuntimeError: The module did not call each of its projections once.
+            RuntimeError: The module did not call each of its projections exactly once, for example because they are
+                fused.
         """
         if self._entered != len(self.attention.projections):
             raise RuntimeError(
@@ -79,7 +84,7 @@ class HeadExchange:
 
     @contextmanager
     def own_heads(self, module: nn.Module) -> Iterator[None]:
-        """Set the number of heads of ``module`` to this rank's number inside the ``with`` block."""
+        """Set the module's number of heads to the number of this rank's heads inside the ``with`` block."""
         setattr(module, self.attention.heads, self.own[1])
         try:
             yield
@@ -89,9 +94,9 @@ class HeadExchange:
     def own_caches(
         self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the module's arguments with its key-value caches narrowed to this rank's heads.
+        """Return the module's ``args`` and ``kwargs``, with its key-value caches narrowed to this rank's heads.
 
-        The narrowed tensors are views, so the module can write to its caches.
+        The narrowed tensors are views, so what the module writes reaches the caller's caches.
 
         Args:
             parameters: Names of the module's positional parameters.
@@ -115,7 +120,12 @@ class HeadExchange:
 
 
 def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """Exchange ``[B, own tokens, all heads * D]`` for ``[B, all tokens, own heads * D]`` over one mesh dim."""
+    """Exchange ``[B, S_local, H * D]`` for ``[B, S, H_local * D]`` over one mesh dim. Collective.
+
+    Args:
+        tokens: Number of tokens of each rank of ``dim``.
+        heads: Number of heads of each rank of ``dim``.
+    """
     if dim.size == 1:
         return x
     batch, width = x.shape[0], x.shape[2] // sum(heads)
@@ -136,7 +146,7 @@ def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> T
 
 
 def _to_tokens(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """Exchange ``[B, all tokens, own heads * D]`` for ``[B, own tokens, all heads * D]`` over one mesh dim."""
+    """Exchange ``[B, S, H_local * D]`` for ``[B, S_local, H * D]`` over one mesh dim: undo :func:`_to_heads`."""
     if dim.size == 1:
         return x
     batch, width = x.shape[0], x.shape[2] // heads[dim.index]

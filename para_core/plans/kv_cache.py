@@ -1,8 +1,8 @@
-"""Key-value caches of decoders under a plan: after a call every rank holds the keys and values of all tokens.
+"""Key-value caches of decoders under a plan: after each call every rank holds the keys and values of all tokens.
 
-In a call whose tokens are sharded, each rank adds its own tokens to the cache. They are gathered after the call, so
-that a single new token, which no plan shards, attends to all tokens on every rank. The ``DynamicCache`` of transformers
-is recognised by its attributes, without importing transformers.
+In a call whose tokens are sharded, the model appends only this rank's tokens to the cache. They are gathered after the
+call, so that in a later call a single new token, which no plan shards, attends to all tokens on every rank. The
+``DynamicCache`` of transformers is recognised by its attributes, without importing transformers.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import SequenceMesh
 
-# Name of the segment of keys from earlier calls, which precede the keys of this call. Its length is not fixed.
+# Name of the segment of keys that earlier calls cached; they precede the keys of the current call. Its length is
+# inferred from the number of keys.
 PAST = "past of a key-value cache"
 
 
 @dataclass(frozen=True)
 class _Before:
-    """The content of a cache layer before the call, on every rank."""
+    """Keys and values of a cache layer before the call, ``[B, H, S, D]``; ``values`` is None if the layer is empty."""
 
     keys: Tensor | None
     values: Tensor | None
 
 
 class CachesOfCall:
-    """The content of the key-value caches in a call's arguments before the call.
+    """A snapshot of the key-value caches among a call's arguments, taken before the call.
+
+    :attr:`hold_tokens` is whether any of them already holds tokens.
 
     Args:
         arguments: Values of the call's arguments.
@@ -42,12 +45,16 @@ class CachesOfCall:
         self.hold_tokens = any(before.values is not None for before in self._layers.values())
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
-        """Gather the tokens that each rank added to the caches in ``given`` and ``output``. Changes the caches.
+        """Complete the caches in place: replace the tokens that this rank appended during the call by those of all
+        ranks. Collective.
+
+        Caches are looked for in ``arguments`` and in ``output``. Does nothing if no segment is sharded.
 
         Args:
-            given: Values of the call's arguments.
+            arguments: Values of the call's arguments.
             output: The output of the call.
-            segments: Segments of the call. Does nothing if none is sharded.
+            segments: Segments of the call.
+            mesh: The ranks that hold the sequence.
 
         Raises:
             ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more
@@ -98,7 +105,7 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
             f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
             "cache (use_cache=False)."
         )
-    # The last tokens are those of this call; the earlier ones are equal on all ranks.
+    # Only the last tokens are new and gathered. The earlier ones are already complete and equal on all ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
     for name, old in (("keys", before.keys), ("values", before.values)):
         part = getattr(layer, name)
@@ -111,13 +118,17 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
 
 
 def _window_of(layer: Any) -> int | None:
-    """Return the maximum number of tokens that a layer keeps; None if it keeps all."""
+    """Return the maximum number of tokens in a sliding-window cache layer; None if the layer keeps all tokens."""
     window = getattr(layer, "sliding_window", None)
     return None if window is None or getattr(layer, "record_past", False) else int(window) - 1
 
 
 def _gather_parts(part: Tensor, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
-    """Gather the parts of all sequence ranks along dim -2; rank r holds ``sizes[r]``."""
+    """Return the parts of all sequence ranks, concatenated along dim -2. Collective.
+
+    Args:
+        sizes: Number of tokens of each sequence rank.
+    """
     width = mesh.ulysses.size
     blocks = [list(sizes[first : first + width]) for first in range(0, mesh.ranks, width)]
     block = all_gather(part, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)

@@ -1,4 +1,4 @@
-"""Linear attention under a plan: sums over this rank's tokens become sums over the tokens of all ranks."""
+"""Linear attention under a plan: sum over the tokens of all ranks instead of this rank's tokens only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from para_core.torch_internals import no_frame_of_its_own
 
 
 class SumsOverRanks(TorchFunctionMode):
-    """Mode for one call of a linear attention module: adds the sums that the plan names over all ranks.
+    """Mode for one call of a linear attention module, which adds up over all ranks the sums over tokens that the plan
+    names.
 
-    Inside, a call of ``scaled_dot_product_attention`` raises ``RuntimeError``, because its output would miss the tokens
-    of other ranks.
+    A call of ``scaled_dot_product_attention`` under this mode raises ``RuntimeError``, because its output would miss
+    the tokens of other ranks.
     """
 
     def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
@@ -46,7 +47,7 @@ class SumsOverRanks(TorchFunctionMode):
         return sum_over_ranks(out, self.mesh) if (name, index) in self.attention.sums else out
 
     def require_summed(self) -> None:
-        """Raise ``RuntimeError`` if the module did not call a function whose output the plan says to sum."""
+        """Raise ``RuntimeError`` if the module did not make all the calls whose outputs the plan sums over ranks."""
         missing = [(name, index) for name, index in self.attention.sums if self.called.count(name) <= index]
         if missing:
             raise RuntimeError(f"the plan says {self.attention}, and {missing} were not called. {_WAY_OUT}")
@@ -59,7 +60,7 @@ _WAY_OUT = (
 
 
 def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
-    """Return the sum of ``x`` over all sequence ranks, bitwise equal on all of them. Collective."""
+    """Return the sum of ``x`` over all sequence ranks, with the same bits on each of them. Collective."""
     for dim in mesh.dims:
         x = all_gather(x[None], [1] * dim.size, 0, dim).sum(dim=0)
     return x

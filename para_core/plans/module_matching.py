@@ -1,4 +1,4 @@
-"""Find the submodules that a plan names, with the rules for each."""
+"""Find the submodules of a model that a plan names, and collect the rules of each."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ class ModuleRules:
     """The rules of a plan for one submodule.
 
     Args:
-        name: The name in the plan, with wildcards.
-        shard_rules: Rules for inputs (by parameter) and outputs (by index).
-        exchange: For a submodule of an :class:`AttentionByHeads`, whether its output is exchanged to all tokens
-            (``"enter"``) or its input back to this rank's tokens (``"leave"``).
+        name: The module name in the plan, which may contain wildcards.
+        shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
+        gathers: What to gather of each tensor of the output; None leaves the tensor.
+        attention: The segments of the submodule's attention calls, or another description of its attention.
+        halo: The rows of neighbouring ranks that the submodule needs.
+        exchange: For the projections of an :class:`AttentionByHeads`: ``"enter"`` exchanges the submodule's output to
+            all tokens and some heads, ``"leave"`` exchanges its input back.
     """
 
     name: str = ""
@@ -52,10 +55,10 @@ class ModuleRules:
 
 
 def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, ModuleRules]]:
-    """Return the submodules that ``plan`` names, by their full names, with the rules for each.
+    """Return the submodules that ``plan`` names, each with its rules, by full module name.
 
     Raises:
-        ValueError: The plan has a rule for a module that does not exist. Attention rules without a match are allowed.
+        ValueError: The plan names a module that does not exist. Only entries of ``Plan.attention`` may match nothing.
     """
     required = [ModuleRules(name, shard_rules=tuple(rules.items())) for name, rules in plan.inner.items()]
     required += [ModuleRules(name, gathers=as_tuple(rule)) for name, rule in plan.outputs.items() if name]
@@ -76,8 +79,9 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the submodules whose names match ``pattern``. A compiled one (``OptimizedModule``) has the name of the
-    module inside.
+    """Return the submodules whose full names match ``pattern``, by name.
+
+    The name of a compiled submodule (``OptimizedModule``) is the one it had before it was compiled.
     """
     parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _with_last_index(module, pattern)])
@@ -90,7 +94,7 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def _with_last_index(module: nn.Module, pattern: str) -> list[str]:
-    """Return the parts of ``pattern``, with -1 replaced by the last index of the list."""
+    """Return the dot-separated parts of ``pattern``, with each -1 replaced by the last index of that module list."""
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":
@@ -99,7 +103,7 @@ def _with_last_index(module: nn.Module, pattern: str) -> list[str]:
 
 
 def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
-    """Whether ``submodule`` is the submodule of ``module`` with this name."""
+    """Whether ``submodule`` is still the submodule of ``module`` at the path ``name``."""
     current: Any = module
     for part in name.split("."):
         current = getattr(uncompiled(current), part, None)
@@ -107,25 +111,25 @@ def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
 
 
 def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
-    """Return the gathers for the tensors of an output as a tuple."""
+    """Return a rule for a module's output as a tuple with one gather for each tensor."""
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
 
-# Number of positional arguments of ``*args`` that get names.
+# How many values of ``*args`` get a name.
 _MOST_VARIADIC = 16
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``forward``, in order. For a compiled module these are those of the module
-    inside.
+    """Return the names of the parameters of ``module.forward`` in order, without ``self``.
 
-    Positional arguments of ``*args`` are named ``args[0]``, ``args[1]``, and so on.
+    Values of ``*args`` are named ``args[0]``, ``args[1]``, and so on. For a compiled module the signature of the
+    original module is read.
     """
     cls = original_class(uncompiled(module))
     names: list[str] = []
     for index, (name, parameter) in enumerate(inspect.signature(cls.forward).parameters.items()):  # type: ignore[attr-defined]
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             names += [f"{name}[{i}]" for i in range(_MOST_VARIADIC)]
-        elif index > 0:  # the first one is self
+        elif index > 0:  # The first parameter is self.
             names.append(name)
     return tuple(names)

@@ -1,7 +1,7 @@
-"""Plans: which tensors of a model are split and gathered, and which segments its attention calls consist of.
+"""Plans: data that says which tensors of a model are split and gathered, and which segments its attention calls see.
 
-A plan is data. :mod:`para_core.plans.region` applies it to a module; plans that diffusers publishes (``_cp_plan``) are
-accepted as they are.
+:mod:`para_core.plans.region` applies a plan to a module. It also accepts the plans that diffusers publishes
+(``_cp_plan``).
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Split:
-    """Shard a tensor, or each tensor of a tuple, list or dict, along ``dim``.
+    """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
 
-    A segment with fewer than two tokens per rank, or with fewer rows or frames than ranks, is replicated instead. So is
-    a dim of size 1.
+    A segment with fewer than two tokens per rank, or a segment of rows or frames with fewer entries than ranks, is
+    replicated instead. So is a dim of size 1.
 
     Args:
         dim (`int`): The dim to split.
-        segment (`str`, *optional*): The tensor holds the tokens of this segment. Attention over it is intercepted from
-            here on.
-        like (`str`, *optional*): Instead of ``segment``: the tensor has one entry per token of this segment, such as
-            its positions.
-        ndim (`int`, *optional*): Number of dims of the tensor. With ``like``, a tensor with fewer dims has none for
-            tokens and is replicated (a timestep per sample instead of per token). With ``segment``, another number of
-            dims is an error.
-        after (`str`, *optional*): The tokens of this segment come first along ``dim`` and are kept on every rank.
-        then_replicated (`bool`, defaults to `False`): Whether something else follows along ``dim``, which is kept on
-            every rank. The segment must have been sharded before.
-        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` per entry of the segment. They stay
-            together: a segment of rows or frames has many tokens per row. None if the number follows from the length,
-            and the number of rows is known from an earlier split.
-        after_replicated (`bool`, defaults to `False`): Whether something else comes first along ``dim``, which is kept
-            on every rank. The length of the segment must be known from an earlier split.
-        runs (`bool`, defaults to `False`): Whether ``dim`` contains several runs of all tokens, such as one per sample.
-            Only with ``like``.
+        segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Once it is split, attention is
+            intercepted.
+        like (`str`, *optional*): Instead of ``segment``: name of a segment for which the tensor has one entry per
+            token, such as position ids.
+        ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of dims is an
+            error. A tensor with ``like`` and fewer dims has no dim for tokens and is replicated, such as a timestep per
+            sample instead of per token.
+        after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment`` along ``dim``.
+        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other entries,
+            which are replicated. Only with ``like``.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the segment, which
+            stay on one rank: a segment of image rows has many tokens per row. None to infer the number from the size of
+            ``dim`` and an earlier split of the segment.
+        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by other entries,
+            which are replicated. The segment must have been split earlier, so that its length is known.
+        runs (`bool`, defaults to `False`): Whether ``dim`` contains all tokens several times in a row, such as once per
+            sample. Only with ``like``.
     """
 
     dim: int
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Keep all tokens of ``segment`` on every rank. The size of ``dim`` is the length of the segment."""
+    """A rule that keeps all tokens of ``segment`` on every rank, and reads their number from the size of ``dim``."""
 
     dim: int
     segment: str
@@ -60,9 +60,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Count:
-    """Read the length of a segment that is sharded later: the product of the numbers at ``at`` of a nested list.
+    """A rule that reads from an argument how many tokens ``segment`` has, before the segment itself is split.
 
-    For an argument such as ``img_shapes``, a list with ``(frames, height, width)`` per sample.
+    The argument is a nested list that stays as it is. The number is the product of the list at the indices ``at``: with
+    ``img_shapes``, a list of images per sample with ``(frames, height, width)`` each, ``at=(0, -1)`` is ``frames *
+    height * width`` of the last image of the first sample.
     """
 
     segment: str
@@ -71,31 +73,31 @@ class Count:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Replace an integer, a number of tokens at the start of ``segment``, by the number of those that this rank
-    holds.
-    """
+    """A rule for an int argument n: replace it by how many of the first n tokens of ``segment`` this rank holds."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class LastTokens:
-    """Replace an integer, a number of tokens at the end of ``segment``, by the number of those that this rank holds."""
+    """A rule for an int argument n: replace it by how many of the last n tokens of ``segment`` this rank holds."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Gather all tokens of ``segment`` along ``dim``.
+    """A rule that gathers the tokens of ``segment`` from all ranks along ``dim``.
 
     Args:
         dim (`int`): The dim to gather along.
-        segment (`str`): The segment.
-        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` per entry of the segment; None if it
-            follows from the length.
-        after_replicated (`bool`, defaults to `False`): Whether something that every rank has comes first along ``dim``.
-        then_replicated (`bool`, defaults to `False`): Whether something that every rank has follows along ``dim``.
+        segment (`str`): Name of the segment.
+        per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the segment; None to
+            infer it from the size of ``dim``.
+        after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by replicated
+            entries.
+        then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by replicated
+            entries.
     """
 
     dim: int
@@ -107,8 +109,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Entries:
-    """A rule for each entry of a tuple or list, or None to leave the entry. Only for companions of tokens, such as
-    positions.
+    """Rules for the entries of a tuple or list argument, one for each; None leaves an entry as it is.
+
+    Only for tensors that accompany tokens, such as position ids, not for the tokens themselves.
     """
 
     cuts: tuple[Split | None, ...]
@@ -116,19 +119,19 @@ class Entries:
 
 @dataclass(frozen=True)
 class SplitMask:
-    """Shard a ``BlockMask`` of flex attention over all tokens to the rows that this rank computes.
+    """A rule that shards a ``BlockMask`` of flex attention, made for all tokens, to this rank's queries.
 
     Args:
-        queries (`tuple[str, ...]`): The segments of its rows, in order. A segment that was not sharded before is
+        queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded before is
             replicated.
-        keys (`tuple[str, ...]`, *optional*): The segments of its columns. Defaults to ``queries``.
+        keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
 
 
-# A Gather as the rule of an input gives that module all tokens.
+# A Gather may also be the rule of an input, for a module that needs all tokens.
 ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
@@ -136,14 +139,15 @@ ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entr
 class Attention:
     """The segments of one call of ``scaled_dot_product_attention``, in their order along its tokens.
 
-    A segment that this call of the model did not shard is replicated, with any length. If all keys are replicated,
-    nothing is sent.
+    A segment that the current model call did not shard counts as replicated, with any length. If all keys are
+    replicated, attention needs no communication.
 
     Args:
         queries (`tuple[str, ...]`): The segments of the queries.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
-        mask (`"keys"` or `"pairs"`, *optional*): How to read the mask. ``"keys"``: its columns are this rank's keys.
-            ``"pairs"``: for each pair of this rank's tokens it states whether both are valid. Defaults to deciding by
+        mask (`"keys"` or `"pairs"`, *optional*): What the model's mask covers when its tokens are sharded. ``"keys"``:
+            its columns are this rank's keys only, so they are gathered. ``"pairs"``: it holds, for pairs of this rank's
+            tokens, whether both are valid, so its diagonal is taken as the key mask. Defaults to reading the mask by
             its size.
     """
 
@@ -154,11 +158,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class OneForEach:
-    """A module that makes one attention call per entry of a list, and then one more.
+    """Attention of a module that makes one attention call for each entry of a list argument, and then one more.
 
     Args:
-        parameter (`str`): The parameter of the module that holds the list, or None for an empty one.
-        each (`Attention`): The segments of the calls for the entries.
+        parameter (`str`): Name of the parameter with the list. None counts as an empty list.
+        each (`Attention`): The segments of the call for each entry.
         last (`Attention`): The segments of the last call.
     """
 
@@ -169,15 +173,15 @@ class OneForEach:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """A module with linear attention: it sums over tokens and attends to the sum. Each rank's sum is added up over the
-    ranks.
+    """Attention of a module that sums products of keys and values over tokens, and multiplies queries with the sums.
 
-    The sums are small for any number of tokens: ``[B, H, D, D]``.
+    The sums of this rank's tokens are added up over all ranks. They are ``[B, H, D, D]``, however many tokens there
+    are.
 
     Args:
         segment (`str`): The segment over whose tokens the module sums.
-        sums (`tuple[tuple[str, int], ...]`): The calls that sum over tokens: the name of a function of torch, and the
-            index of the call among the module's calls of that function.
+        sums (`tuple[tuple[str, int], ...]`): The calls that sum over tokens, as the name of a torch function and an
+            index: ``("matmul", 0)`` is the module's first call of ``matmul``.
     """
 
     segment: str
@@ -186,21 +190,20 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class AttentionByHeads:
-    """A self-attention module that each rank runs on all tokens of ``segment`` and some of the heads.
+    """Attention of a self-attention module that each rank runs on all tokens of ``segment`` and some of the heads.
 
-    For a module that needs all tokens between its projections and its attention, because it packs or pads them, makes a
-    mask from them, or keeps their keys for later calls. Tokens are exchanged for heads over all sequence ranks,
+    For a module that packs or pads tokens between its projections and its attention, makes a mask from them, or keeps
+    their keys for later calls: such code needs all tokens. Tokens are exchanged for heads over all sequence ranks,
     including those of a ring, so there must be at least as many heads as ranks. Other arguments of the module, such as
     positions, are not sharded.
 
     Args:
         segment (`str`): The segment of the tokens.
-        projections (`tuple[str, ...]`): Submodules whose outputs ``[B, S, heads * D]`` are exchanged, just before heads
-            become a dim.
-        output (`str`): The submodule whose input, of the same form, is exchanged back.
+        projections (`tuple[str, ...]`): Names of the submodules whose outputs ``[B, S, H * D]`` are exchanged.
+        output (`str`): Name of the submodule whose input ``[B, S, H * D]`` is exchanged back.
         heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
-        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Parameters of the module that hold tensors, or dicts
-            of tensors, with all heads, and the dim of the heads.
+        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs of a parameter of the module that holds cached
+            keys or values of all heads, as tensors or dicts of tensors, and the dim of the heads in them.
     """
 
     segment: str
@@ -210,7 +213,7 @@ class AttentionByHeads:
     caches: tuple[tuple[str, int], ...] = ()
 
 
-# Descriptions of a module's attention.
+# The types of the values of Plan.attention.
 Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
@@ -220,7 +223,10 @@ def attention_calls(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Attention, ...]:
-    """Return the segments of each attention call that a module makes for these arguments."""
+    """Return the segments of each attention call that a module makes when it is called with ``args`` and ``kwargs``.
+
+    The last entry stands for all further calls.
+    """
     if isinstance(attention, AttentionByHeads):
         return (Attention((attention.segment,)),)
     if not isinstance(attention, OneForEach):
@@ -233,12 +239,12 @@ def attention_calls(
 class Halo:
     """A module that needs rows of neighbouring ranks, such as a convolution with padding.
 
-    The halo is added to its first input and removed from its output, along ``dim``.
+    Halo rows are added to the module's first input along ``dim``, and removed from its output.
 
     Args:
-        dim (`int`): The dim with the rows.
+        dim (`int`): The dim of the rows.
         segment (`str`): The segment of the rows.
-        size (`int`): Number of rows that are needed on each side.
+        size (`int`): Number of rows that are needed from each side.
     """
 
     dim: int
@@ -250,30 +256,34 @@ class Halo:
 class Plan:
     """The sharding of one model: which tensors are split and gathered, and the segments of its attention calls.
 
-    In module names ``*`` matches one part (``blocks.*.attn``), ``**`` any number of parts, and ``-1`` the last index of
-    a list.
+    In module names, ``*`` matches one part between dots (``blocks.*.attn``), ``**`` any number of parts, and ``-1`` the
+    last module of a list.
 
     Args:
         inputs (`Mapping[str, ShardRule]`): Rules for parameters of the model's ``forward``. They apply if the argument
             is given and not None.
-        outputs (`Mapping[str, Gather | Sequence[Gather | None]]`): What to gather of the output of a module (``""`` is
-            the model itself). A single ``Gather`` applies to a tensor, or to the first tensor of a tuple.
-        joint_order (`tuple[str, ...]`): The segments of an attention call, unless ``attention`` describes its module.
-        inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for inputs (by parameter) and outputs
-            (by index) of submodules.
-        attention (`Mapping[str, ...]`, *optional*): How a submodule attends: a tuple with an :class:`Attention` for
-            each of its calls (the last one also for all further calls), or :class:`OneForEach`,
-            :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match, the first one counts.
-        halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks.
-        refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that are not supported in
-            parallel, with the reason.
-        batched (`Mapping[str, int | None]`, *optional*): Parameters that hold all samples, or all CFG branches, and the
-            dim of the samples (None for a list with one entry per sample). The first one holds the tokens. Without it
-            CFG branches are expected in sequential calls.
-        common (`tuple[str, ...]`, *optional*): With ``batched``, the other parameters that may hold tensors; they apply
-            to all samples.
-        unshared (`tuple[str, ...]`, *optional*): With ``batched``, parameters that cannot be split by samples. If one
-            is given, all ranks compute all samples.
+        outputs (`Mapping[str, Gather | Sequence[Gather | None]]`): What to gather from the output of a module, by
+            module name (``""`` is the model itself). A single ``Gather`` applies to an output tensor, or to the first
+            tensor of an output tuple.
+        joint_order (`tuple[str, ...]`): The segments of the queries and keys, in order, in attention calls of modules
+            that ``attention`` does not describe.
+        inner (`Mapping[str, Mapping[str | int, ShardRule]]`, *optional*): Rules for submodules, by module name: for
+            inputs (keyed by parameter name) and for outputs (keyed by index).
+        attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with an
+            :class:`Attention` for each attention call (the last one also for all further calls), or an
+            :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match a
+            submodule, the first one counts.
+        halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks, by module name.
+        refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that raise if given, because
+            they are not supported in parallel, each with the reason.
+        batched (`Mapping[str, int | None]`, *optional*): Parameters that can be split along a ``batch`` mesh dim,
+            because they hold all samples or all CFG branches, each with its dim of samples (None for a list with one
+            entry per sample). The number of samples is read from the first one. If empty, samples cannot be split, and
+            CFG branches must be passed in separate calls.
+        common (`tuple[str, ...]`, *optional*): Further parameters that may hold tensors. They apply to all samples, so
+            they are not split along ``batch``.
+        unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them is given,
+            all ranks compute all samples.
     """
 
     inputs: Mapping[str, ShardRule]
@@ -289,15 +299,15 @@ class Plan:
 
     @property
     def shard_rules(self) -> list[ShardRule]:
-        """All rules for inputs of the model, and for inputs and outputs of submodules."""
+        """The rules for inputs of the model, and for inputs and outputs of submodules."""
         return [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
 
     def cuts(self, segment: str) -> bool:
-        """Whether the plan splits a tensor of ``segment``."""
+        """Whether a rule of the plan splits the tokens of ``segment``."""
         return any(isinstance(rule, Split) and rule.segment == segment for rule in self.shard_rules)
 
     def with_replicated(self, segment: str) -> Plan:
-        """Return this plan with ``segment`` replicated on every rank."""
+        """Return a copy of this plan that keeps ``segment`` on every rank instead of splitting it."""
         inner = {name: _with_replicated(cuts, segment) for name, cuts in self.inner.items()}
         return replace(
             self,
@@ -307,7 +317,7 @@ class Plan:
 
 
 def coarse_segments(plan: Plan) -> frozenset[str]:
-    """Return the segments of rows or frames, whose entries stand for several tokens each."""
+    """Return the names of the segments of image rows or frames: those of which one entry stands for several tokens."""
     gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
     rules = [*plan.shard_rules, *gathers]
     rules = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]

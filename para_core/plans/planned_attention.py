@@ -1,4 +1,6 @@
-"""Attention under a plan, which names the segments of the queries and keys of each attention call."""
+"""The attention function of a model with a plan: it looks up which segments the queries and keys of each call consist
+of.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,17 @@ from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 
-# Maximum number of entries that are cached per model. One more empties the cache first.
+# Maximum number of MeshAttention objects that are cached per model. If it is reached, the cache is emptied.
 _MOST_KNOWN = 64
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
 class PreparedAttention:
-    """The :class:`MeshAttention` of each plan entry and its segments, kept between the calls of a model.
+    """The :class:`MeshAttention` for each pair of a plan entry and its segments, kept between the calls of a model.
 
-    This is an object instead of a dictionary, because a graph with a dictionary argument is traced again whenever the
-    length of the dictionary changes.
+    An object instead of a plain dict, because a graph with a dict argument is traced again whenever the length of the
+    dict changes.
     """
 
     def __init__(self) -> None:
@@ -45,17 +47,17 @@ class PreparedAttention:
 
 
 class PlannedAttention:
-    """The attention function of one call of a model. Inactive until tokens have been sharded.
+    """The attention function of one call of a model. Inactive until the plan has sharded tokens.
 
     Args:
         mesh: The ranks that hold the sequence.
-        options: Options of attention on a mesh.
+        options: Attention options.
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
-        prepared: Prepared attention calls of the model, kept between its calls.
-        attn_func: Local attention, as :class:`MeshAttention` takes it.
-        bind: Returns a function that activation checkpointing runs again in the backward, bound to this call of the
-            model. None if nothing needs to be bound.
-        cross: Options of attention to another sequence. None for ``options`` if its keys are sharded, and for SDPA on
+        prepared: The store of :class:`MeshAttention` objects, kept between calls of the model.
+        attn_func: Computes local attention, as in :class:`MeshAttention`; None for the default.
+        bind: Binds a function to this call of the model, so that activation checkpointing can run it again in the
+            backward. None if nothing needs to be bound.
+        cross: Options for cross-attention. By default it uses ``options`` if its keys are sharded, and plain SDPA on
             one device if they are replicated.
     """
 
@@ -73,23 +75,23 @@ class PlannedAttention:
         self.mesh, self.options, self.prepared, self.attn_func = mesh, options, prepared, attn_func
         self.cross = cross
         self.attending = attending
-        # Sharded and replicated segments of the current call of the model.
         self.segments: TraceSafeLayout = ()
-        # These are lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a cache uses) and
-        # again after it.
+        # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a
+        # cache uses) and again after it.
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
-        # Results of _find in this call of the model, by the identity of the plan's Attention.
+        # Results of _find for the current segments, by the id of the plan entry: hashing an Attention on every call
+        # costs more.
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """Set the segments of the current call, sharded and replicated ones."""
+        """Set the segments, sharded and replicated, that the current call consists of so far."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """Return a copy for attention calls with the segments ``attending``, whose calls are counted from 0."""
+        """Return a copy that uses the segments ``attending`` and counts attention calls from 0."""
         inner = PlannedAttention(
             self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind, self.cross
         )
@@ -97,15 +99,20 @@ class PlannedAttention:
         return inner
 
     def bind_checkpoint(self) -> None:
-        """Bind the function of the ``torch.utils.checkpoint`` whose forward is running. Does nothing without one."""
+        """Bind the function of the ``torch.utils.checkpoint`` call that is running, so that its recomputation is
+        intercepted.
+
+        Does nothing if no checkpoint is running, or while tracing.
+        """
         if not torch.compiler.is_compiling() and self.bind is not None:
             bind_checkpoint(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Return the output for this rank's queries, over all keys of the sequence or on one device if none is sharded.
+        """Return the attention output for this rank's queries: over all keys of the mesh, or by SDPA on one device if
+        no key is sharded.
 
         Raises:
-            ValueError: The plan does not fit the number of queries or keys.
+            ValueError: The number of queries or keys does not fit the plan.
         """
         self.bind_checkpoint()
         query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
@@ -128,11 +135,13 @@ class PlannedAttention:
             return over_mesh(call.with_tensors(query, key, value, attn_mask))
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
         out = over_mesh(call.with_tensors(query, key, value, valid[..., None, :]))
-        # The rows of invalid tokens attend to nothing, so their output is zero.
+        # An invalid token must not attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
     def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the output of an intercepted ``flex_attention`` operator, over the mesh if its keys are sharded."""
+        """Return the output of an intercepted ``flex_attention`` operator, computed over the mesh if its keys are
+        sharded.
+        """
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
             self._calls += 1
@@ -143,7 +152,7 @@ class PlannedAttention:
         return FlexOverMesh(self.mesh, layouts, self.options, assume_equal=True)(operator, args, kwargs)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
-        """Return the attention on the mesh for a plan entry; None if SDPA on one device computes it."""
+        """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
             return self._find(attention)
         if id(attention) not in self._found:
@@ -154,7 +163,7 @@ class PlannedAttention:
         if not self._has_sharded_keys(attention):
             if attention.keys is None or self.cross is None:
                 return None
-            # A rank computes its own queries, so their positions in the sequence do not matter.
+            # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not matter.
             return MeshAttention(
                 self.mesh.alone(), layouts_on_one_device, self.cross, assume_equal=True, attn_func=self.attn_func
             )
@@ -181,8 +190,9 @@ class PlannedAttention:
 def layouts_on_one_device(
     num_queries: int, num_keys: int, ordered: bool = True
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys that one device holds all of."""
-    # Replicated, because a rank alone keeps its index.
+    """Return the layouts of queries and keys for attention on one device, which holds all of them."""
+    # Replicated segments, because mesh.alone() keeps this rank's index, and a sharded segment of one rank has no part
+    # for it.
     queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
     return SequenceLayout((queries,), 1), SequenceLayout((keys,), 1)
 
@@ -195,15 +205,17 @@ def planned_layouts(
     num_keys: int,
     ordered: bool = True,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys.
+    """Return the layouts of queries and keys over the ranks, for one attention call.
 
     Args:
         attention: The plan entry of the attention call.
-        segments: Sharded and replicated segments. One segment of ``attention`` that is not among them is replicated,
-            with the remaining tokens.
+        segments: The segments of the current model call, sharded and replicated. At most one segment of ``attention``
+            may be missing here; it counts as replicated, with the remaining tokens.
+        mesh: The ranks that hold the sequence.
         num_queries: Number of queries on this rank.
         num_keys: Number of keys on this rank.
-        ordered: Whether positions in the sequence matter. Not used: a plan always fixes the order of the segments.
+        ordered: Whether the positions of tokens matter, for a causal mask for example. Ignored, because a plan always
+            fixes the order of the segments.
 
     Raises:
         ValueError: The numbers of tokens do not fit the segments.
@@ -225,12 +237,12 @@ def planned_layouts(
 def layout_of_segments(
     names: tuple[str, ...], segments: tuple[Segment, ...], mesh: SequenceMesh, held: int, kind: str
 ) -> SequenceLayout:
-    """Return the layout of a sequence that consists of the segments ``names``, of which this rank has ``held`` tokens.
+    """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this rank.
 
-    One of ``names`` that is not among ``segments`` is replicated, with the remaining tokens.
+    At most one of ``names`` may be missing in ``segments``. It counts as replicated, with the remaining tokens.
 
     Args:
-        kind: Name of the tokens, for the error message.
+        kind: What the tokens are, for the error message: "query" or "key".
 
     Raises:
         ValueError: The number of tokens does not fit the segments.
@@ -240,7 +252,7 @@ def layout_of_segments(
     # The remaining tokens belong to the one segment that was never sharded.
     remaining = held - local
     unknown = [name for name in names if name not in by_name]
-    # A length that depends on data is unknown while tracing, so it cannot be checked.
+    # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
     if guard_or_false(remaining < 0 if len(unknown) == 1 else remaining != 0):
         raise ValueError(
             f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
@@ -250,11 +262,10 @@ def layout_of_segments(
     return SequenceLayout(tuple(parts), mesh.ranks)
 
 
-# -- interception
-
-
 class PlannedAttnMode(TorchFunctionMode):
-    """Mode that passes attention calls to a :class:`PlannedAttention`, in graphs and in recomputation by autograd."""
+    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and if gradients are
+    enabled.
+    """
 
     def __init__(self, planned: PlannedAttention) -> None:
         super().__init__()
@@ -264,7 +275,7 @@ class PlannedAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # Nothing here is read while tracing, because every value that is read becomes a guard of the graph.
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             bind = self.planned.bind
             if bind is not None:
@@ -276,29 +287,30 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """The interception of attention during one call of a model.
+    """The interception of attention calls during one call of a model.
 
     Args:
-        planned: The attention function of this call.
-        at_dispatcher: Whether to intercept with :func:`~para_core.modes.interceptor.at_the_dispatcher`, which costs no
-            host time; otherwise with a :class:`PlannedAttnMode`.
+        planned: The attention function of this model call.
+        at_dispatcher: Whether to intercept with :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no
+            host time to other operators. Otherwise a :class:`PlannedAttnMode` is used.
     """
 
     def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
         self.planned = planned
         self.mode = None if at_dispatcher else PlannedAttnMode(planned)
-        # Attention functions of the nested attending_to contexts, the innermost last; used at the dispatcher.
+        # Attention functions of the nested attending_to contexts, the innermost last. Used for interception at the
+        # dispatcher.
         self._attending = [planned]
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which attention is intercepted."""
+        """Return a context manager; while it is entered, attention calls are intercepted."""
         if self.mode is not None:
             return self.mode
         return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Run attention on one device inside the ``with`` block."""
+        """Turn interception off inside the ``with`` block: attention runs on one device, over the tokens it gets."""
         active = self.planned.active
         before, active[0] = active[0], False
         try:
@@ -322,7 +334,8 @@ class Interception:
             finally:
                 self._attending.pop()
         else:
-            # A second mode inside the outer one, because a branch of torch.cond must not change state from outside.
+            # Enter a second mode instead of changing the outer one, because a branch of torch.cond must not change
+            # outside state.
             with PlannedAttnMode(planned):
                 yield
         if planned.intercepted[0]:

@@ -1,4 +1,4 @@
-"""Conversion of the plans that diffusers publishes with its models (``_cp_plan``)."""
+"""Convert the plans that diffusers publishes with its models (``_cp_plan``) to plans of para_core."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import Any
 
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
-# Names of the token streams in diffusers models that publish a plan. Attention calls consist of these segments.
+# Parameter names of the token streams in diffusers models that publish a plan. They become the names of the segments.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
 def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
-    """Return the :class:`Plan` for a diffusers ``_cp_plan``.
+    """Return a :class:`Plan` that is equivalent to a diffusers ``_cp_plan``.
 
-    The segments are ``hidden_states`` and ``encoder_hidden_states``; one that the plan does not split is replicated. As
-    everywhere in diffusers, a module named ``attn1`` is self-attention over ``hidden_states``, ``attn2`` is
-    cross-attention from there to ``encoder_hidden_states``, and any other module attends to both jointly.
+    The segments are ``hidden_states`` and ``encoder_hidden_states``; the one that the plan does not split is
+    replicated. As everywhere in diffusers, a module named ``attn1`` is self-attention over ``hidden_states``, ``attn2``
+    is cross-attention from ``hidden_states`` to ``encoder_hidden_states``, and any other module attends to both
+    jointly.
 
     Args:
         cp_plan: ``ContextParallelInput`` and ``ContextParallelOutput`` by module name.
 
     Raises:
-        ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of another kind.
+        ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of an unknown kind.
     """
     inner: dict[str, dict[str | int, ShardRule]] = {}
     outputs: dict[str, Sequence[Gather | None]] = {}

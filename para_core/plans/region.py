@@ -71,7 +71,7 @@ _KEY = "parallel"
 
 
 class Region:
-    """A plan that is applied to one module, and the state of the current call."""
+    """A plan applied to one module, its attention settings, and the state of the module's current call."""
 
     def __init__(
         self,
@@ -88,51 +88,58 @@ class Region:
         self.plan, self.mesh, self.batch = plan, mesh, batch
         self.attn_func = unintercepted(attn_func)
         self.require_equal, self._around = require_equal, around
-        # Whether the caller has verified that all ranks pass equal arguments (consistency.inputs_verified).
+        # Set while the caller has already verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # Prepared attention calls of each pair of options, kept from call to call.
+        # A PreparedAttention for each pair of options, so that returning to earlier options prepares and compiles
+        # nothing again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(options, cross_backend)
         self._has_encoders = any(
             isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for submodule in module.modules()
         )
-        # The dispatcher cannot intercept inside an operator that runs functions, such as that of flex_attention.
+        # The dispatcher cannot intercept attention in fused encoder layers, nor in operators such as flex_attention
+        # that run functions, so these modules need a mode.
         self._must_use_mode = self._has_encoders or uses_flex_attention(module)
         attending = plan.attention.values()
-        # Parameters whose values differ between ranks, because each rank keeps the keys of its own heads in them.
+        # Cache parameters whose values differ between ranks, because each rank fills in the keys of its own heads. They
+        # are left out when arguments are compared.
         self._caches_by_heads = {
             name for attention in attending if isinstance(attention, AttentionByHeads) for name, _ in attention.caches
         }
         self._mixes_over_ranks = mesh.ranks > 1 and (
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
-        # The compiled call of a module that was compiled in place before the plan was applied. It does not look up
-        # _call_impl.
+        # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph does not
+        # look up _call_impl again, so it would not see the wrapper.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
-        # The wrapped submodules by name. Loading a LoRA replaces some of them.
+        # The wrapped submodules by name. attach() compares them with the current ones, because loading a LoRA replaces
+        # some.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
-        # State of the current call. Lists and dicts, because Dynamo 2.13 loses an attribute that is set before and
-        # after torch.cond, which a cache adds.
+        # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
+        # torch.cond (which a cache adds) and again after it.
         self._interceptions: list[Interception] = []
         self._executor = RuleExecutor(mesh, coarse_segments(plan))
-        # Whether the call was given a key-value cache with tokens.
+        # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
         self._continues = False
-        # The exchange of the attention module that runs now by heads.
+        # Holds the HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
         self._head_exchanges: list[HeadExchange] = []
         self._sharing_samples: list[MeshDim] = []
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
-        """Use these options from the next call on. A compiled call has one graph for each pair.
+        """Use these attention options from the next call on.
+
+        A compiled module is compiled once for each pair of arguments, and keeps the graphs.
 
         Args:
-            cross_backend: The backend of attention to another sequence, on one device as well. None for the choice of
-                SDPA if its keys are replicated, and for ``options.backend`` otherwise.
+            options: Attention options.
+            cross_backend: The backend for cross-attention, whether its keys are sharded or replicated. By default,
+                sharded keys use ``options.backend`` and replicated keys plain SDPA.
         """
         self.options, self.cross_backend = options, cross_backend
         self._cross = None if cross_backend is None else replace(options, backend=cross_backend)
@@ -140,28 +147,30 @@ class Region:
 
     @property
     def sharing_samples(self) -> MeshDim | None:
-        """The mesh dim whose ranks each compute a part of the samples of the current call; None if none do."""
+        """The mesh dim over which the samples of the current call are split; None if they are not split."""
         return self._sharing_samples[-1] if self._sharing_samples else None
 
     @property
     def interception(self) -> Interception | None:
-        """The interception of the current call; None outside of a call."""
+        """The :class:`Interception` of the current call; None outside of a call."""
         return self._interceptions[-1] if self._interceptions else None
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments of the current call."""
+        """The segments of the current call, sharded and replicated; empty outside of a call."""
         return tuple(self._executor.segments.values())
 
-    # -- around the module
-
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, then run. This wraps ``__call__``, outside of what ``Module.compile`` compiles."""
-        # Nothing is read before this test, because what is read while tracing becomes a guard.
+        """Run the wrapped ``__call__`` of the module after verifying the arguments.
+
+        This wrapper is outside of what ``Module.compile`` compiles, so its checks run eagerly.
+        """
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
-            # Before a call that may be compiled in place, because Dynamo buries errors that are raised inside a graph.
+            # Refuse arguments here, before a call that may be compiled, because Dynamo buries errors that are raised
+            # inside a graph.
             self._refuse_arguments(module, args, kwargs)
             if not self.inputs_verified:
                 around = self._around
@@ -172,17 +181,17 @@ class Region:
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
                 return call(module, *args, **kwargs)
-            # The module was compiled before the plan was applied, so the graph is inside and sharding and gathering
-            # outside.
+            # The module was compiled before the plan was applied: run the compiled graph, and shard and gather outside
+            # of it.
             return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call`` with sharded inputs and intercepted attention, and gather its outputs.
+        """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
 
         Raises:
-            RuntimeError: The module already runs in another thread, or it attended without a call that can be
-                intercepted.
-            ValueError: An argument is refused by the plan, or a block mask was not sharded.
+            RuntimeError: The module already runs in another thread, or it made no attention call that can be
+                intercepted although its tokens are sharded.
+            ValueError: An argument is refused by the plan or does not fit it, or a block mask was not sharded.
         """
         if self.interception is not None:
             raise RuntimeError(
@@ -218,7 +227,8 @@ class Region:
                     output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
-                # Compiled parts set `intercepted` as well, because their graphs repeat the side effects of the handler.
+                # Compiled parts set `intercepted` as well, because a graph replays the attributes that the handler set
+                # while traced.
                 sharded = any(not segment.replicated for segment in self._executor.segments.values())
                 if self.mesh.ranks > 1 and sharded and not planned.intercepted[0]:
                     raise RuntimeError(
@@ -230,7 +240,8 @@ class Region:
             if rule is not None:
                 output = self._executor.outputs(output, as_tuple(rule))
             return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
-        except (ValueError, RuntimeError) as error:  # Of flex_attention; a RuntimeError since torch 2.15.
+        # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
+        except (ValueError, RuntimeError) as error:
             explain_unsharded_mask(error)
             raise
         finally:
@@ -239,7 +250,9 @@ class Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` so that a backward can run it again with the current segments and attention."""
+        """Return ``function``, wrapped so that in a backward it runs with the segments and the attention of the current
+        call.
+        """
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +265,7 @@ class Region:
 
     @contextmanager
     def _resumed(self, planned: PlannedAttention, segments: Mapping[str, Segment]) -> Iterator[None]:
-        """Restore the state of a call with these ``segments`` while the block runs."""
+        """Restore the state of an earlier call with these ``segments`` inside the ``with`` block."""
         before = dict(self._executor.segments)
         interception = Interception(planned, at_dispatcher=False)
         self._interceptions.append(interception)
@@ -267,19 +280,19 @@ class Region:
             self._executor.segments.update(before)
 
     def may_use_dispatcher(self, module: nn.Module) -> bool:
-        """Whether a call of ``module`` can be intercepted at the dispatcher now.
+        """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode.
 
-        This needs eager code without gradients, compiled parts, other modes, encoders or flex_attention.
+        This requires eager code, gradients disabled, no compiled submodules, no active function modes, and no fused
+        encoder layers or flex_attention in the module.
         """
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
             return False
-        # A mode around this call would take precedence over interception at the dispatcher.
+        # A mode would see calls before the dispatcher does, and could hide them from it.
         if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
 
     def _refuse_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` for arguments that the plan refuses."""
         for name, reason in self.plan.refused.items():
             index = self.parameters.index(name)
             if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
@@ -289,7 +302,7 @@ class Region:
                 )
 
     def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
-        """Start to intercept attention if one of ``rules``, which were just applied, sharded a segment."""
+        """Start to intercept attention if one of ``rules``, which were just applied, defines a segment."""
         interception = self.interception
         if interception is not None and any(
             isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules
@@ -298,13 +311,11 @@ class Region:
             interception.planned.set_segments((*self._executor.segments.values(), *past))
             interception.planned.active[0] = True
 
-    # -- around its submodules
-
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names, unless they are wrapped.
+        """Wrap the submodules that the plan names. Does nothing if they are already wrapped and none was replaced.
 
         Raises:
-            ValueError: The plan has a rule for a module that does not exist.
+            ValueError: The plan names a module that does not exist.
         """
         if self._tree is not None and self._tree.is_unchanged():
             return
@@ -317,21 +328,23 @@ class Region:
         self.submodules = {name: submodule for name, (submodule, _) in matches.items()}
         groups: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
         for submodule, rules in matches.values():
-            # Read here, because during a call the attribute is the number of this rank's heads.
+            # Read the number of heads now, because during a call the attribute holds this rank's number only.
             heads = getattr(submodule, rules.attention.heads) if isinstance(rules.attention, AttentionByHeads) else 0
             groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
         for (rules, parameters, heads), submodules in groups.items():
-            # The wrapper of __call__ is outside of what Module.compile compiles, before or after this.
+            # Wrap __call__, so that the wrapper stays outside of the graph if the submodule is compiled, before or
+            # after this.
             hook = self._submodule_hook(rules, parameters, heads)
             wrap_alike(submodules, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the wrapper of a submodule. It applies ``rules`` inside a call of the model.
+        """Return the wrapper of a submodule, which applies ``rules`` during a call of the model and does nothing
+        otherwise.
 
         Args:
             parameters: Names of the parameters of the submodule.
-            heads: Number of heads on all ranks, for :class:`AttentionByHeads`.
+            heads: Number of heads of the submodule over all ranks; only used for :class:`AttentionByHeads`.
         """
         if rules.exchange is not None:
             return self._enter_heads if rules.exchange == "enter" else self._leave_heads
@@ -387,23 +400,20 @@ class Region:
                 interception.planned.active[0] = False
             return output
 
-        # A wrapper that only attends is one Python frame, not two.
+        # Return `attend` itself if nothing else is needed: one Python frame less per call.
         return hook if of_inputs or of_outputs or gathers or halo is not None else attend
 
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
     def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Exchange the output of a projection to all tokens and this rank's heads."""
+        """Run a projection, and exchange its output to all tokens and this rank's heads."""
         output = call(projection, *args, **kwargs)
         return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Exchange the input of the last projection back to this rank's tokens and all heads."""
+        """Exchange the input of the output projection back to this rank's tokens and all heads, and run it."""
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
-
-
-# -- applying and removing
 
 
 def apply_plan(
@@ -419,26 +429,27 @@ def apply_plan(
     on_one_rank: bool = False,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Run ``module`` over ``mesh``. Replaces a plan that was applied before.
+    """Change ``module`` in place so that its calls run over ``mesh``: sharded inputs, attention over all ranks,
+    gathered outputs.
 
-    On one rank this has an effect only if ``options.backend``, ``attn_func``, ``cross_backend`` or ``on_one_rank`` is
-    given.
+    A plan that was applied before is replaced. On a mesh of one rank nothing is applied, unless ``options.backend``,
+    ``attn_func``, ``cross_backend`` or ``on_one_rank`` is given, or ``batch`` splits samples.
 
     Args:
-        plan: A plan of ours, or a ``_cp_plan`` of diffusers.
-        batch: Ranks that share the samples of a batch, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call, to raise if they differ between ranks. Not called
+        plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
+        batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
+        require_equal: Called with the arguments of each eager call; raises if they differ between ranks. Not called
             inside :func:`~para_core.distributed.consistency.inputs_verified`.
-        options: Options of attention.
+        options: Attention options.
         attn_func: Computes local attention instead of SDPA.
-        cross_backend: As in :meth:`Region.use`.
-        on_one_rank: Whether to intercept attention on one rank as well, because :meth:`Region.use` may change the
-            options.
-        around: Returns the context of each eager call outside
-            :func:`~para_core.distributed.consistency.inputs_verified`, entered after ``require_equal`` was called.
+        cross_backend: The backend for cross-attention, as in :meth:`Region.use`.
+        on_one_rank: Whether to apply the plan on one rank as well, because :meth:`Region.use` may set other options
+            later.
+        around: Returns a context manager in which each eager call runs, entered after ``require_equal``. Not called
+            inside :func:`~para_core.distributed.consistency.inputs_verified`.
 
     Raises:
-        ValueError: The plan has a rule for a module that does not exist.
+        ValueError: The plan names a module that does not exist.
     """
     remove_plan(module)
     if not isinstance(plan, Plan):
@@ -476,6 +487,6 @@ def plan_options(module: nn.Module) -> AttnOptions | None:
 
 
 def region_of(module: nn.Module) -> Region | None:
-    """Return the plan that :func:`apply_plan` applied to ``module``, with its state; None without a plan."""
+    """Return the :class:`Region` of the plan that is applied to ``module``; None without a plan."""
     region = getattr(wrapper(module, CALL_WITH_HOOKS, _KEY), "__self__", None)
     return region if isinstance(region, Region) else None

@@ -1,4 +1,4 @@
-"""Sharding of the samples of a batch over a mesh dim, and gathering of the outputs."""
+"""Shard the samples of a batch over a mesh dim, and gather the outputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples of ``value``; None if it is unknown.
+    """Return the number of samples in ``value``; None if it is unknown.
 
     Args:
-        value: A tensor with samples along ``dim``, or a list or tuple with an entry for each sample. The entries must
-            contain tensors of equal shapes.
+        value: A tensor with samples along ``dim``, or a list or tuple with an entry for each sample. If the tensors in
+            the entries have different shapes, the number counts as unknown.
         dim: The dim of the samples; None for a list or tuple.
     """
     if isinstance(value, Tensor) and dim is not None:
@@ -32,7 +32,8 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
 
 
 def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Return ``value`` with this rank's part of the samples. Values without ``total`` samples are returned unchanged.
+    """Return this rank's part of the samples of ``value``. A value that does not have ``total`` samples is returned
+    unchanged.
 
     Args:
         value: A tensor, or a dict, list or tuple of tensors, with samples along ``dim``. If ``dim`` is None, a list or
@@ -64,13 +65,13 @@ def own_arguments(
     batch: MeshDim,
     warnings: WarningLog,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """Return the arguments of a call with this rank's part of the samples, and the number of these samples.
+    """Return ``args`` and ``kwargs`` with this rank's part of the samples, and the number of samples per rank.
 
-    The number is None, and the arguments are unchanged, if the samples cannot be split: their number is unknown or no
-    multiple of the size of ``batch`` (which warns), or an argument of ``plan.unshared`` is given.
+    The number is None, and the arguments are unchanged, if the samples cannot be split: their number is unknown, it is
+    not a multiple of the size of ``batch`` (this warns), or an argument of ``plan.unshared`` is given.
 
     Raises:
-        ValueError: An argument holds tensors, and ``plan`` does not say whether they hold all samples.
+        ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of ``plan``.
     """
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     name, dim = next(iter(plan.batched.items()))
@@ -98,7 +99,7 @@ def own_arguments(
     def own_part(name: str, value: Any) -> Any:
         return own_samples(value, plan.batched[name], total, batch) if name in plan.batched else value
 
-    # Positional arguments stay positional, so that the model itself raises for unknown or repeated arguments.
+    # Keep positional arguments positional, so that the model itself raises for unknown or repeated arguments.
     positional = [own_part(name, value) for name, value in zip(parameters, args, strict=False)]
     named = {name: own_part(name, value) for name, value in kwargs.items()}
     return (*positional, *args[len(positional) :]), named, total // batch.size
@@ -114,11 +115,11 @@ def holds_tensor(value: Any) -> bool:
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """Return ``output`` with the samples of all ranks of ``batch``. Collective. A ``ModelOutput`` is changed in place.
+    """Gather the samples of all ranks along ``batch``, and return ``output`` with all of them. Collective.
 
     Args:
-        output: A tensor with samples along dim 0, a list with one tensor per sample, all of one shape, or a tuple or
-            ``ModelOutput`` of these.
+        output: A tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple or
+            ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
         samples: Number of samples on each rank, equal on all ranks.
         batch: The mesh dim over which samples are sharded.
     """
