@@ -1,4 +1,4 @@
-"""The public names of :mod:`para_core`, which imports this module when the first of them is used."""
+"""All public names of :mod:`para_core`. The package imports this module when one of the names is first used."""
 
 from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache

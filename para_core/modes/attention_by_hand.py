@@ -1,4 +1,4 @@
-"""Detection of attention that a model computes as matmul, softmax, matmul, which no mode can intercept."""
+"""Detect attention that a model computes by hand, as matmul, softmax, matmul. Modes cannot intercept it, only warn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_softmax(func: Callable[..., Any]) -> bool:
     """Whether ``func`` is one of torch's softmax functions."""
     try:
         return func in _SOFTMAX
-    except TypeError:  # not hashable
+    except TypeError:  # Some callables are not hashable.
         return False
 
 

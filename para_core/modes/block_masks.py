@@ -1,8 +1,8 @@
-"""Sharding of a ``BlockMask`` of flex attention: the rows of the mask that one rank computes.
+"""Shard a ``BlockMask`` of flex attention: build the mask of the query rows that one rank computes.
 
 ``flex_attention`` compares a mask's lengths with those of its query and key before any mode sees the call. A sharded
-mask therefore has the lengths of this rank's query and key, but its blocks cover all rows that the rank computes after
-the Ulysses exchange, over all keys of the sequence.
+mask therefore reports the lengths of this rank's query and key. Its blocks, however, cover all query rows that the rank
+computes after the Ulysses exchange, and all keys of the sequence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ MaskMod = Callable[..., Tensor]
 
 
 class ShardedMaskMod:
-    """The ``mask_mod`` of a sharded mask, which carries its layouts because flex attention passes on nothing else.
+    """The ``mask_mod`` of a sharded mask. It also stores the layouts of the mask.
 
-    Calling it raises RuntimeError, because it is only called if no mode or plan intercepted ``flex_attention``.
+    Of a Python ``BlockMask`` only the ``mask_mod`` reaches the operator of flex attention, so the layouts are kept
+    here. Calling the object raises RuntimeError, because this only happens if no mode or plan intercepts the call of
+    ``flex_attention``.
 
     Args:
         of_rows: The ``mask_mod`` ``(b, h, row, key)`` to compute with. Rows are indices into the query that
             :func:`~para_core.attention.flex_exchange.enter` returns.
         query_layout: The layout of the queries.
         key_layout: The layout of the keys.
-        layout_ids: The :func:`layout_id` of the queries and of the keys.
+        layout_ids: The :func:`layout_id` of the query layout and of the key layout.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ def layout_id(layout: SequenceLayout) -> int:
 def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
-    """Return the rows of ``mask`` that this rank computes, as a mask for this rank's query and key.
+    """Return a mask for this rank's query and key, with the rows of ``mask`` that this rank computes.
 
     Args:
         mask: A mask over all tokens of ``query_layout`` and ``key_layout``.
@@ -81,7 +83,7 @@ def shard_block_mask(
             f"{totals[0]} and {totals[1]} tokens of their sequences. Make it with create_block_mask(..., "
             f"Q_LEN={totals[0]}, KV_LEN={totals[1]})."
         )
-    # Replicated keys need no exchange, so a rank computes the rows of its own tokens.
+    # If the keys are replicated, there is no Ulysses exchange, and a rank computes only the rows of its own tokens.
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
     blocks = _Blocks(mask, rows)
     ids = (0, 0) if torch.compiler.is_compiling() else (layout_id(query_layout), layout_id(key_layout))
@@ -93,21 +95,21 @@ def shard_block_mask(
         blocks.full[1],
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=ShardedMaskMod(blocks.mask_mod, query_layout, key_layout, ids),
-        # torch 2.15 derives the number of block columns from this length, and the blocks cover all keys.
+        # The key length is that of all keys, because torch 2.15 derives the number of block columns from it.
         seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
     )
-    # flex_attention compares these lengths with those of its query and key, which are this rank's parts.
+    # Report the lengths of this rank's parts, because flex_attention compares them with those of its query and key.
     sharded.seq_lengths = size, key_layout.size(mesh.rank)
     return sharded
 
 
 class _Blocks:
-    """The blocks and the ``mask_mod`` of some rows of a mask.
+    """The blocks and the ``mask_mod`` of a mask, restricted to some of its query rows.
 
     Args:
         mask: The mask over all tokens.
-        rows: The positions of the rows as runs, ascending.
+        rows: The positions of the query rows to keep, as ascending runs ``(start, length)``.
     """
 
     def __init__(self, mask: BlockMask, rows: Sequence[Run]) -> None:
@@ -126,7 +128,7 @@ class _Blocks:
         self.mask_mod = (
             of_positions if aligned else _and_blocks(of_positions, partial | full, positions, mask.BLOCK_SIZE)
         )
-        # touched[i, j] is 1 if row block i of the result contains a row of row block j of the whole mask.
+        # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
         number = max(1, -(-num_rows // row_block))
         touched = torch.zeros(number, partial.shape[-2], device=partial.device)
         touched[torch.arange(num_rows, device=partial.device) // row_block, positions // row_block] = 1.0
@@ -138,9 +140,9 @@ class _Blocks:
 
 
 def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the blocks that need ``mask_mod`` and the fully visible blocks.
+    """Return two bool tables: which blocks of ``mask`` need ``mask_mod``, and which are fully visible.
 
-    Both are bool tensors ``[B, H, blocks of queries, blocks of keys]``.
+    Both have the shape ``[B, H, blocks of queries, columns]``; ``columns`` is the number of key blocks.
     """
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
@@ -149,7 +151,8 @@ def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
-    # Entries of a row beyond its number of blocks are undefined, so they go to an extra column that is cut off.
+    # A row of ``indices`` is undefined after its first ``numbers`` entries. Map these entries to an extra column, which
+    # is cut off at the end.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
     positions = torch.where(valid, indices, columns).long()
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.bool, device=indices.device)
@@ -157,17 +160,14 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a bool table of blocks in the format of a ``BlockMask``: blocks per row, and their column indices."""
+    """Convert a bool table of blocks to the format of a ``BlockMask``: ``kv_num_blocks`` and ``kv_indices``."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers, indices
 
 
-# -- indices
-
-
 def positions_of(rows: Sequence[Run], device: torch.device) -> Tensor:
-    """Return the position in the sequence of each row, as int64."""
+    """Return the positions in all runs ``(start, length)`` of ``rows`` as one int64 tensor."""
     return torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
 
 
@@ -179,10 +179,11 @@ def _at_positions(mask_mod: MaskMod, rows: Sequence[Run], positions: Tensor) -> 
 
 
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
-    """Return ``mask_mod`` restricted to the blocks of the whole mask that are True in ``table``.
+    """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
 
-    A row block of one rank may contain rows of several row blocks of the whole mask. The kernel then evaluates
-    ``mask_mod`` for the union of their key blocks, which includes keys that some of these rows must not see.
+    This is needed because a row block of one rank may contain rows of several row blocks of the whole mask. The kernel
+    then evaluates ``mask_mod`` for the union of their key blocks, which includes keys that some of these rows must not
+    see.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

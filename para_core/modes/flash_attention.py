@@ -1,4 +1,4 @@
-"""Attention operators of other packages inside a mode: FlashAttention runs over the mesh, all others raise.
+"""Handle attention operators of other packages inside a mode: run FlashAttention over the mesh, refuse all others.
 
 ``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library, which
 modes intercept. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and
@@ -31,12 +31,12 @@ from para_core.torch_internals import (
 
 # An OpOverload or an OpOverloadPacket.
 Operator = Any
-# Raises its argument, on every rank if called from a user's mode.
+# A function that raises its argument. The function of a user's mode makes all ranks raise.
 Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-# Operators that have the same meaning in every namespace of FlashAttention: flash_attn, flash_attn_3, and those of the
-# Hugging Face Hub, whose namespaces end in a hash.
+# Names of FlashAttention's forward operators. They mean the same in all its namespaces: flash_attn, flash_attn_3, and
+# those of builds from the Hugging Face Hub, which end in a hash.
 _ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 _COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
 _FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
@@ -44,7 +44,8 @@ _COMPUTES_SOMETHING_ELSE = re.compile(
     r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
 )
 
-# Supported arguments, and arguments that affect the speed or the memory of a call but not its result.
+# Arguments of FlashAttention that are converted to SDPA's (_READ) or may be ignored, because they affect the speed or
+# the memory of a call but not its result (_WITHOUT_EFFECT). Any other argument that is set raises an error.
 _READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
     f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
 }
@@ -60,7 +61,7 @@ FLASH_OPERATORS = (
     ("flash_attn", "_flash_attn_varlen_forward"),
     ("flash_attn_3", "_flash_attn_forward"),
     ("flash_attn_3", "fwd"),
-    # Diffusers defines this operator on import, whether or not FlashAttention is installed.
+    # diffusers defines this operator on import, whether or not FlashAttention is installed.
     ("_diffusers_flash_attn_3", "_flash_attn_forward"),
 )
 OTHER_OPERATORS = (
@@ -72,11 +73,11 @@ OTHER_OPERATORS = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
-    """Return the kind of an operator.
+    """Classify an operator by how a mode must handle it.
 
     Returns:
-        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run, ``"other"`` for an operator that
-        computes attention in another way, None for an operator that need not be intercepted.
+        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run, ``"other"`` for any other
+        operator that computes attention, None for an operator that a mode need not intercept.
     """
     return _attention_kind(operator)
 
@@ -87,8 +88,8 @@ def _attention_kind(operator: Operator) -> str | None:
     if namespace == "para_core":
         return None
     if namespace == "aten":
-        # Compiled graphs and this package call overloads, while users call the packet. Disabled() calls the operator
-        # scaled_dot_product_attention to bypass outer modes.
+        # Let these calls pass. Overloads are called by compiled graphs and by this package, while users call the
+        # packet; and Disabled() calls the operator scaled_dot_product_attention to bypass outer modes.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
     elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
@@ -113,9 +114,9 @@ def _overload(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether FlashAttention was loaded under a namespace that is not intercepted at the dispatcher.
+    """Whether a build of FlashAttention is loaded whose namespace is not intercepted at the dispatcher.
 
-    This is so for builds from the Hugging Face Hub.
+    Builds from the Hugging Face Hub have such namespaces.
     """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
     return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
@@ -124,8 +125,8 @@ def has_other_builds() -> bool:
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
 
-    Graphs call overloads. A ``torch.library.custom_op`` that is called by its Python name does too, as in
-    FlashAttention-3, but this does not count.
+    Graphs call overloads, so a call of a packet returns False. The Python function of a ``torch.library.custom_op``
+    (FlashAttention-3 has one) also calls an overload; it is recognized on the stack and returns False.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
@@ -138,7 +139,7 @@ def is_called_by_a_graph(operator: Operator) -> bool:
 
 
 def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
-    """Raise RuntimeError through ``fail``, because ``operator`` computes attention that cannot run over a mesh."""
+    """Call ``fail`` with a RuntimeError which says that ``operator`` computes attention that cannot run over a mesh."""
     fail(
         RuntimeError(
             f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
@@ -150,13 +151,10 @@ def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
     )
 
 
-# -- FlashAttention
-
-
 class _FlashCall(NamedTuple):
     """The arguments of a FlashAttention operator, converted to those of ``scaled_dot_product_attention``."""
 
-    is_varlen: bool  # [S, H, D] instead of [B, S, H, D]
+    is_varlen: bool  # Whether tensors are [S, H, D] instead of [B, S, H, D].
     is_causal: bool
     scale: float | None
     lengths: LengthCheck | None
@@ -172,12 +170,12 @@ def flash_attention(
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 
     Returns:
-        The outputs of the operator: the attention output in the shape of ``q``; an lse that raises on use in eager code
-        and is NaN in compiled code; placeholders for the other outputs.
+        All outputs of the operator. The first is the attention output in the shape of ``q``. The second stands for the
+        lse: in eager code using it raises an error, in compiled code it is NaN. The others are placeholders.
 
     Raises:
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
-        RuntimeError: The call keeps a gradient inside a compiled function.
+        RuntimeError: An input requires a gradient inside a compiled function.
     """
     names, num_outputs = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}
@@ -195,7 +193,8 @@ def flash_attention(
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
-        # The call is inside an autograd.Function whose backward calls the backward operator with this lse.
+        # Gradients are disabled although an input requires one: the call is inside an autograd.Function. Its backward
+        # will pass the lse to the backward operator, so the lse carries the autograd graph there.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
@@ -204,16 +203,15 @@ def flash_attention(
     shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
     rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
     if "dropout_p" in arguments and rest:
-        rest[-1] = torch.empty(
-            2, dtype=torch.int64, device=query.device
-        )  # the state of the random numbers of a dropout
+        # The RNG state of the dropout.
+        rest[-1] = torch.empty(2, dtype=torch.int64, device=query.device)
     if compiling:
         return (out, query.new_full(shape, torch.nan, dtype=torch.float32), *rest)
     return (out, _UnknownLse.make(shape, graph), *rest)
 
 
 def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
-    # FlashAttention uses [B, S, H, D], SDPA [B, H, S, D].
+    # FlashAttention takes [B, S, H, D], SDPA takes [B, H, S, D].
     query, key, value = [(x[None] if call.is_varlen else x).transpose(1, 2) for x in tensors]
     enable_gqa = query.shape[1] != key.shape[1]
     out = handler(SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths))
@@ -242,7 +240,7 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
             continue
-        if isinstance(value, Tensor) or value:  # every other option is off at 0, 0.0 or False
+        if isinstance(value, Tensor) or value:  # All other options are off at 0, 0.0 or False.
             shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
             raise ValueError(
                 f"{operator} got {name} {shown}, which is not computed over several ranks. Leave {name} out, or use "
@@ -267,11 +265,12 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
 def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return the numbers of queries and keys of the sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe.
 
-    A number is None if it equals the length of the tensor; both are None without these arguments.
+    A number is None if it equals the length of the tensor. Both are None if the call has no ``cu_seqlens`` arguments.
 
     Raises:
-        ValueError: The arguments describe several sequences or one that does not begin at token 0, or one is missing.
-        RuntimeError: The call is inside a compiled function, where their values are unknown.
+        ValueError: The call has only one of these arguments, or they describe several sequences, or a sequence that
+            does not begin at token 0.
+        RuntimeError: The call is inside a compiled function, where the values of ``cu_seqlens`` are unknown.
     """
     offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
     if offsets == (None, None):
@@ -298,12 +297,13 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
     return totals[0], totals[1]
 
 
-# Cache, because reading a tensor synchronizes with its device and all layers of a model get the same tensor.
+# The values of cu_seqlens tensors. They are cached, because reading a tensor synchronizes with its device, and all
+# layers of a model get the same tensor.
 _VALUES = WeakTensorKeyDictionary()
 
 
 def _values(offsets: Any) -> list[int]:
-    if offsets.is_inference():  # Inference tensors have no version counter.
+    if offsets.is_inference():  # Without a version counter, cached values could be stale.
         return list(offsets.tolist())
     version, values = _VALUES.get(offsets, (None, []))
     if version != version_of(offsets):
@@ -317,21 +317,22 @@ def _shortened(values: Sequence[int]) -> str:
 
 
 class _UnknownLse(Tensor):
-    """A placeholder for the lse of FlashAttention, which is not gathered over heads and tokens on several ranks.
+    """A placeholder for the lse that FlashAttention returns. On several ranks the real lse is not computed.
 
-    ``torch.autograd.Function`` saves it and passes it to the backward operator, which then computes the gradient of
-    attention over the mesh, or raises. Any other use of the placeholder raises RuntimeError.
+    The ``torch.autograd.Function`` of FlashAttention saves the placeholder and passes it to the backward operator,
+    which is replaced by :func:`_backward`. Any other use of the placeholder raises RuntimeError.
     """
 
     graph: tuple[Sequence[Tensor], Tensor] | None
 
     @staticmethod
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return a placeholder of this shape.
+        """Return a placeholder.
 
         Args:
             shape: The shape of the lse.
-            graph: Query, key and value, and the output with the autograd graph to them; None without gradients.
+            graph: ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
+                inputs; None if no input requires a gradient.
         """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
@@ -357,10 +358,11 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Run a backward operator of FlashAttention over the mesh: write the gradients into ``dq``, ``dk`` and ``dv``.
 
     Returns:
-        An empty tensor.
+        An empty tensor in place of the operator's result, which the caller ignores.
 
     Raises:
-        RuntimeError: The call has no graph to compute the gradient from.
+        RuntimeError: The argument ``softmax_lse`` is no placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv``
+            is missing.
     """
     names, _ = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}

@@ -1,15 +1,15 @@
-"""``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
+"""Run ``torch.nn.attention.flex_attention.flex_attention`` over a mesh.
 
-Modes cannot intercept ``flex_attention`` itself, but only the operator that it calls, ``FlexAttentionHOP``. They see
-each call of it twice:
+A mode cannot intercept ``flex_attention`` itself, but only the operator that this function calls, ``FlexAttentionHOP``.
+The mode sees each call of the operator twice, while Dynamo traces and when the graph runs:
 
-- In eager code ``flex_attention`` compiles the call of the operator and then runs the graph under the mode. While
-  Dynamo traces, only the layout ids of sharded masks are stored in the graph. When the graph runs, eager code computes
-  attention over the mesh.
-- Inside a function that the user compiled, the computation over the mesh is traced. When the mode sees the operator of
-  that graph at run time, it calls it unchanged.
+- In eager code ``flex_attention`` compiles a graph that contains only the operator, and runs it. While Dynamo traces,
+  the mode only stores the layout ids of a sharded mask in the graph. When the graph runs, the mode computes attention
+  over the mesh.
+- Inside a function that the user compiled, the mode lets Dynamo trace the computation over the mesh. When the mode sees
+  the operator of that graph at run time, it calls the operator unchanged.
 
-The two cases are distinguished by the Python stack: only in eager code it has a frame of ``flex_attention``.
+The mode distinguishes the two cases by the Python stack, which has a frame of ``flex_attention`` only in eager code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from para_core.foreign_errors import mask_length_mismatch
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
 
-# Without a mask flex_attention creates one with blocks of at least this size, and compares no lengths.
+# If a call has no mask, flex_attention creates one whose blocks have at least this size. The lengths of such a mask
+# need no check.
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
@@ -45,13 +46,14 @@ _OPTIONS_TEXT = _OPTIONS.as_text()
 
 
 class FlexOverMesh:
-    """The computation of the operator of ``flex_attention`` over a mesh.
+    """A callable that computes the operator of ``flex_attention`` over a mesh.
 
     Args:
         mesh: The ranks that share the sequence.
-        layouts: Returns the layouts of queries and keys, as for
-            :class:`~para_core.attention.mesh_attention.MeshAttention`.
-        options: The options of the mode. Calls raise RuntimeError if an option chooses keys by their positions.
+        layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
+            layout)``.
+        options: The options of the mode. With an option that selects keys (a block mask, kept keys) every call raises
+            RuntimeError.
         assume_equal: Whether to skip the comparison of the call between ranks in eager code.
     """
 
@@ -60,11 +62,11 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's result for this rank's queries: the output, the log-sum-exp and the maxima.
+        """Return the operator's result for this rank's queries: the output, the log-sum-exp and the maximum scores.
 
         Raises:
             ValueError: The mask was not sharded or belongs to another sequence, or the arguments are invalid.
-            RuntimeError: An option of the mode chooses keys by their positions.
+            RuntimeError: An option of the mode selects keys.
         """
         in_eager_code = called_in_eager_code()
         if torch.compiler.is_compiling():
@@ -74,8 +76,6 @@ class FlexOverMesh:
         if in_eager_code:
             return self._run(operator, *args, **kwargs)
         return operator(*args, **kwargs)
-
-    # -- in eager code
 
     def _run(self, operator: Callable[..., Any], *args: Any) -> Any:
         query, key, value, score_mod, mask, scale, kernel_options, *buffers = _with_noted_mask(args)
@@ -106,14 +106,13 @@ class FlexOverMesh:
         if mask[0] >= 0:
             error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
-                # This rank holds all tokens, so flex_attention accepted the whole mask here but raised on other ranks.
+                # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other ranks it
+                # has already raised, so they take no part in an exchange.
                 raise error
             self._raise_everywhere(error)
         expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
-
-    # -- in a graph
 
     def _traced(
         self,
@@ -138,8 +137,6 @@ class FlexOverMesh:
             mask = (*mask[:-1], mod.of_rows)
         return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options)
 
-    # -- in both cases
-
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if self._chooses_keys:
             raise RuntimeError(
@@ -163,7 +160,10 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether this thread's stack has a frame of ``flex_attention``. A call from a user's graph has none."""
+    """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user compiled.
+
+    This is so if the stack of this thread has a frame of ``flex_attention``.
+    """
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is flex_attention.__code__:
@@ -173,9 +173,10 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments with negative layout ids in place of the lengths of a sharded mask.
+    """Return the operator's arguments with the lengths of a sharded mask replaced by negative layout ids.
 
-    Unlike an attribute of its ``mask_mod``, these numbers survive tracing.
+    A traced graph keeps these numbers, but no attributes of the ``mask_mod``. Without a sharded mask the arguments are
+    returned unchanged.
     """
     mask = args[4]
     mod = mask[-1]
@@ -201,9 +202,6 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
         return False
     pairs = zip(layout.segments, other.segments, strict=True)
     return all(a.total == b.total and a.replicated == b.replicated and a.balanced == b.balanced for a, b in pairs)
-
-
-# -- one call, on this rank
 
 
 def _run_operator(
@@ -233,7 +231,7 @@ def _run_operator(
         if of_query is not None:
             key, value = key.index_select(1, of_query), value.index_select(1, of_query)
         buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
-        # Outer modes must not see the operator, because they would shard its heads again.
+        # Outer modes must not see the operator, because they would distribute its heads over the ranks again.
         with DisableTorchFunction():
             results = operator(
                 query,
@@ -259,7 +257,7 @@ def _run_operator(
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the operator's result for no heads, queries or keys: zeros, and ``-inf`` as log-sum-exp and maxima."""
+    """Return the operator's result if there are no heads, queries or keys: zeros, and -inf as lse and maxima."""
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
@@ -268,7 +266,13 @@ def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]
 def _own_mask(
     mask: tuple[Any, ...], plan: AttentionPlan, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
 ) -> tuple[Any, ...]:
-    """Return ``mask`` for this rank's heads and rows, with the lengths of the query and key that the rank computes."""
+    """Return the operator's ``mask`` argument for the heads, query rows and keys that this rank computes.
+
+    Args:
+        first_head, heads: The first head and the number of heads of this rank.
+        rows: The positions of the query rows, as runs ``(start, length)``.
+        query: The query that this rank computes, after the exchange.
+    """
     *tensors, row_block, key_block, mask_mod = mask[2:]
     own = [
         x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
@@ -285,7 +289,13 @@ def _own_mask(
 def _shifted_score_mod(
     score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return ``score_mod`` as a function of this rank's head and row indices, shifted to those of the whole query."""
+    """Return a ``score_mod`` that maps this rank's head and row indices to those of all heads and queries.
+
+    Args:
+        score_mod: The user's function, which expects indices of all heads and queries.
+        head: The first head of this rank.
+        rows: The positions of the query rows of this rank, as runs ``(start, length)``.
+    """
     if len(rows) <= 1:
         start = rows[0][0] if rows else 0
         return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, q + start, k, *buffers)
@@ -301,9 +311,6 @@ def _shifted_mask_mod(
         return lambda b, h, q, k, *buffers: mask_mod(b, h + head, q + start, k, *buffers)
     positions = positions_of(rows, device)
     return lambda b, h, q, k, *buffers: mask_mod(b, h + head, positions[q], k, *buffers)
-
-
-# -- comparison between ranks, and messages
 
 
 def _signature(
@@ -345,9 +352,9 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Return placeholder results of a graph that raises ValueError with ``message`` at run time.
+    """Trace an operator that raises ValueError with ``message`` at run time, and return placeholder results.
 
-    The error is not raised while Dynamo traces, because Dynamo would hide it in its own error.
+    The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
     """
     out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
     stat = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -370,9 +377,11 @@ torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, l
 def explain_unsharded_mask(error: BaseException | None) -> None:
     """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a mask.
 
-    ``flex_attention`` raises such an error for an unsharded mask before any mode sees the call.
+    ``flex_attention`` itself raises such an error for an unsharded mask, before any mode sees the call. ``error`` is
+    None if the mode is left without an exception.
     """
-    # Dynamo traces this if a mode is left in a graph, and in torch 2.11 it cannot trace a search in a text.
+    # Do not search the message of None: Dynamo traces this function if a mode is left in a graph, and Dynamo of torch
+    # 2.11 cannot trace a search in a string.
     mismatch = None if error is None else mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(

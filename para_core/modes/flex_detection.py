@@ -1,4 +1,4 @@
-"""Find out whether a model uses flex attention, by the names in the Python modules of its classes."""
+"""Detect whether a model uses flex attention, by the names in the Python modules that define its classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
 
 
 def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether the Python modules that define ``module``'s classes name flex attention or a function for its masks."""
+    """Whether a Python module that defines one of ``module``'s classes uses a name of flex attention or of its masks.
+
+    The classes are those of all submodules and of their attention processors.
+    """
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
     files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
     return any(_names_flex_attention(sys.modules.get(name)) for name in files if not name.startswith("torch."))

@@ -38,7 +38,8 @@ def _attention(
     attn_func: AttnFunc | None = None,
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
-    # A mode that is constructed from a DeviceMesh on NCCL exchanges which ranks share a GPU, too costly for each call.
+    # Construct the mode from a SequenceMesh: from a DeviceMesh on NCCL it would run an exchange to detect ranks that
+    # share a GPU, which is too costly for each call.
     ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
     mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))

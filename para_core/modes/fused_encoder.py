@@ -1,10 +1,11 @@
 """Disable torch's fused encoder kernels in this process while any thread is inside a mode.
 
-In eager code torch does not use these kernels while a mode is on. Dynamo does, and passes them to no mode. They are
-therefore disabled while a mode is entered, also while a mode is entered in a graph that is being traced.
+In eager code torch does not use these kernels while a mode is on. Graphs that Dynamo traces do use them, and no mode
+sees these calls. The kernels are therefore disabled while a mode is entered, in eager code or in a graph that is being
+traced.
 
-The switch (``torch.backends.mha``) belongs to the process, so its holders are counted per process: the first holder
-saves the state of the switch, and the last one restores it.
+The switch (``torch.backends.mha``) belongs to the process, so the modes that need it off are counted per process: the
+first one saves the state of the switch, and the last one restores it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from para_core.torch_internals import CompileContext, TraceId
 
 class _Holder(NamedTuple):
     thread: int
-    trace: TraceId | None  # the current Dynamo trace and its attempt; None in eager code
+    trace: TraceId | None  # The current Dynamo trace and its attempt; None in eager code.
 
 
 class _CountedSwitch:
@@ -46,7 +47,7 @@ class _CountedSwitch:
             if not self._holders:
                 return
             self._drop_stale(own)
-            # A graph that gathers without having sharded restores what it never disabled.
+            # A graph that gathers without sharding calls restore() without disable(). Unary + drops its negative count.
             self._holders[own] -= 1
             self._holders = +self._holders
             if not self._holders:
@@ -55,9 +56,9 @@ class _CountedSwitch:
     def _drop_stale(self, own: _Holder) -> None:
         """Remove the holders of traces that Dynamo has aborted.
 
-        Dynamo may stop a trace with an error or to restart it, and then nothing is released. It traces in one thread at
-        a time. During a trace, the holders of all other traces are therefore stale; in eager code, those of this thread
-        are.
+        If Dynamo stops a trace, because of an error or to restart it, the trace never calls :meth:`restore`. Dynamo
+        traces in one thread at a time. During a trace, the holders of all other traces are therefore stale; in eager
+        code, the holders of all traces in this thread are.
         """
         for holder in list(self._holders):
             if holder.trace not in (None, own.trace) and (own.trace is not None or holder.thread == own.thread):
@@ -74,13 +75,13 @@ _SWITCH = _CountedSwitch()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def disable() -> None:
-    """Disable torch's fused encoder kernels until :func:`restore`. In compiled code this runs during tracing."""
+    """Disable torch's fused encoder kernels until :func:`restore`. In a compiled function this runs while tracing."""
     _SWITCH.disable()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
-    """Undo one :func:`disable`. Undoing the last one, from any thread, restores the state before the first."""
+    """Undo one call of :func:`disable`. Undoing the last one, from any thread, restores the original state."""
     _SWITCH.restore()
 
 

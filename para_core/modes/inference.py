@@ -1,4 +1,4 @@
-"""Infer the sequence of a tensor from its length. Pure values: no torch.distributed, no tensors.
+"""Infer which sequence a tensor holds from its length on this rank. Pure arithmetic, without tensors or communication.
 
 A mode knows the sequences that were sharded through it or declared replicated. A tensor holds one of these n sequences,
 or a concatenation of some of them in the order in which they became known: 2 ** n - 1 candidates.
@@ -8,9 +8,9 @@ totals. If the candidate that fits on this rank conflicts with another one, that
 so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths on every rank
 differ only in their order, which matters for a mask and for ``is_causal``.
 
-**Cost.** The sums of all choices among the first k lengths are stored as the bits of one integer, computed with one
-shift per length. The search then follows only choices that sum to the wanted length, in n steps each. These choices are
-compared on every rank; usually there is only one.
+**Cost.** For each k, one integer stores as bits which sums the first k lengths can have; one shift per length computes
+it. The search then only follows choices that sum to the wanted length, with n steps for each of them. Every rank
+compares all these choices; usually there is only one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import accumulate, chain, islice
 
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 
-# Maximum number of candidates of one length to compare. More are an error.
+# Maximum number of candidates with the same length that are compared. If there are more, the call is an error.
 _MAX_COMPARED = 4096
 # Maximum number of sequences whose concatenations are all compared if lengths are symbolic.
 _MAX_SYMBOLIC = 8
@@ -42,7 +42,8 @@ def sequence_of_length(
         ordered: Whether the call depends on the positions of tokens in the sequence.
 
     Raises:
-        ValueError: No candidate fits, or several fit on some rank, or the order of the segments is needed and unknown.
+        ValueError: No candidate has this length, or several have it on some rank, or the call depends on the order of
+            the segments and the order is unknown.
     """
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:
@@ -54,10 +55,11 @@ def sequence_of_length(
 def sequence_of_symbolic_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Do the work of :func:`sequence_of_length` with symbolic lengths, which can be compared but not hashed.
+    """Return the result of :func:`sequence_of_length` for symbolic lengths, which can be compared but not hashed.
 
     Raises:
-        ValueError: As :func:`sequence_of_length`; or there are more than 8 sequences, too many to compare.
+        ValueError: For the reasons of :func:`sequence_of_length`, or because there are more than 8 segments: then all
+            their concatenations are too many to compare.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -73,11 +75,11 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of the known segment with ``total`` tokens, or equal parts if nothing has this length.
+    """Return the layout of the known segment with ``total`` tokens; equal parts if no segment has this length.
 
     Raises:
-        ValueError: Several segments or a concatenation of segments have ``total`` tokens, so that their order is
-            unknown; or there are more than 8 segments, too many to compare.
+        ValueError: Several segments have ``total`` tokens; or a concatenation of segments has, so that their order is
+            unknown; or there are more than 8 segments, whose concatenations are too many to compare.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -141,7 +143,7 @@ def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: in
 
 
 def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
-    """Return the layouts of all candidates: each nonempty choice of segments, concatenated in their order."""
+    """Return the layouts of all candidates: of each nonempty choice of segments, concatenated in the given order."""
     chosen: list[tuple[Segment, ...]] = [()]
     for segment in segments:
         chosen = chosen + [(*before, segment) for before in chosen]
@@ -151,17 +153,23 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 def _rivals(
     fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
-    """Yield the other candidates whose length equals that of ``fitting`` on some rank.
+    """Yield the other candidates that have the same length as ``fitting`` on some rank.
+
+    Args:
+        fitting: The layout of the candidate that fits on this rank.
+        fitting_choice: The indices of its segments in ``segments``.
+        ordered: Whether candidates with the same length on every rank are yielded too.
+        kind: The name of the tensor in error messages.
 
     Raises:
-        ValueError: There are too many of them to compare.
+        ValueError: There are more than 4096 of them.
     """
-    # Ranks with equal lengths of all segments give the same candidates, so one of them is enough.
+    # Ranks on which all segments have the same lengths give the same candidates, so one such rank is enough.
     columns = {
         tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
     }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
-        return  # Equal lengths on one rank then are equal lengths on all ranks.
+        return  # All ranks hold equal parts, so candidates of equal length on one rank are equal on all.
     choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != fitting_choice:
@@ -174,11 +182,15 @@ def _rivals(
 
 
 def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield indices of each nonempty choice of ``sizes`` with sum ``total``, choices without the last size first."""
+    """Yield each nonempty choice of ``sizes`` with the sum ``total``, as a tuple of ascending indices.
+
+    Choices without the last size come first.
+    """
     up_to = (1 << total + 1) - 1
     # Bit i of sums[k] is set if a choice among the first k sizes sums to i.
     sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
-    # Stack of (number of sizes not yet decided, sum that these must give, indices chosen from the other sizes).
+    # Stack of partial choices: (number of leading sizes not yet decided, sum that these must give, chosen indices of
+    # the other sizes).
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
     while open_:
         first, left, chosen = open_.pop()

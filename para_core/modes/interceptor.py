@@ -1,6 +1,6 @@
-"""Interception of attention calls, by torch function modes or at the dispatcher.
+"""Intercept attention calls, in torch function modes or at the dispatcher.
 
-The callers pass the function that computes an intercepted call (``handler``).
+The argument ``handler`` of these functions computes an intercepted SDPA call.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from para_core.torch_internals import (
 SDPA = F.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
-# Operators that take functions: torch.cond, and the operator to which Dynamo lowers torch.utils.checkpoint.
+# Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
+# torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
 
 
 def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` on this rank only. Under a plan the other ranks have equal arguments and raise it too."""
+    """Raise ``error`` without telling other ranks. Under a plan they have equal arguments and raise it themselves."""
     raise error
 
 
@@ -71,11 +72,12 @@ def intercept(
         handler: Computes SDPA calls.
         ranks: Number of ranks, for error messages.
         func: The function that was called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        flex: Computes the operator of ``flex_attention``, called with the operator, its arguments and its keyword
-            arguments. If None, the operator raises.
-        fail: Raises its argument, an error in the arguments of an attention call, on all ranks if the mode can.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
+        flex: Computes a call of the operator of ``flex_attention``; it is called with the operator, ``args`` and
+            ``kwargs``. If None, such a call raises RuntimeError.
+        fail: A function that raises its argument, used for invalid arguments of an attention call. The one of a user's
+            mode makes all ranks raise.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
@@ -85,10 +87,10 @@ def intercept(
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
             return handler(call)
-        with _DISPATCH_KEY.excluded():  # Only the innermost interception may handle the call.
+        with _DISPATCH_KEY.excluded():  # This mode handles the call, so the dispatcher must not intercept it again.
             return handler(call)
     if func is UNFLATTEN and torch.compiler.is_compiling():
-        # Dynamo cannot trace the method under a mode, because it is a Python method that calls super().
+        # Dynamo cannot trace Tensor.unflatten under a mode, because it is a Python method that calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
@@ -117,14 +119,17 @@ def intercept(
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return ``func(*args, **kwargs)`` without interception, by an equal function that Dynamo can trace."""
+    """Return ``func(*args, **kwargs)`` without interception.
+
+    While Dynamo traces, ``torch.unflatten`` replaces ``Tensor.unflatten``, which Dynamo cannot trace under a mode.
+    """
     if func is UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 class Disabled(TorchFunctionMode):
-    """A mode that hides attention calls from outer modes, by calling operators that they do not intercept."""
+    """A mode that hides attention calls from outer modes, by calling operators that these modes do not intercept."""
 
     def __enter__(self) -> Disabled:
         self._guard = None
@@ -147,7 +152,8 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        # An outer mode must not bind a checkpoint in this context, nor report a softmax as attention that it missed.
+        # Hide these calls too: an outer mode would bind a checkpoint to itself (set_grad_enabled shows it one), or
+        # report a softmax as attention that it could not intercept.
         hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or is_softmax(func)
@@ -158,7 +164,7 @@ class Disabled(TorchFunctionMode):
 
 
 def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return ``attn_func`` wrapped so that no mode intercepts the attention inside it. None gives None."""
+    """Return a wrapper of ``attn_func`` in which no mode intercepts attention; None if ``attn_func`` is None."""
     if attn_func is None:
         return None
 
@@ -169,19 +175,20 @@ def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | 
     return run
 
 
-# -- operators that run functions
-
-
 def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequence[Any], kwargs: Any) -> Any:
-    """Return the result of operator ``func`` with ``mode`` entered inside each of its function arguments.
+    """Return the result of the operator ``func``, with ``mode`` entered inside each of its function arguments.
 
-    Modes see the operator itself but are off inside the functions that it runs.
+    This is necessary because modes see the operator itself but are off inside the functions that it runs.
     """
     return func(*[_under(mode, arg) if callable(arg) else arg for arg in args], **kwargs)
 
 
 class _ReenteredMode(TorchFunctionMode):
-    """A mode that forwards to ``mode``. It is constructed inside a branch, where outer modes cannot be entered."""
+    """A mode that forwards all calls to ``mode``.
+
+    It exists for branches of ``torch.cond``: a mode from outside cannot be entered there, but one that is constructed
+    inside the branch can.
+    """
 
     def __init__(self, mode: TorchFunctionMode) -> None:
         super().__init__()
@@ -201,16 +208,16 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)`` inside a function argument of an operator, and allow it to enter modes there."""
-    # Dynamo reports a change of the mode stack as a side effect, even if the stack is restored at the end.
+    """Return ``function(*args)``, called in a branch of a higher-order operator. ``function`` may enter modes."""
+    # Dynamo would refuse a branch that enters a mode: it counts a change of the mode stack as a side effect, even if
+    # the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 
-# -- at the dispatcher: for eager code that keeps no gradient
-#
-# A mode is called for every torch function: an empty mode around FLUX's transformer adds a third to its host time. A
-# dispatch key that no other kernel uses intercepts only the registered operators, and only in threads that include the
-# key. All other operators fall through it at no cost.
+# The rest of this file intercepts at the dispatcher, for eager code without gradients. A mode is called for every torch
+# function: an empty mode around FLUX's transformer adds a third to its host time. A dispatch key that no other kernel
+# uses intercepts only the registered operators, and only in threads that include the key. All other operators fall
+# through it at no cost.
 
 
 class ThreadState(threading.local):
@@ -226,9 +233,9 @@ THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
-    """Return the output of ``call`` computed by the next outer handler, or on one device if there is none.
+    """Return the output of ``call``, computed by the handler of the enclosing :func:`at_the_dispatcher` context.
 
-    For use inside the handler of the innermost :func:`at_the_dispatcher`.
+    To be called by the handler of the innermost context. If that is the only one, the call runs on one device.
     """
     handlers = THREAD_STATE.handlers
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
@@ -239,9 +246,10 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
-    # In torch 2.11 is_compiling() is False while a backend traces.
+    # Ask for the tracing context too, because in torch 2.11 is_compiling() is False while a backend traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
-        # The cache key of a graph does not include this dispatch key, so a cached single-rank graph could be reused.
+        # Interception cannot be traced here: the cache key of a graph does not include this dispatch key, so a graph
+        # that was cached on a single rank could be reused.
         raise RuntimeError(
             "scaled_dot_product_attention in a function that was compiled on its own, inside a parallel model: the "
             "graph would attend to this rank's tokens only. Compile the model, or modules of it; or call this "
@@ -252,7 +260,7 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return the dispatcher kernel for an attention operator of another package: compute it over the mesh, or raise."""
+    """Return a dispatcher kernel for an attention operator of another package. It computes over the mesh, or raises."""
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
@@ -277,7 +285,7 @@ _DISPATCH_KEY = SpareDispatchKey(
 
 
 def dispatcher_is_available() -> bool:
-    """Whether :func:`at_the_dispatcher` can be used in this process. If not, use a mode; the results are equal."""
+    """Whether :func:`at_the_dispatcher` works with this version of torch. If not, use a mode; the results are equal."""
     return _DISPATCH_KEY.is_available()
 
 
@@ -286,12 +294,12 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
     Attention operators of other packages are computed by ``handler`` too, or raise. Use a mode instead for traced code
-    and for calls that keep a gradient, because autograd runs the backward outside of this context.
+    and for calls that require a gradient, because autograd runs the backward outside of this context.
 
     Args:
         handler: Computes SDPA calls.
-        is_active: Whether attention operators of other packages are intercepted at the time of a call. SDPA calls
-            always reach ``handler``.
+        is_active: A function that tells at the time of a call whether attention operators of other packages are
+            intercepted. SDPA calls always reach ``handler``.
 
     Raises:
         RuntimeError: :func:`dispatcher_is_available` is False.

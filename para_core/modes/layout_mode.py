@@ -1,4 +1,4 @@
-"""A mode's choice of layout for each tensor: the explicit one, that of a sharded sequence, or equal parts."""
+"""The base class of modes that choose a layout for each tensor: explicit, that of a sharded sequence, or equal parts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
-# The layouts of queries and of keys; None for the keys if these have the layout of the queries.
+# The explicit layouts of queries and of keys. None for the keys means that they have the layout of the queries.
 ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
 
 
 class LayoutMode(ShardingMode):
     """A mode that knows which rank holds which tokens of queries, keys and masks.
 
-    Explicit layouts take precedence over sharded sequences. Without either, the ranks hold equal parts.
+    An explicit layout takes precedence over the sequences sharded through the mode. Without either, ranks hold equal
+    parts.
 
     Args:
         layout, key_layout: The explicit layouts of queries and keys, as :class:`UnifiedAttnMode` takes them.
@@ -125,7 +126,11 @@ class LayoutMode(ShardingMode):
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Return ``sequence`` if it is passed, else the explicit layout, that of a sharded sequence, or equal parts."""
+        """Return the layout of a dim of a mask over all tokens.
+
+        This is ``sequence`` if it is passed, else the explicit layout, else that of the sharded sequence with ``total``
+        tokens, else equal parts.
+        """
         if sequence is not None:
             return self._checked(sequence)
         if self._explicit is not None:
@@ -153,9 +158,9 @@ class LayoutMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Return an attention mask over this rank's keys gathered along its last dim, with one column for each key.
+        """Gather the columns of an attention mask, so that a mask of this rank's keys covers all keys of the sequence.
 
-        SDPA calls gather such a mask automatically if its length shows that it covers this rank's keys only.
+        SDPA calls do this automatically for a mask whose length shows that it covers this rank's keys only.
 
         Args:
             mask (`Tensor`): A mask whose last dim has the keys of this rank.
@@ -196,7 +201,7 @@ class LayoutMode(ShardingMode):
             self._note_state()
 
     def set_layout(self, layout: SequenceLayout) -> None:
-        """Use ``layout`` for the queries and keys of all later attention calls of this mode, without a context.
+        """Use ``layout`` for the queries and keys of all later attention calls; unlike :meth:`using`, not a context.
 
         Args:
             layout (:class:`SequenceLayout`): The layout of the queries and keys.
@@ -214,10 +219,10 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a sequence with ``held`` tokens on this rank.
+        """Return the layout of a sequence of which this rank holds ``held`` tokens.
 
-        This is the explicit layout if there is one, else that of a sharded sequence. If none is known, the parts are
-        assumed to be equal.
+        This is the explicit layout if there is one, else the layout of a sharded sequence. If no sequence was sharded,
+        all ranks are assumed to hold equal parts.
 
         Raises:
             ValueError: If ``held`` does not fit the explicit layout or any sharded sequence, or fits several.

@@ -1,10 +1,11 @@
-"""Activation checkpointing inside a mode: functions that the backward recomputes must run under the mode again.
+"""Support activation checkpointing inside a mode: a function that the backward recomputes must run under the mode.
 
-The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. No mode sees
-``torch.utils.checkpoint`` itself, which is plain Python. The function that it stores is therefore replaced at the first
-operation that reveals it: its ``no_grad`` with ``use_reentrant=True``, its hooks on saved tensors with
-``use_reentrant=False``. Written for torch 2.13 (``torch/utils/checkpoint.py``). If the variables of the reentrant
-version have other names, an error tells the user to bind the function.
+The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. A checkpointed
+function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again. No mode sees a call of
+``torch.utils.checkpoint``, which is plain Python, so the function is bound at an operation that follows: with
+``use_reentrant=True`` when the checkpoint enters ``no_grad``, with ``use_reentrant=False`` at an attention call, by the
+hooks on saved tensors. Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables
+of the reentrant checkpoint, an error tells the user to bind the function.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-# Maximum distance from a mode's handler to CheckpointFunction.forward: two frames of torch.no_grad, and those of outer
-# modes.
+# Maximum number of stack frames between a mode's handler and CheckpointFunction.forward: two of torch.no_grad, and
+# those of outer modes.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
-# Returns a wrapper that runs a function under a mode in the mode's current state.
+# A function that wraps a function, so that it runs under a mode with the mode's current layouts.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -37,7 +38,9 @@ def is_in_backward() -> bool:
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
-    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is disabling gradients, if one is.
+    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``, if there is one.
+
+    Called by a mode whenever gradients are being disabled.
 
     Raises:
         RuntimeError: The function cannot be replaced.
@@ -59,8 +62,8 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    Must be called at every attention call in eager code, also without gradients, because a checkpoint recomputes those
-    parts too.
+    Must be called at every attention call in eager code, also if gradients are disabled, because a checkpoint
+    recomputes such parts of its function too.
 
     Args:
         owner: The mode. A function that is already bound to it is not bound again.
@@ -68,7 +71,7 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
     """
     frame = _frame_of(top_saved_tensors_hooks(True))
     if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
-        # The call that bound the innermost checkpoint has also bound the outer ones.
+        # The innermost checkpoint is bound already, and whoever bound it has also bound the outer ones.
         return
     for hooks in all_saved_tensors_hooks():
         frame = _frame_of(hooks)
@@ -79,7 +82,7 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
 
 def _frame_of(hooks: Any) -> Any:
-    """Return the checkpoint frame that registered ``hooks`` on saved tensors, or None if it was not a checkpoint."""
+    """Return the checkpoint frame that registered ``hooks`` on saved tensors; None if no checkpoint registered them."""
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)

@@ -1,4 +1,4 @@
-"""The base class of modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
+"""The base class of all modes: it shards and gathers tensors, and keeps the layouts of sharded sequences."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from para_core.distributed.sharding import gather_tokens, shard_tokens
 # A length stored on a mode: an int while tracing, else the first dim of a tensor without elements. Dynamo treats an int
 # attribute of a mode as a constant and would recompile for every length, but makes sizes of tensors symbolic.
 Length = int | Tensor
-# One tuple per segment: name, total, replicated, balanced.
+# A layout as one tuple per segment: (name, total, replicated, balanced).
 TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
     """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
 
-    While it is entered, it keeps the layouts of the sequences that were sharded through it.
+    Until it is left, it keeps the layouts of the sequences that were sharded through it.
 
     Args:
-        mesh: The ranks that share a tensor.
+        mesh: The ranks over which tensors are sharded.
         assume_equal: Whether to skip the small exchange in eager code that turns invalid input on one rank into an
             error on all ranks.
     """
@@ -67,19 +67,19 @@ class ShardingMode(TorchFunctionMode):
                 self._check_use()
 
     def _begin(self) -> None:
-        """Run when the mode is entered for the first time, but not when it is nested in itself. Does nothing here."""
+        """Do nothing. A subclass's override runs when the mode is entered, but not when it is entered inside itself."""
 
     def _end(self) -> None:
-        """Run when the outermost context of the mode is left. Does nothing here."""
+        """Do nothing. A subclass's override runs when the outermost context of the mode is left."""
 
     def _check_use(self) -> None:
-        """Run when the mode is left without an exception in eager code; may raise or warn. Does nothing here."""
+        """Do nothing. An override runs in eager code when the mode is left without an exception, and may raise."""
 
     def _note_state(self) -> None:
-        """Run after the known sequences have changed in eager code. Does nothing here."""
+        """Do nothing. A subclass's override runs in eager code after the known sequences or layouts have changed."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Run on each part ``x`` that :meth:`shard` returns in eager code. Does nothing here."""
+        """Do nothing. A subclass's override runs in eager code with each part ``x`` that :meth:`shard` returns."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
         """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and :meth:`gather`.
@@ -96,8 +96,6 @@ class ShardingMode(TorchFunctionMode):
         if balance not in (None, "causal"):
             raise ValueError(f"balance is {balance!r}; expected 'causal', or None for consecutive tokens.")
         return even_layout(total, self._mesh.ranks, balanced=balance == "causal")
-
-    # -- known sequences
 
     def _set_known(self, sequences: TraceSafeLayout) -> None:
         self._known = sequences
@@ -127,7 +125,7 @@ class ShardingMode(TorchFunctionMode):
     def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
             # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the graph, so shard
-            # and gather do their work. The first shard after a gather belongs to a new call of the model.
+            # and gather do the work of both. The first shard after a gather belongs to a new call of the model.
             if self._gathered:
                 self._known = ()
                 self._begin()
@@ -136,8 +134,6 @@ class ShardingMode(TorchFunctionMode):
         same = [other for other in segments_of(self._known) if (other.replicated, other.balanced) == kind]
         if not [other for other in same if other.total == segment.total]:
             self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
-
-    # -- sharding and gathering
 
     def shard(
         self,
@@ -211,7 +207,7 @@ class ShardingMode(TorchFunctionMode):
         In eager code the ranks compare it, and all ranks raise if it is invalid on one of them or differs between them.
 
         Args:
-            whole: Whether ``x`` is the whole tensor, and not this rank's part.
+            whole: Whether ``x`` is the whole tensor. Otherwise it is this rank's part.
         """
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
@@ -258,7 +254,10 @@ def _difference(records: list[Record]) -> str:
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
-    """Return ``segments`` in a form that may be stored on a mode; :func:`segments_of` is the inverse."""
+    """Convert ``segments`` for storage on a mode, so that Dynamo makes their lengths symbolic.
+
+    :func:`segments_of` is the inverse.
+    """
     traced = torch.compiler.is_compiling()
     return tuple(
         [

@@ -25,8 +25,8 @@ class BlockSparseAttnMode(UnifiedAttnMode):
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
         block_mask (`Tensor`): A bool tensor ``[blocks of queries, blocks of keys]``, used for all heads and samples.
-            Its number of blocks must fit every attention call inside, also on a single rank. Use :meth:`disable` for
-            calls with other lengths.
+            Its number of blocks must fit the lengths of every attention call under the mode, also on a single rank. Use
+            :meth:`disable` for calls with other lengths.
         block_size (`int` or pair of `int`): Tokens per block, or the pair (tokens of queries, tokens of keys). The last
             block may be shorter.
         options (*optional*): The options of :class:`UnifiedAttnMode`.

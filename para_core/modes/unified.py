@@ -57,10 +57,10 @@ class UnifiedAttnMode(LayoutMode):
         options (*optional*): Options of :class:`AttnOptions`:
 
             - ``ulysses_chunks`` (`int`, *optional*, defaults to `1`): Number of parts into which each rank's heads are
-              split, so that one part is sent while another is computed. Has no effect on calls that keep a gradient.
+              split, so that one part is sent while another is computed. Has no effect on calls that require a gradient.
             - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes
               sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one scale per token and
-              head. Not exact, and only for calls that keep no gradient.
+              head. Not exact, and only applied to calls that require no gradient.
             - ``rotate_method`` (`str`, *optional*, defaults to `"alltoall"`): How keys and values reach the other ranks
               of a ring. ``"alltoall"`` passes them on from neighbour to neighbour. ``"allgather"`` gathers them in one
               collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
@@ -69,8 +69,8 @@ class UnifiedAttnMode(LayoutMode):
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
               ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
               package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``
-              and ``"sage"`` (SageAttention) compute q·k in 8 bits; they are not exact, and only for calls that keep no
-              gradient. Defaults to the choice of PyTorch, which respects ``sdpa_kernel(...)``.
+              and ``"sage"`` (SageAttention) compute q·k in 8 bits; they are not exact, and only applied to calls that
+              require no gradient. Defaults to the choice of PyTorch, which respects ``sdpa_kernel(...)``.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.
@@ -82,7 +82,8 @@ class UnifiedAttnMode(LayoutMode):
     ...     y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
     """
 
-    # The mesh dim to which all ranks of a plain ProcessGroup belong, and the dim that must have size 1, if any.
+    # The mesh dim that a plain ProcessGroup is used for, and the mesh dim that must have size 1 (None: either may be
+    # larger).
     group_dim = "ulysses"
     _single_dim: str | None = None
 
@@ -126,14 +127,12 @@ class UnifiedAttnMode(LayoutMode):
             self._mesh, self._layouts, self._options, assume_equal=self._assume_equal, attn_func=self._attn_func
         )
 
-    # -- entering and leaving
-
     def _note_state(self) -> None:
         layouts = () if self._explicit is None else self._explicit
         explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
         self._attention.under((explicit, segments_of(self._known)))
-        # A model whose inputs were never sharded computes the same result on every rank. Look for that mistake only
-        # while no layout and no sharded sequence is known.
+        # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake only while
+        # no layout and no sharded sequence is known.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
@@ -171,7 +170,7 @@ class UnifiedAttnMode(LayoutMode):
                 raise RuntimeError(message)
             warn_user(message, ParallelWarning)
         elif not self.intercepted:
-            self.intercepted = True  # once per mode
+            self.intercepted = True  # So that each mode warns only once.
             warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
                 "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel "
@@ -218,14 +217,12 @@ class UnifiedAttnMode(LayoutMode):
                 self._explicit = explicit
                 self._set_known(sequences)
                 yield
-                # The user has not left the mode here, so the check for unused modes must not warn.
+                # The check for unused modes must not warn when this internal use of the mode ends.
                 self.intercepted, self._computed_by_hand = True, False
         finally:
             sequences, self._explicit, self._is_resumed, intercepted = before
             self.intercepted = self.intercepted or intercepted
             self._set_known(sequences)
-
-    # -- intercepting
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -238,7 +235,8 @@ class UnifiedAttnMode(LayoutMode):
         if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
-            # A compiled graph is running. Its SDPA call is compiled away, so the operator is the only sign of it.
+            # A compiled graph is running. It contains our operator in place of the SDPA call, so this is the only place
+            # to see that attention runs inside a checkpoint.
             bind_checkpoint(self, self.bound)
         if not torch.compiler.is_compiling() and is_softmax(func):
             mesh = self._mesh
@@ -262,8 +260,6 @@ class UnifiedAttnMode(LayoutMode):
         if not torch.compiler.is_compiling():
             bind_checkpoint(self, self.bound)
         return self._attention(call)
-
-    # -- CFG branches over the batch mesh dim
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return this rank's CFG branches (or samples) of ``x``, as a contiguous copy.
