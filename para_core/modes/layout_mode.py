@@ -1,4 +1,4 @@
-"""The base class of modes that choose a layout for each tensor: explicit, that of a sharded sequence, or equal parts."""
+"""The base class of modes that choose a layout for each tensor: explicit, of a sharded sequence, or equal parts."""
 
 from __future__ import annotations
 
