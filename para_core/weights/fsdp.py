@@ -1,6 +1,6 @@
-"""Shard weights by PyTorch's FSDP2: each block is gathered just before it runs, and freed afterwards.
+"""Shard weights with PyTorch's FSDP2: the weights of each block are gathered just before it runs, and freed afterwards.
 
-The result is bit-equal to that of replicated weights. For inference: the parameters take no gradients.
+The output has the same bits as with replicated weights. For inference only: the parameters do not require gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
 
-# Parameters outside of the blocks with fewer elements than this stay on every rank. Pipelines read some of them
-# directly (the last norm of CLIP), and they are too small to justify a collective.
+# Parameters outside of the blocks with fewer elements than this stay on every rank. They are too small to be worth a
+# collective, and pipelines read some of them directly, such as the last norm of CLIP.
 LARGE = 2**20
-# The attribute of a module that holds its Gradients until :func:`gather_blocks`.
+# Name of the module attribute that holds the Gradients of its parameters until gather_blocks restores them.
 _GRADIENTS = "_para_core_fsdp_gradients"
 
 
@@ -38,24 +38,26 @@ def shard_blocks(
     offload_policy: OffloadPolicy | None = None,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard each of ``blocks`` over ``mesh``. While one block computes, the next one is gathered.
+    """Shard the weights of ``module`` over ``mesh``, with each of ``blocks`` as an FSDP2 unit. Changes the module in
+    place.
 
-    Large parameters outside of the blocks (text embeddings) are sharded too, and gathered for a whole call of
-    ``module``.
+    While one block computes, the next one is gathered. Large parameters outside of the blocks, such as text embeddings,
+    are sharded too, and gathered for a whole call of ``module``.
 
     Args:
         module: The model. All ranks of ``mesh`` must hold the same weights and call the model equally often.
         blocks: Blocks of ``module``, in the order in which they run.
         mesh: A mesh of one dim, or of two, ``replicate × shard`` (HSDP).
-        offload_policy: FSDP2's policy for offloading. ``CPUOffloadPolicy()`` keeps this rank's part in host memory.
-        replicated: Parameters of ``module`` that stay on every rank.
+        offload_policy: FSDP2's policy for offloading. ``CPUOffloadPolicy()`` keeps this rank's shards in host memory.
+        replicated: Parameters of ``module`` that are not sharded but stay on every rank.
 
     Raises:
-        ValueError: If FSDP2 cannot shard a weight of this type. The module is then unchanged.
+        ValueError: If FSDP2 cannot shard the type of one of the weights. The module is then unchanged.
     """
     require_shardable(module, replicated)
     policy, kept = offload_policy or OffloadPolicy(), set(replicated)
-    # FSDP2 requires one dtype for parameters that take gradients, but diffusers keeps some parameters in float32.
+    # Turn gradients off, because FSDP2 requires one dtype for all parameters that take gradients, and diffusers keeps
+    # some parameters in float32.
     gradients = Gradients()
     gradients.stop(module)
     module.__dict__[_GRADIENTS] = gradients
@@ -64,32 +66,35 @@ def shard_blocks(
     with unwrapped([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-        # One root module, so that blocks share streams and can be prefetched.
+        # Make the whole model one FSDP2 root, so that its blocks share streams and can be prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # Before the wrappers return, because each later private subclass takes its name from this class.
+            # Set the class while the wrappers are off, because a wrapper added later makes its own class, named after
+            # this one.
             part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     if mesh.device_type != "cpu":
-        # FSDP2 moves only the parameters that it shards.
+        # FSDP2 moves only the parameters that it shards to the device, so move the others here.
         for parameter in small:
             parameter.data = parameter.data.to(mesh.device_type)
 
 
 def _private_class(fsdp_class: type, written: type) -> type:
-    """Return the subclass of ``fsdp_class`` that has the name of the class that the model's author wrote.
+    """Return a subclass of ``fsdp_class`` that has the name and docstring of ``written``, the class by the model's
+    author.
 
-    diffusers' ``compile_repeated_blocks`` and transformers' output recorders look blocks up by the name of their class,
-    and FSDP2 renames the class. It keeps one class per original class for the whole process, so renaming that class
-    back would also affect the user's own models. Blocks of one class share their private class, and so their graphs.
+    FSDP2 changes the class of a block to one with another name, but diffusers' ``compile_repeated_blocks`` and
+    transformers' output recorders look blocks up by class name. FSDP2 keeps one class per original class for the whole
+    process, so renaming it in place would also affect the user's other models. Blocks of one class share the returned
+    class, and so their compiled graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
 
         def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # FSDP2's __new__ finds the original class by its position among the bases of the class that is passed, so
-            # FSDP2's own class is passed instead of ``cls``.
+            # FSDP2's __new__ finds the original class by its position among the base classes, which in a subclass is
+            # another one. So pass FSDP2's own class instead of ``cls``.
             return fsdp_class.__new__(fsdp_class, *args, **kwargs)
 
         namespace = {
@@ -104,7 +109,7 @@ def _private_class(fsdp_class: type, written: type) -> type:
     return private
 
 
-# FSDP2's class to the private class, which lives as long as a module uses it.
+# The private class for each class of FSDP2. An entry disappears when no module uses the private class.
 _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
@@ -117,10 +122,10 @@ def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
 
 
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
-    """Raise ``ValueError`` if FSDP2 cannot shard a weight of ``module``.
+    """Raise ``ValueError`` if ``module`` has a weight that FSDP2 cannot shard.
 
-    A weight must be a plain parameter, a DTensor, or a tensor with ``fsdp_pre_all_gather``. The parameters in
-    ``replicated`` are not checked.
+    A weight must be a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, and not in
+    float8. The parameters in ``replicated`` are not checked.
     """
     kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
@@ -143,7 +148,7 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
 
 @runtime_checkable
 class _Gathered(Protocol):
-    """A tensor that defines what FSDP2 gathers of it, as some quantized weights do."""
+    """A tensor that tells FSDP2 which of its data to gather, as some quantized weights do."""
 
     fsdp_pre_all_gather: Callable[..., Any]
 
@@ -154,13 +159,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shard_mesh(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which FSDP2 sharded ``module`` or its blocks; None if no parameter is sharded."""
+    """Return the mesh over which FSDP2 shards ``module`` or its blocks; None if no parameter is sharded."""
     parameters = (x for part in module.modules() if isinstance(part, FSDPModule) for x in part.parameters())
     return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
 
 
 def gather_blocks(module: nn.Module) -> None:
-    """Undo :func:`shard_blocks`: every rank holds all weights again. All ranks of the mesh call it."""
+    """Undo :func:`shard_blocks`: gather all weights on every rank. Every rank of the mesh must call it."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.reshard()
@@ -177,9 +182,9 @@ def gather_blocks(module: nn.Module) -> None:
 
 
 def discard_shards(module: nn.Module) -> None:
-    """Undo a partial or complete :func:`shard_blocks` on this rank, without communication.
+    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way.
 
-    The caller must restore the parameters.
+    The parameters stay as they are, sharded or not. The caller must restore them.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
@@ -190,17 +195,22 @@ def discard_shards(module: nn.Module) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Forget which parameters of ``module`` took gradients: :func:`gather_blocks` then restores none of them."""
+    """Make :func:`gather_blocks` leave ``requires_grad`` off for all parameters of ``module``, instead of
+    restoring it.
+    """
     if _GRADIENTS in module.__dict__:
         module.__dict__[_GRADIENTS].forget()
 
 
-# Sharded parameters by (id of the module, name). While a block runs, FSDP2 replaces them by gathered ones.
+# The sharded parameters, by (id of the module, name of the parameter). FSDP2 replaces them by gathered ones while a
+# block runs.
 Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the sharded parameters of ``layer``, for :func:`whole_blocks`. Do not call it while the block runs."""
+    """Return the sharded parameters of ``layer``, which :func:`whole_blocks` needs. Do not call it while a block is
+    running.
+    """
     return {
         (id(owner), name): x
         for owner in layer.modules()
@@ -211,13 +221,13 @@ def sharded_parameters(layer: nn.Module) -> Sharded:
 
 @contextmanager
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
-    """Gather the parameters of ``layer`` in the ``with`` block, where they may be written to. All ranks must enter it.
+    """Gather the parameters of ``layer`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the values that the parameters then have are sharded again.
+    On exit, the parameters are sharded again, with the values that they then have.
 
     Args:
         layer: The module whose parameters are gathered.
-        sharded: The result of :func:`sharded_parameters`, needed if FSDP2 has gathered the block already.
+        sharded: The result of :func:`sharded_parameters`, which finds the shards of blocks that FSDP2 has gathered.
     """
     held = []
     for owner in layer.modules():
@@ -237,7 +247,10 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
 
 def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, gathered parameter) for each sharded parameter. Shared parameters are gathered once."""
+    """Return (module, name, gathered parameter) for each sharded parameter. Collective.
+
+    A parameter that several modules share is gathered once.
+    """
     gathered: dict[int, nn.Parameter] = {}
     parameters = []
     for owner in module.modules():
@@ -256,21 +269,21 @@ def _whole(parameter: DTensor) -> torch.Tensor:
         inner = {name: _whole_rows(getattr(local, name), local.shape[0], parameter) for name in names}
         gathered: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
         return gathered.detach()
-    # Offloaded parts are gathered on the device of the mesh, because its group may not support host tensors.
+    # Gather offloaded parts on the device of the mesh, because its group may not support tensors in host memory.
     on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
     whole: torch.Tensor = on_mesh.full_tensor()
     return whole.to(parameter.device).detach()
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Gather the rows of a tensor inside a quantized weight.
+    """Return a tensor inside a quantized weight with the rows of all ranks.
 
-    A tensor without one row per row of the weight is equal on all ranks, and is returned unchanged.
+    A tensor that does not have one row per row of the weight is equal on all ranks, and is returned unchanged.
 
     Args:
         inner: This rank's part of the tensor.
         rows: Number of rows of this rank's part of the weight.
-        parameter: The weight, which defines the global number of rows, the mesh and the placements.
+        parameter: The weight, which defines the total number of rows, the mesh and the placements.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner

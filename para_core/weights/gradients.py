@@ -1,4 +1,4 @@
-"""Turn gradients off while the weights of a model are distributed, and restore them afterwards."""
+"""Turn off the gradients of a model while its weights are distributed, and turn them on again afterwards."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from para_core.torch_internals import parameter_slots
 
 
 class Gradients:
-    """A switch that turns gradients off for the parameters of a model, and on again.
+    """A record of which parameters of a model had ``requires_grad`` on, to turn it off and on again.
 
-    It identifies a parameter by module and name, because FSDP2, tensor parallelism and stages replace the object. A
-    parameter that the user replaced by one of another class (a quantized weight) keeps its own ``requires_grad``.
+    A parameter is identified by module and name, because FSDP2, tensor parallelism and pipeline stages replace the
+    parameter object. If the user replaced a parameter by one of another class, such as a quantized weight, its
+    ``requires_grad`` is left alone.
     """
 
     def __init__(self) -> None:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for all parameters of ``module``. Call it again after parameters were added."""
+        """Turn gradients off for all parameters of ``module``, and record which were on. Call it again after parameters
+        were added.
+        """
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter.requires_grad:
@@ -34,9 +37,9 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the parameters that :meth:`stop` has turned off, so that :meth:`restore` leaves them off.
+        """Drop the record, so that :meth:`restore` leaves gradients off.
 
-        Call it after peft adds an adapter: peft freezes all other parameters, but on a distributed model, where none
-        takes gradients, that leaves no trace.
+        Call it after peft adds an adapter. peft means to freeze all other parameters, but here they are frozen already,
+        so its freezing leaves no trace, and :meth:`restore` would undo it.
         """
         self._enabled.clear()

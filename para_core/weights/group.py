@@ -1,4 +1,4 @@
-"""Build the mesh over which weights are sharded: one dim, with its own process group."""
+"""Create the mesh over which weights are sharded: one dim, with its own process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS_DIM = "weights"
 
 
 def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
-    """Return the timeout of the first process group of ``mesh``; None if it has one rank and so no group."""
+    """Return the timeout of the first process group of ``mesh``; None if the mesh has one rank, and so no group."""
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None
@@ -33,10 +33,11 @@ def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Convert a mesh for FSDP2 to the form that :func:`~para_core.distributed.consistency.check_consistent` requires.
+    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`, which
+    :func:`~para_core.distributed.consistency.check_consistent` takes.
 
     Raises:
-        ValueError: If it has more than two dims, or this rank is not part of it.
+        ValueError: If ``mesh`` has more than two dims, or this rank is not part of it.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -53,7 +54,7 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
-    """Return the global ranks of the sequence ranks of ``mesh``, in order. All of them call it."""
+    """Return the global ranks of all sequence ranks of ``mesh``, in order. All of them must call it."""
     ranks = _ranks_of(mesh.ulysses)
     if mesh.ring.group is None:
         return ranks
@@ -67,17 +68,18 @@ def _ranks_of(dim: MeshDim) -> list[int]:
 
 
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh of one dim, ``"weights"``, over ``ranks``. Its process group is created once and reused.
+    """Return a mesh of one dim, ``"weights"``, over ``ranks``. Its process group is created at the first call and then
+    reused.
 
-    Attention uses another group, because NCCL runs the collectives of one communicator in order: the weights of the
-    next block would wait for the token exchange of this block.
+    The group is not shared with attention, because NCCL runs the collectives of one communicator in order: gathering
+    the weights of the next block would wait for the attention of the current block.
 
     Args:
         ranks: Global ranks, in order.
         device_type: Device type of the mesh, such as ``"cuda"``.
-        timeout: How long the group waits for a rank that does not answer. Defaults to keeping the group's timeout.
+        timeout: How long the group waits for a rank that does not answer. None keeps the timeout that the group has.
     """
-    # The group uses the default backend, which supports the same devices as the user's groups.
+    # No backend is given: the default one supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
     if timeout is not None:
         set_group_timeout(group, timeout)

@@ -1,4 +1,4 @@
-"""Wrap a ``forward`` that is an attribute of one instance."""
+"""Wrap a ``forward`` that is set on one instance and hides the method of its class."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from para_core.instance_patching import Around
 
 
 class ForwardOfInstance:
-    """A wrapper of the ``forward`` attribute of an instance, such as a hook of accelerate, which hides its class's.
+    """A wrapper of the ``forward`` attribute of one instance, such as the one that a hook of accelerate sets.
 
-    Code that runs later may keep a reference and wrap it again, so after :meth:`remove` it only calls the original.
+    Other code may keep a reference to the wrapper and wrap it again. After :meth:`remove`, such a leftover wrapper only
+    calls the original ``forward``.
     """
 
     def __init__(self, instance: Any, around: Around) -> None:
@@ -21,7 +22,7 @@ class ForwardOfInstance:
 
     @classmethod
     def put_on(cls, instance: Any, around: Around) -> ForwardOfInstance:
-        """Wrap the ``forward`` attribute of ``instance`` in ``around``."""
+        """Replace the ``forward`` attribute of ``instance`` by one that calls ``around``, and return the wrapper."""
         forward = cls(instance, around)
         instance.forward = forward
         return forward
@@ -32,7 +33,9 @@ class ForwardOfInstance:
         return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
 
     def remove(self) -> None:
-        """Stop calling the wrapper. Restores the attribute of the instance, unless it was replaced since."""
+        """Make the wrapper do nothing, and restore the ``forward`` attribute of the instance unless other code has
+        replaced it.
+        """
         self._removed = True
         if vars(self._instance).get("forward") is self:
             self._instance.forward = self._before

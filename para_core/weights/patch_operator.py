@@ -1,7 +1,8 @@
-"""Attention of one patch as an opaque operator, so that the graph of a compiled block contains no stored keys.
+"""Attention of one PipeFusion patch as an opaque operator, which keeps the stored keys out of the graph of a compiled
+block.
 
-The operator looks up the function that computes it when it runs (:func:`patch_attention_handler`). One graph therefore
-serves all patches of equal length and all blocks with equal attention calls.
+When the operator runs, it calls the function that :func:`patch_attention_handler` set. So one graph serves all patches
+of equal length, and all blocks with equal attention calls.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 from para_core.torch_internals import no_frame_of_its_own
 
-# Computes an attention call of a patch. The integer is the index of its plan entry in PatchHooks.attentions.
+# A function that computes an attention call of a patch. Its int argument is the index of the plan entry in
+# PatchHooks.attentions.
 PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
 class _HandlerStack(threading.local):
-    """The handlers of the operator in this thread, the innermost last."""
+    """The functions that compute the operator in this thread, the innermost ``with`` block last."""
 
     def __init__(self) -> None:
         self.handlers: list[PatchHandler] = []
@@ -36,7 +38,7 @@ _THREAD = _HandlerStack()
 
 @contextmanager
 def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
-    """Compute the operator by ``handler`` in this thread inside the ``with`` block."""
+    """Make ``handler`` compute the operator in this thread inside the ``with`` block."""
     _THREAD.handlers.append(handler)
     try:
         yield
@@ -45,10 +47,11 @@ def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
 
 
 class PatchAttnMode(TorchFunctionMode):
-    """Mode that replaces each attention call by the operator, in graphs and in eager code.
+    """Mode that replaces each attention call by the operator, both in compiled graphs and in eager code.
 
     Args:
-        indices: Index of the plan entry of the first, second, … call. The last one also applies to further calls.
+        indices: For the first, second, … call, the index of its plan entry in :attr:`PatchHooks.attentions`. The last
+            one also applies to further calls.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
@@ -76,7 +79,7 @@ def _patch_attention(*args: Any) -> tuple[Tensor, Tensor]:
             "unparallelize_pipe(pipe) first."
         )
     out = _THREAD.handlers[-1](args[8], SdpaCall(*args[:8]))
-    # Memory in the order [B, S, H, D], as _output_shape declares it.
+    # The memory order must be [B, S, H, D], because _output_shape promises these strides to the compiler.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, done(out)
 
@@ -86,8 +89,7 @@ def _output_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Te
     return out, done(out)
 
 
-# Defined as a collective, because ranks that share a sequence exchange keys in it: a compiler must neither reorder nor
-# remove it.
+# Defined as a collective, because sequence ranks exchange keys in it: a compiler must neither reorder nor remove it.
 define_collective(
     "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
     "scale, bool enable_gqa, int index, Tensor? after=None) -> (Tensor, Tensor)",

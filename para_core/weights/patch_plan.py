@@ -1,4 +1,6 @@
-"""Split the tokens of a model into patches by its plan: patch m of M is the part of rank m of M ranks."""
+"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M is what rank m of M ranks would
+hold.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,28 @@ from para_core.plans.plan import (
 )
 from para_core.weights.patch_operator import PatchAttnMode
 
-# Keys of the wrappers of submodules: one runs outside the wrapper of the model's plan, the other inside it.
+# Two wrappers of a submodule, by key: _INPUTS runs outside the wrapper of the model's plan, _OUTPUTS inside of it.
 _INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a video model, whose tokens are ordered by frame, with the same number of tokens for each frame.
+    """The frames of a video model, several of which form one patch.
+
+    Tokens must be ordered by frame, with equally many tokens for each frame.
 
     Args:
         dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
-        together (`str`, *optional*): Name of the entry of ``module.config`` with the number of latent frames per frame
-            of tokens. If the entry is a tuple, its first number counts. Defaults to one latent frame.
+        together (`str`, *optional*): Name of an entry of ``module.config``: the number of latent frames that the model
+            turns into one frame of tokens, such as a temporal patch size. If the entry is a tuple, its first number
+            counts. Defaults to one latent frame.
     """
 
     dim: int
     together: str | None = None
 
     def latents_per_token(self, module: nn.Module) -> int:
-        """Return the number of latent frames per frame of tokens."""
+        """Return how many latent frames the model turns into one frame of tokens."""
         config: Any = module.config
         entry = None if self.together is None else config[self.together]
         return int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
@@ -55,12 +60,12 @@ class Frames:
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """The split of one model into patches.
+    """A description of how one model is split into patches.
 
     Args:
         plan: The plan of the model.
-        segment: The segment of ``plan`` that is split into patches. Other sharded segments belong to the first patch,
-            replicated ones to every patch.
+        segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to the first
+            patch, replicated ones to every patch.
         dim: The dim of ``hidden_states`` and of the output that is split.
         together: Number of consecutive entries along ``dim`` that stay in one patch.
         ndim: Number of dims of ``hidden_states``.
@@ -74,16 +79,16 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model returns only the tokens of a patch. Otherwise its output has the full size, and only the
-        part of the patch is valid.
+        """Whether the model returns the tokens of the patch only. If not, its output has full size, and is valid only
+        in the patch.
         """
         return "" in self.plan.outputs
 
     def runs(self, hidden_states: Tensor, num_patches: int) -> list[Run]:
-        """Return the begin and length of each patch along ``dim`` of ``hidden_states``.
+        """Return the first index and the length of each patch along ``dim`` of ``hidden_states``.
 
         Raises:
-            ValueError: ``hidden_states`` does not have the expected dims, or fewer tokens or frames than patches.
+            ValueError: ``hidden_states`` does not have the expected dims, or has fewer tokens or frames than patches.
         """
         shape, together = list(hidden_states.shape), self.together
         if len(shape) != self.ndim or shape[self.dim] % together:
@@ -97,7 +102,7 @@ class PatchPlan:
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """Return how ``plan`` splits ``module`` into patches, or the reason why it cannot."""
+    """Return a description of how ``plan`` splits ``module`` into patches, or the reason (`str`) why it cannot."""
     if plan is None or "hidden_states" not in parameters_of(module):
         return "no plan says which of its inputs are tokens"
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
@@ -113,7 +118,7 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     if reason is not None:
         return reason
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
-    # The scheduler adds the output to hidden_states, so both consist of tokens or neither does.
+    # The scheduler adds the model's output to hidden_states. So both hold tokens, or both hold latents.
     takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
     if takes_tokens and gathers[0].dim == 1:
         return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
@@ -139,13 +144,13 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
-    """Return the begin and length of each patch of ``total`` entries, split like ``torch.tensor_split``.
+    """Return the first index and the length of each patch of ``total`` entries, split like ``torch.tensor_split``.
 
     >>> patch_runs(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
 
     Raises:
-        ValueError: There are more patches than entries. ``what`` names the entries in the message.
+        ValueError: There are more patches than entries. The message calls the entries ``what``.
     """
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
@@ -153,13 +158,15 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
 
 
 class PatchRuleExecutor(RuleExecutor):
-    """Applies the rules of a plan for one patch, as for one of ``num_patches`` ranks, but without communication.
+    """An executor of plan rules for one patch: it shards as for rank ``index`` of ``num_patches``, but without
+    communication.
 
     Args:
-        plan: The plan of the model.
+        plan: The description of the split.
         index: Index of the patch.
         num_patches: Number of patches.
-        num_frames: Number of frames, whose tokens stay together; None if tokens are split individually.
+        num_frames: Number of frames of a video whose frames must not be divided; None if any two tokens may be
+            separated.
     """
 
     def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
@@ -169,10 +176,11 @@ class PatchRuleExecutor(RuleExecutor):
         self._in_first_patch = sharded - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment of ``total`` tokens: all in the first patch, or split, but not within a frame.
+        """Return the segment ``name`` of ``total`` tokens: kept whole in the first patch, or split between frames or
+        tokens.
 
         Raises:
-            ValueError: The number of frames does not divide ``total``.
+            ValueError: ``total`` is not a multiple of the number of frames.
         """
         if name in self._in_first_patch:
             return Segment(name, total, together=max(total, 1))
@@ -182,11 +190,13 @@ class PatchRuleExecutor(RuleExecutor):
         return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1. A patch of a single token is safe, because attention still sees the tokens of all patches."""
+        """Return 1. A patch may hold a single token, because it attends to the tokens of all patches."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return a tensor with all tokens of ``layout``: ``part`` for this patch, zeros for the others."""
+        """Return a tensor with the size of all tokens of ``layout``, which holds ``part`` in this patch and zeros
+        elsewhere.
+        """
         shape = list(part.shape)
         shape[dim] = layout.total
         whole = part.new_zeros(shape)
@@ -194,7 +204,7 @@ class PatchRuleExecutor(RuleExecutor):
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``. It is computed on one rank only, so there is nothing to make equal."""
+        """Return ``value`` unchanged: one rank computes it, so no other rank can have different bits."""
         return value
 
     def splits(self, names: tuple[str, ...]) -> bool:
@@ -203,18 +213,18 @@ class PatchRuleExecutor(RuleExecutor):
 
 
 def write_runs(whole: Tensor, part: Tensor, dim: int, runs: Sequence[Run]) -> None:
-    """Copy ``part``, whose entries along ``dim`` are those of ``runs`` one after the other, into ``whole``."""
+    """Copy ``part`` into ``whole``: its entries along ``dim`` go one after the other into the index ranges ``runs``."""
     lengths = [length for _, length in runs]
     for (begin, length), chunk in zip(runs, part.split(lengths, dim), strict=True):
         whole.narrow(dim, begin, length).copy_(chunk)
 
 
 class PatchHooks:
-    """Wrappers of the submodules of ``module`` that apply the rules of ``plan`` for one patch.
+    """The wrappers of the submodules of ``module`` that apply ``plan`` to one patch.
 
     Attributes:
-        executor: Applies the rules for the patch of the current call of the model. None outside of a call.
-        attentions: The attention entries of the plan. The one of modules that the plan does not name comes first.
+        executor: Applies the rules of the plan to the patch of the current model call. None outside of a call.
+        attentions: The attention entries of the plan. The first one is for modules that the plan does not name.
     """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
@@ -223,21 +233,21 @@ class PatchHooks:
         self._matches = match_modules(module, plan)
         attending = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
         self.attentions = tuple(dict.fromkeys([Attention(plan.joint_order), *chain.from_iterable(attending)]))
-        # In eager code: (indices of a module's attention entries, its number of calls so far), the innermost module
-        # last. In graphs, nested modes hold this.
+        # In eager code, one entry per running module, the innermost last: (indices of its attention entries, number of
+        # its calls so far). In graphs this list is not used, because nested modes count the calls.
         self._attending: list[tuple[tuple[int, ...], list[int]]] = []
         self._in_graphs = False
 
     def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Set the patch of the next call of the model; None after the call.
+        """Start a model call for the patch of ``executor``; None ends the call.
 
         Args:
-            in_graphs: Whether :class:`PatchAttnMode` intercepts attention calls, and not the dispatcher.
+            in_graphs: Whether attention calls are intercepted by :class:`PatchAttnMode` instead of the dispatcher.
         """
         self.executor, self._attending, self._in_graphs = executor, [((0,), [0])], in_graphs
 
     def next_attention(self) -> Attention:
-        """Return the plan entry of the next attention call. For eager code only."""
+        """Return the plan entry of the attention call that runs now, and count the call. For eager code only."""
         indices, calls = self._attending[-1]
         calls[0] += 1
         return self.attentions[indices[min(calls[0], len(indices)) - 1]]
@@ -276,7 +286,7 @@ class PatchHooks:
         indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
         def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # This may be traced, and the graph serves all patches, so nothing here may depend on the patch.
+            # This may be traced, and one graph serves all patches, so the code here must not depend on the patch.
             if self.executor is None or not indices:
                 return call(module, *args, **kwargs)
             with self._attending_to(indices):

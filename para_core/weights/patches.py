@@ -1,4 +1,4 @@
-"""Tensors whose patches arrive one after the other, and pointwise functions that are evaluated patch by patch."""
+"""Tensors that arrive patch by patch, and elementwise functions of them that are evaluated patch by patch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from para_core.distributed.layout import Run
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
-# Not tagged as pointwise, but each element of the result depends only on the same element of the input.
+# Operators without the pointwise tag in which, too, each output element depends only on the same element of the input.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Tagged as pointwise, but the result is one bool for all elements.
+# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by patch.
 _WHOLE = (_aten.equal.default,)
 
 
@@ -23,14 +23,14 @@ class Arrival:
     """A tensor whose patches along ``dim`` arrive one after the other.
 
     Args:
-        whole: Uninitialised memory for the tensor.
-        runs: Begin and length of each patch.
-        dim: The dim along which the patches follow each other.
+        whole: Uninitialised tensor of full size, into which arriving patches are copied.
+        runs: First index and length of each patch along ``dim``.
+        dim: The dim along which the tensor is divided into patches.
     """
 
     def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
         self._whole, self._runs, self._dim = whole, runs, dim
-        # For each patch, the function that returns it; None once it was copied into the memory.
+        # For each patch, the function that returns it; None once the patch was copied into the tensor.
         self._pending: list[Callable[[], Tensor] | None] = []
 
     @property
@@ -38,11 +38,13 @@ class Arrival:
         return len(self._runs)
 
     def add(self, get: Callable[[], Tensor]) -> None:
-        """Add the next patch. ``get`` returns it, after waiting for it if necessary."""
+        """Add the next patch. ``get`` is called later; it waits for the patch and returns it."""
         self._pending.append(get)
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch``, and return the whole tensor. Later patches may be uninitialised."""
+        """Wait for patches 0 to ``patch``, and return the tensor of full size. Its later patches may be
+        uninitialised.
+        """
         for index in range(patch + 1):
             get = self._pending[index]
             if get is not None:
@@ -52,14 +54,14 @@ class Arrival:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all patches have been added and copied into the memory."""
+        """Whether all patches have arrived and been copied into the tensor of full size."""
         return len(self._pending) == self.num_patches and all(get is None for get in self._pending)
 
 
 class _Pointwise:
-    """A pointwise call on tensors that arrive in patches.
+    """A recorded call of an elementwise function on tensors that arrive in patches.
 
-    It is evaluated on whole tensors, and the result is valid up to the last patch that had arrived.
+    It is evaluated on tensors of full size, and the result is valid for the patches that had arrived by then.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
@@ -70,25 +72,29 @@ class _Pointwise:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all inputs are complete."""
+        """Whether all patches of all inputs have arrived."""
         leaves = pytree.tree_leaves(self._call) if self._call is not None else []
         return all(x.source.is_complete for x in leaves if isinstance(x, Patched))
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch`` of the inputs, and return the result, which is valid for these patches."""
+        """Wait for patches 0 to ``patch`` of the inputs, and return the result of full size, which is valid for these
+        patches.
+        """
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(Patched, lambda x: x.source.up_to(patch), (args, kwargs))
             self._output, self._patch = func(*args, **kwargs), patch
             if patch == self.num_patches - 1:
-                self._call = None  # Releases the inputs.
+                self._call = None  # The last patch is computed, so release the inputs.
         if self._output is None:
             raise RuntimeError(f"patch {patch} was requested, but no patch has been computed.")
         return self._output
 
 
 class _NeverOver:
-    """A :class:`PendingRound` that never ends, because each :class:`Patched` tensor waits only for its own patches."""
+    """A :class:`PendingRound` that is never over, because each :class:`Patched` tensor waits only for its own
+    patches.
+    """
 
     later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
     is_over = False
@@ -98,20 +104,24 @@ class _NeverOver:
         self.live = live
 
     def finish(self) -> None:
-        """Do nothing. Reading a tensor waits for its own patches."""
+        """Do nothing, because reading a tensor waits for its patches."""
 
 
 class Patched(Deferred):
-    """A tensor that arrives in patches. Pointwise functions of it are recorded; other operations wait for all patches.
+    """A tensor that arrives in patches. Elementwise functions of it are recorded; any other operation waits for all
+    patches.
 
-    The other tensor arguments of a recorded function are copied, because pipelines may change them (latents) in place.
+    Other tensor arguments of a recorded function are copied, because pipelines may change them in place, such as
+    latents.
     """
 
     source: Arrival | _Pointwise
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor like ``expected`` with the data of ``source``, and add it to ``live``."""
+        """Return a tensor with the shape, dtype and device of ``expected`` and the data of ``source``, and add it to
+        ``live``.
+        """
         like = expected.like
         patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -135,10 +145,12 @@ class Patched(Deferred):
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
-    """Record a call of ``func`` and return its result. Returns None if it cannot be evaluated patch by patch."""
+    """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot be evaluated patch by
+    patch.
+    """
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
-    # Each evaluation would draw new random numbers.
+    # Random functions are evaluated once per patch, and would draw new numbers each time.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,11 +1,12 @@
-"""PipeFusion (arXiv:2405.14430): all pipeline stages work at once, on different patches. Not exact; off by default.
+"""PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches of the tokens. Not
+exact.
 
-The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch
-``m + 1``. A patch attends to stored keys and values of the other patches, some of them of the previous step
+The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m
++ 1``. A patch attends to stored keys and values of the other patches, some of them from the previous step
 (:mod:`~para_core.weights.stale_keys`). The output of the model arrives patch by patch
-(:mod:`~para_core.weights.patches`), and the operations of the scheduler are recorded, so patch ``m`` of the next step
-starts as soon as patch ``m`` of this step has arrived. The result depends on the number of patches, but not on the
-number of stages: a single process computes the same numbers.
+(:mod:`~para_core.weights.patches`), and the scheduler's operations on it are recorded and run per patch, so patch ``m``
+of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the number of patches,
+but not on the number of stages: a single process computes the same numbers.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class PipeFusion:
     """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. Not exact.
 
     Args:
-        num_patches (`int`, defaults to `4`): Number of patches of an image. More patches leave stages idle for less
-            time, but give the host more work.
-        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed without
-            patches, exactly.
-        cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed without patches.
+        num_patches (`int`, defaults to `4`): Number of patches into which the tokens of an image or video are split.
+            With more patches stages are idle for less time, but the host has more work.
+        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed exactly,
+            without patches.
+        cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed exactly, without patches.
 
     Raises:
         TypeError, ValueError: A value is not an integer, or too small.
@@ -76,23 +77,24 @@ class PipeFusion:
                 raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
 
     def is_whole(self, index: int, total: int) -> bool:
-        """Whether step ``index`` of ``total`` steps is computed without patches."""
+        """Whether step ``index`` of ``total`` steps is computed exactly, without patches."""
         return total < FEWEST_STEPS or index < self.warmup_steps or index >= total - self.cooldown_steps
 
 
 @dataclass(frozen=True)
 class PipeFusionReport:
-    """The record of PipeFusion's last generation on this rank.
+    """Statistics of the last generation with PipeFusion on this rank.
 
     Args:
-        whole_calls, patched_calls: Number of model calls without patches, which are exact, and with patches.
-        overlapping_calls: Number of patched calls that started before the previous step had ended: all but the first
-            if the scheduler computes elementwise (Euler, DPM++ 2M), none with others (UniPC), whose stages wait once
-            per step.
+        whole_calls, patched_calls: Number of model calls that were computed exactly, without patches, and number of
+            calls that were computed in patches.
+        overlapping_calls: Number of patched calls that started before the previous step had ended. With schedulers that
+            compute elementwise (Euler, DPM++ 2M) these are all but the first; with others (UniPC) none, because stages
+            wait for each other once per step.
         key_bytes: Bytes of the stored keys and values of all CFG branches.
         bytes_sent: Bytes sent to other stages.
         seconds: Duration of the patched calls.
-        seconds_waited: How long this stage waited for other stages during these calls. About 0 on NCCL, where the host
+        seconds_waited: Part of ``seconds`` in which this rank waited for other stages. About 0 on NCCL, where the host
             does not wait.
     """
 
@@ -110,7 +112,7 @@ class _FusedBranch:
     """The state of one CFG branch between its steps.
 
     Args:
-        keys: The stored keys.
+        keys: The stored keys and values.
         signature: Name, shape and dtype of the tensors among the model's inputs.
         output: Shape, dtype and device of the model's output. None if it is not a single tensor.
     """
@@ -121,19 +123,20 @@ class _FusedBranch:
 
 
 class Fusion:
-    """PipeFusion on one model. The model may run in stages or on one process. For inference in one thread.
+    """PipeFusion on one model, which may run in pipeline stages or in a single process. For inference in one thread.
 
     Args:
         module: The model.
-        options: The options of the user.
-        plan: The split of the model into patches.
+        options: The user's options.
+        plan: A description of how the model is split into patches.
         blocks: The blocks of the model, of all stages.
-        branch_of: Returns the name of the CFG branch, given the arguments of a call by name.
-        step_of: Returns the index of the current step of a branch, and the number of steps.
+        branch_of: Returns the name of the CFG branch of a call, given its arguments by name.
+        step_of: Returns the index of the current step and the number of steps, given the name of a CFG branch.
 
     Attributes:
-        report: The report of the last generation.
-        few_steps: Whether the last generation had fewer steps than :data:`FEWEST_STEPS`.
+        report: Statistics of the last generation.
+        few_steps: Whether the last generation had fewer steps than :data:`FEWEST_STEPS`, so that it did not use
+            patches.
     """
 
     def __init__(
@@ -153,18 +156,18 @@ class Fusion:
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _FusedBranch] = {}
-        # The stored keys of the current model call.
+        # The stored keys that the current model call uses; None outside of a call.
         self._keys: StaleKeys | None = None
-        # Whether a mode intercepts attention in the current model call, and not the dispatcher.
+        # Whether attention in the current model call is intercepted by a mode instead of the dispatcher.
         self._in_graphs = False
         # Outputs whose patches may still be in flight.
         self._pending: list[Arrival] = []
         self._live = LiveDeferred()
-        # For the last two patched calls, the number of tensors that this rank had sent before.
+        # How many tensors this rank had sent before each of the last two patched calls.
         self._sent_before: list[int] = []
 
     def install(self) -> None:
-        """Wrap the model and its blocks on this rank."""
+        """Wrap the model and those of its blocks that this rank computes."""
         wrap_method(self.module, "__call__", _KEY, self.run, order=WrapperPriority.STAGES)
         wrap_alike(self._own, "__call__", _KEY, self._run_block, order=WrapperPriority.STAGED_BLOCK)
         self._hooks.install()
@@ -175,14 +178,16 @@ class Fusion:
         for module in (self.module, *self._own):
             unwrap(module, _KEY)
 
-    # -- a generation
-
     def begin(self) -> None:
-        """Begin a generation with an empty report."""
+        """Start a generation: clear the statistics."""
         self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
 
     def end(self, *, failed: bool = False) -> None:
-        """End a generation: wait for all patches in flight. If it ``failed``, mark the links as broken instead."""
+        """End a generation: wait for all patches in flight, and free the stored keys.
+
+        Args:
+            failed: Whether the generation raised. Then it does not wait, but marks the links between stages as broken.
+        """
         links = None if self._stages is None else self._stages.links
         try:
             if not failed:
@@ -204,8 +209,6 @@ class Fusion:
         totals: dict[str, Any] = {name: getattr(self.report, name) + value for name, value in increments.items()}
         self.report = replace(self.report, **totals)
 
-    # -- wrappers of the model and its blocks
-
     def _run_block(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._keys is None:
             return call(block, *args, **kwargs)
@@ -222,7 +225,7 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, with all tokens or patch by patch.
+        """Run a call of the model, either exactly or patch by patch, and return its output.
 
         Raises:
             RuntimeError: The model was compiled as a whole, or gradients are enabled.
@@ -234,14 +237,15 @@ class Fusion:
                 "transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if torch.is_grad_enabled():
-            # The gradient would not be that of the model, because keys of other steps are used.
+            # Gradients would be wrong, because attention uses keys of other steps.
             raise RuntimeError(
                 f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
                 "under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # A mode of the plan sees attention before the dispatcher does, so patches then need a mode inside it. Decided
-        # once per call and not per patch, because has_compiled_parts looks at all modules.
+        # A mode of the plan would see attention calls before the dispatcher does, so then patches are intercepted by
+        # another mode, inside the first. Decide this once per call, not per patch, because has_compiled_parts looks at
+        # all modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
         self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))
@@ -257,13 +261,15 @@ class Fusion:
             or branch.output is None
             or self.options.is_whole(index, total)
         ):
-            # Rebinding `branch` frees the keys of the previous step, which a whole call does not need.
+            # A whole call does not need the keys of the previous step. Rebinding `branch` frees them before the call.
             branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
 
     def _run_whole(self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]) -> Any:
-        """Compute all tokens at once, exactly, and store their keys and the form of the output in ``branch``."""
+        """Compute all tokens at once, exactly. Stores their keys and the shape of the output in ``branch`` for later
+        steps.
+        """
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
@@ -273,7 +279,7 @@ class Fusion:
     def _run_patch(
         self, compute: Callable[..., Any], keys: StaleKeys, arguments: Mapping[str, Any], patch: int, num_patches: int
     ) -> Any:
-        """Run one patch through the model."""
+        """Run the model on patch ``patch`` of ``num_patches``, and return its output."""
         tokens = arguments["hidden_states"]
         num_frames = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
         executor = PatchRuleExecutor(self._plan, patch, num_patches, num_frames)
@@ -290,7 +296,7 @@ class Fusion:
     def _run_patches(
         self, compute: Callable[..., Any], keys: StaleKeys, expected: Expected, arguments: Mapping[str, Any]
     ) -> Any:
-        """Run all patches, and return an output whose patches may still be in flight.
+        """Run all patches one after the other, and return an output whose patches may still be in flight.
 
         Args:
             expected: Shape, dtype and device of the output.
@@ -315,8 +321,8 @@ class Fusion:
             if stages is not None:
                 stages.whole = True
         if isinstance(tokens, Patched):
-            # Complete by now, because this stage or an earlier one has computed with it. Reading it drops the recorded
-            # operations of the step.
+            # All patches of the tokens have arrived, because this stage or an earlier one has computed with them.
+            # Reading the value releases the recorded operations of the step.
             tokens.value()
         if stages is not None:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
@@ -328,9 +334,9 @@ class Fusion:
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _release_sent(self) -> None:
-        """Release the tensors that were sent two calls ago.
+        """Release the tensors that this rank sent before the last two calls.
 
-        Their receivers have them by now, because they have sent this rank tokens of the last call.
+        They have arrived by now, because their receivers have since sent this rank tokens of the last call.
         """
         if self._stages is not None:
             self._sent_before.append(self._stages.links.sent)
@@ -338,17 +344,20 @@ class Fusion:
                 self._stages.links.drain(self._sent_before.pop(0))
 
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
-        """Add the patch at ``run`` to ``arrival``. The last stage sends it to all stages, which start to receive it.
+        """Add the output of one patch to ``arrival``. The last stage sends it to all stages; the others start to
+        receive it.
 
         Args:
-            output: The output of the model on this rank. On stages before the last one it has no meaning.
-            like: A tensor like the patch.
+            output: The output of the model on this rank. Only that of the last stage is used.
+            like: A tensor with the shape, dtype and device of the patch.
+            arrival: The output of the model, which arrives patch by patch.
+            run: First index and length of the patch.
         """
         stages = self._stages
         if stages is not None and not stages.is_last:
-            # After the computation of the patch, because the last stage needs the tokens that this rank has just sent,
-            # and on NCCL a receive occupies the device until its tensor is here. If the host waited for the device
-            # while it computes those tokens, both ranks would hang.
+            # Receive only after this rank has computed its patch. The last stage needs the tokens that this rank has
+            # just sent, and on NCCL a pending receive blocks the stream. If the host then waited for the device while
+            # computing those tokens, both ranks would hang.
             buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             arrival.add(stages.links.receive(buffer, stages.dim.size - 1).wait)
             return
@@ -361,9 +370,10 @@ class Fusion:
                 stages.links.send(computed, stage)
 
     def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
-        """Return the arguments with latents that are valid for patches 0 to ``patch``.
+        """Return the call's arguments with ``hidden_states`` that are valid for patches 0 to ``patch``.
 
-        Stages after the first get zeros, because they use only the shape: they receive the embedded tokens.
+        Stages after the first get zeros instead. They receive embedded tokens from the previous stage, and use only the
+        shape.
         """
         tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
@@ -374,10 +384,10 @@ class Fusion:
 
 
 def _with_own_strides(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous, with the strides of a new tensor of its shape, and not as a view.
+    """Return a contiguous tensor with the data of ``x`` that is not a view and has the default strides of its shape.
 
-    Dynamo would otherwise compile one more graph for a slice of a larger tensor. Even if it is contiguous (a batch of
-    one, or no tokens), its strides differ from those of a new tensor, and its base has another shape.
+    Otherwise Dynamo would compile another graph for a slice of a larger tensor: even a contiguous slice (with a batch
+    of one, or no tokens) may have other strides than a new tensor, and its base has another shape.
     """
     return x.contiguous().view(-1).view(x.shape).detach()
 

@@ -1,9 +1,10 @@
-"""Pipeline stages: ranks along the mesh dim ``pipe`` hold consecutive blocks of a model and pass tokens on. Exact.
+"""Pipeline stages: each rank along the mesh dim ``pipe`` holds consecutive blocks of a model and passes tokens on.
+Exact.
 
-Each rank runs the model's own code. Blocks of other stages return their inputs. The first own block receives its
-inputs from the previous stage, and the inputs of the first block after the own ones are sent to the next stage.
-Operations between blocks therefore take effect once. Every rank computes the layers before and after the blocks; the
-output is that of the last stage.
+Each rank runs the model's own code, but blocks of other stages only return their inputs. The first block of a stage
+gets its inputs from the previous stage. The inputs of the first block after the stage are sent to the next stage. So
+operations between blocks take effect once. Every rank computes the layers before and after the blocks, and the output
+of the last stage is sent to all ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
 from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
 
-# Called with a weight, and with the tensor on the meta device that replaces it.
+# A function that is called with a weight and the tensor on the meta device that replaces it.
 Freeing = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """A block of the stack, with its token streams and its cost.
+    """One transformer block of the model, with its token streams and its cost.
 
     Args:
         block: The block.
         streams: Names of the parameters of ``forward`` whose new values the block returns, in the order of its outputs.
-            With one stream it returns the tensor itself.
+            A block with one stream returns a tensor, not a tuple.
         cost: Relative cost of computing the block, in any unit.
     """
 
@@ -57,9 +58,11 @@ class StagedBlock:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Return the range of block indices of each stage, at least one block each, that minimizes the largest cost.
+    """Split blocks into stages so that the largest cost of a stage is minimal, and return each stage's range of block
+    indices.
 
-    Of several optimal splits, it returns the one with more blocks in earlier stages.
+    Each stage gets at least one block. Of several optimal splits, the one with more blocks in earlier stages is
+    returned.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
@@ -73,8 +76,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
             f"max_pipe_dim_size={len(costs)} at most."
         )
     before = [0.0, *accumulate(costs)]
-    # starts[n][end]: the cost of the slowest stage if n + 1 stages hold the first `end` blocks, and the first block of
-    # the last of these stages.
+    # starts[n][end] is for n + 1 stages that hold the first `end` blocks: the cost of the slowest stage, and the index
+    # of the first block of the last stage.
     best = [(total, 0) for total in before]
     starts = [best]
     for stage in range(1, num_stages):
@@ -94,14 +97,14 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 class Stages:
-    """A model whose blocks are distributed over the ranks of ``dim``. For eager code, one thread, and inference.
+    """A model whose blocks are distributed over the ranks of ``dim``. For inference in eager code and one thread.
 
     Args:
         module: The model.
-        blocks: Its blocks, in the order in which they run.
+        blocks: The blocks of the model, in the order in which they run.
         dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call, to raise if they differ between ranks. Not called inside
-            :func:`~para_core.distributed.consistency.inputs_verified`. None skips the comparison.
+        require_equal: Called with the arguments of each call by name; raises if they differ between ranks. Not called
+            inside :func:`~para_core.distributed.consistency.inputs_verified`. None skips the comparison.
     """
 
     def __init__(
@@ -110,11 +113,12 @@ class Stages:
         self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
         self.ranges = balanced([staged.cost for staged in blocks], dim.size)
         self.own = self.ranges[dim.index]
-        # Whether the caller has already verified that all ranks pass the same arguments.
+        # Set while the caller has already verified that all ranks pass equal arguments.
         self.inputs_verified = False
-        # Whether calls compute all tokens. Their output is then sent to every rank.
+        # Whether a call computes all tokens, so that its output is sent to every rank. PipeFusion sets it to False for
+        # patches.
         self.whole = True
-        # Whether the weights of the blocks of other stages are freed, on every rank.
+        # Whether free_others() has freed the weights of other stages' blocks, on every rank.
         self.freed = False
         self.gradients = Gradients()
         self._parameters = parameters_of(module)
@@ -126,11 +130,11 @@ class Stages:
         return self.dim.index == self.dim.size - 1
 
     def owner(self, index: int) -> int:
-        """Return the stage that computes block ``index``."""
+        """Return the index of the stage that computes block ``index``."""
         return next(stage for stage, own in enumerate(self.ranges) if index in own)
 
     def install(self) -> None:
-        """Wrap the model, its blocks of other stages, and the first own block unless this is the first stage."""
+        """Wrap the model, the blocks of other stages, and, except on the first stage, the first block of this stage."""
         wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
         foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
         for index, staged in enumerate(self.blocks):
@@ -146,12 +150,10 @@ class Stages:
             around = _Around(StagedBlock(modules[0], streams, 0), None)
             wrap_alike(modules, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
 
-    # -- wrapper of the model
-
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank.
 
-        If ``whole`` is false, the output of this rank is returned without communication.
+        If :attr:`whole` is False, return this rank's own output, without communication.
 
         Raises:
             RuntimeError: If the model was compiled as a whole.
@@ -177,27 +179,29 @@ class Stages:
         return output
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        # A cache may skip all blocks of this stage, and a call that intercepts no attention would otherwise raise.
+        # If a cache skips all blocks of this stage, the call intercepts no attention, which would otherwise raise.
         attention_is_skipped(self.module)
         index = next(index for index, staged in enumerate(self.blocks) if staged.block is block)
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Send the tensors of ``tree`` from ``stage`` to all other ranks, and return the tree with these tensors."""
+        """Send the tensors in ``tree`` from ``stage`` to all other ranks, and return ``tree`` with the tensors of that
+        stage.
+        """
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
-    # -- wrappers of a block
-
     def _received(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Run the first own block with the tokens of the previous stage.
+        """Run the first block of this stage with the tokens that the previous stage sends, and return its output.
 
-        The inputs on this rank only define the shapes and dtypes of the received tensors.
+        ``inputs`` only define the shapes and dtypes of the received tensors.
         """
         arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in inputs]
         return compute([None if transfer is None else transfer.wait() for transfer in arriving])
 
     def _sent(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Send the inputs of the first block after the own ones to the next stage, instead of running the block."""
+        """Send ``inputs``, those of the first block after this stage, to the next stage. Returns None, so the block
+        does not run.
+        """
         for x in inputs:
             if x is not None:
                 self.links.send(x, self.dim.index + 1)
@@ -205,7 +209,11 @@ class Stages:
 
 
 class _Around:
-    """A wrapper of one block that returns ``do(inputs, compute)``, or the inputs if ``do`` is or returns None."""
+    """A wrapper of one block that returns ``do(inputs, compute)``. If ``do`` is None or returns None, it returns the
+    inputs.
+
+    ``compute(inputs)`` runs the block with these inputs.
+    """
 
     def __init__(self, staged: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
         self._do, self._streams, self._parameters = do, staged.streams, parameters_of(staged.block)
@@ -232,9 +240,6 @@ class _Around:
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
-# -- applying and removing
-
-
 def hold_stages(
     module: nn.Module,
     blocks: Sequence[StagedBlock],
@@ -243,24 +248,24 @@ def hold_stages(
     require_equal: RequireEqual | None = None,
     freeing: Freeing | None = None,
 ) -> Stages:
-    """Run ``module`` in stages over ``dim``, and free the weights of other stages' blocks.
+    """Run ``module`` in stages over ``dim``, and free the weights of the blocks that other stages compute.
 
-    All ranks of ``dim`` call it. Every rank must have loaded the same weights; those of other stages' blocks may be on
-    the meta device. The parameters take no gradients until :func:`gather_stages` undoes this.
+    All ranks of ``dim`` must call it, with the same weights. The blocks of other stages may be on the meta device.
+    Until :func:`gather_stages` undoes this, the parameters do not require gradients.
 
     Args:
         module: The model.
-        blocks: Its blocks, in the order in which they run.
+        blocks: The blocks of the model, in the order in which they run.
         dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call, by name, to raise if ranks differ.
+        require_equal: Called with the arguments of each call by name; raises if they differ between ranks.
         freeing: Called with each weight before it is freed, and with the tensor on the meta device that replaces it.
 
     Returns:
-        The stages that were installed.
+        The :class:`Stages` of this rank.
 
     Raises:
-        ValueError: If there are fewer blocks than stages, or a weight is of a kind that a rank cannot send to another.
-            The module is then unchanged.
+        ValueError: If there are fewer blocks than stages, or the type of a weight cannot be sent to another rank. The
+            module is then unchanged.
     """
     require_sendable(module, blocks)
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
@@ -271,9 +276,9 @@ def hold_stages(
 def install_stages(
     module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
 ) -> Stages:
-    """Run ``module`` in stages as :func:`hold_stages` does, but free no weights.
+    """Run ``module`` in stages as :func:`hold_stages` does, but keep all weights.
 
-    Until :func:`free_others` is called, :func:`gather_stages` needs no communication.
+    :func:`gather_stages` then needs no communication, unless :func:`free_others` has been called.
     """
     stages = Stages(module, blocks, dim, require_equal)
     stages.install()
@@ -282,7 +287,9 @@ def install_stages(
 
 
 def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Run a model in ``stages`` again after :func:`gather_stages`, and free the weights of other stages' blocks."""
+    """Install ``stages`` on the model again after :func:`gather_stages`, and free the weights of other stages'
+    blocks.
+    """
     stages.install()
     free_others(stages, freeing)
 
@@ -290,7 +297,8 @@ def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
     """Move the weights of other stages' blocks to the meta device.
 
-    Call it again to free weights that were added later. ``freeing`` is called with each weight and its replacement.
+    Call it again to free weights that were added later. ``freeing`` is called with each weight and the meta tensor that
+    replaces it.
     """
     stages.freed = True
     stages.gradients.stop(stages.module)
@@ -307,12 +315,12 @@ def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
 
 
 def others(stages: Stages) -> list[nn.Module]:
-    """Return the blocks of other stages."""
+    """Return the blocks that other stages compute."""
     return [staged.block for index, staged in enumerate(stages.blocks) if index not in stages.own]
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
-    """Raise ``ValueError`` if a weight of ``blocks`` is of a kind that its owner cannot send to other ranks.
+    """Raise ``ValueError`` if a weight of ``blocks`` has a type that cannot be sent to other ranks.
 
     A weight must be a plain tensor, or consist of plain tensors (``__tensor_flatten__``).
     """
@@ -337,7 +345,7 @@ def stages_of(module: nn.Module) -> Stages | None:
 def gather_stages(module: nn.Module) -> None:
     """Undo :func:`hold_stages`: each rank receives the blocks it had freed from the ranks that own them.
 
-    All ranks of the dim call it. Does nothing if ``module`` has no stages.
+    All ranks of ``pipe`` must call it. Does nothing if ``module`` has no stages.
 
     Raises:
         RuntimeError: If blocks were freed and the process group was destroyed, so that they cannot be received.
@@ -355,14 +363,14 @@ def gather_stages(module: nn.Module) -> None:
 
 def _gather_weights(stages: Stages) -> None:
     _require_ranks(stages)
-    # A failed generation may have left messages in flight.
+    # Synchronise the links, because a failed generation may have left messages in flight.
     stages.links.begin()
     device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
     for index, staged in enumerate(stages.blocks):
         owner = stages.owner(index)
 
         def sent(x: Tensor, owner: int = owner) -> Tensor:
-            # empty_like keeps the strides of the owner's weight. With others a kernel may sum in another order.
+            # empty_like keeps the strides of the owner's weight. With other strides a kernel may sum in another order.
             whole = torch.empty_like(x, device=device) if owner != stages.dim.index else x
             arrived = stages.links.from_rank(whole, owner)
             return whole if owner == stages.dim.index else whole.copy_(arrived)
@@ -370,7 +378,8 @@ def _gather_weights(stages: Stages) -> None:
         for weight, owners in weights_of(staged.block):
             whole = map_plain_tensors(sent, weight.detach())
             if owner != stages.dim.index:
-                # Keep requires_grad, because peft enables it for active adapters, also on the meta device.
+                # Keep requires_grad, because peft enables it for the active adapter, even if its weights are on the
+                # meta device.
                 if isinstance(weight, nn.Parameter):
                     whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
                 put_weight(owners, whole)

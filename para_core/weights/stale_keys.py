@@ -1,4 +1,6 @@
-"""Attention of one patch to all tokens, with stored keys of the previous step for the other patches. Not exact."""
+"""Attention of one PipeFusion patch to all tokens, with keys stored in the previous step for later patches. Not
+exact.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,21 @@ _WAY_OUT = "Leave pipefusion= out: stages are exact then."
 
 
 class StaleKeys:
-    """The stored keys and values of all tokens, for each attention call of this rank's blocks in one CFG branch.
+    """Keys and values of all tokens, stored for each attention call of this rank's blocks in one CFG branch.
 
     The first model call computes all tokens and stores their keys. Each later call computes one patch: it replaces the
-    keys of that patch, and attends to all stored keys. Those of earlier patches are of this step, those of later
-    patches of the previous step. Attention to segments that are not split into patches, such as Wan's text, is not
-    changed. Ranks that share a sequence exchange the keys of each patch once, and each stores the keys of all tokens.
+    keys of that patch, and attends to all stored keys. Keys of earlier patches are from this step, keys of later
+    patches from the previous step. Attention to segments that are not split into patches, such as cross-attention to
+    text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores the keys of all
+    tokens.
 
     Args:
-        hooks: Identifies the attention calls of the current model call.
+        hooks: Finds the plan entry of each attention call.
     """
 
     def __init__(self, hooks: PatchHooks) -> None:
         self._hooks = hooks
-        # (keys [B, H, S, D], values [B, H, S, D_v], mask of the keys if there is one) of each attention call, in order.
+        # For each attention call in order: keys [B, H, S, D], values [B, H, S, D_v], and the mask of the keys or None.
         self._stored: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._calls = 0
 
@@ -43,15 +46,17 @@ class StaleKeys:
         return sum(key.nbytes + value.nbytes for key, value, _ in self._stored)
 
     def begin(self) -> None:
-        """Begin a model call. The first one must compute all tokens; each later one computes one patch."""
+        """Start a model call. The first call must compute all tokens, each later one a patch."""
         self._calls = 0
 
     def attend(self, call: SdpaCall) -> Tensor:
-        """Compute an intercepted attention call of eager code."""
+        """Return the output of an attention call that was intercepted in eager code."""
         return self._attend(self._hooks.next_attention(), outer_attention, call)
 
     def attend_in_graph(self, index: int, call: SdpaCall) -> Tensor:
-        """Compute an attention call with the plan entry ``index``, for the operator that stands for it in a graph."""
+        """Return the output of an attention call in a compiled block; ``index`` is its plan entry in
+        :attr:`PatchHooks.attentions`.
+        """
         attention, module = self._hooks.attentions[index], self._hooks.module
         attention_is_skipped(module)
         interception = interception_of(module)
@@ -59,14 +64,16 @@ class StaleKeys:
         return self._attend(attention, outer, call)
 
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
-        """Compute ``call``, whose query ``[B, H, S_own, D]`` holds the tokens of the current patch.
+        """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's tokens of the
+        patch.
 
         Args:
             attention: The plan entry of the call.
-            attend_exactly: Computes the call if its keys are those of all tokens.
+            attend_exactly: Computes the call if it has the keys of all tokens.
 
         Raises:
-            RuntimeError: The lengths do not fit the plan, the call is causal, or the mask has an unknown form.
+            RuntimeError: The lengths do not fit the plan, the call is causal, or the shape of the mask is not
+                supported.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -98,8 +105,9 @@ class StaleKeys:
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
     def _of_all_ranks(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Return the number of queries, and the keys, values and mask, of all ranks that share the sequence. One
-        exchange.
+        """Return the number of queries and the keys, values and mask of all sequence ranks, in one exchange.
+
+        Without sequence ranks, those of ``call`` are returned.
         """
         query, key, value, mask = call[:4]
         current = segments_under_way(self._hooks.module)
@@ -122,17 +130,17 @@ class StaleKeys:
 def _mask_of_patch(
     mask: Tensor | None, queries: Sequence[Run], stored: Tensor | None, num_keys: int, total: int
 ) -> Tensor | None:
-    """Return the rows of ``mask`` for the queries of a patch. Its columns are all keys, or only those of the patch.
+    """Return the rows of ``mask`` for the queries of a patch; None if neither call has a mask.
 
     Args:
-        mask: The mask of the patch's call.
-        queries: The runs of the patch's queries.
-        stored: The mask of the call with all tokens.
+        mask: The mask of the patch's call. Its columns are the keys of all patches, or only those of this patch.
+        queries: First index and length of each run of queries in the patch.
+        stored: The mask of the first call, which computed all tokens.
         num_keys: Number of keys of the patch.
         total: Number of keys of all patches.
 
     Raises:
-        RuntimeError: The masks have an unknown form.
+        RuntimeError: The masks are not of a supported shape.
     """
     if mask is None and stored is None:
         return None

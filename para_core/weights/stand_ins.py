@@ -1,4 +1,4 @@
-"""Replace weights that this rank lacks, or holds in part, by zeros while code reads their shapes, dtypes and device."""
+"""Replace weights that are not on this rank by zeros, for code that only reads their shapes, dtypes and device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from para_core.torch_internals import buffer_slots, parameter_slots
 from para_core.weights.subclasses import map_plain_tensors, plain_tensors
 
-# The dicts (parameters or buffers of a module) that hold a weight, each with the name of the weight in it.
+# The dicts of parameters or buffers that hold a weight, each with the name of the weight in that dict.
 Owners = list[tuple[dict[str, Any], str]]
 
 
 def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
-    """Return the parameters and buffers of ``module``, each with its owners, in the same order on every rank.
+    """Return the parameters and buffers of ``module``, each with the modules' dicts that hold it (:data:`Owners`), in
+    the same order on every rank.
 
     A weight that several modules share occurs once.
     """
@@ -32,7 +33,7 @@ def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
 
 
 def put_weight(owners: Owners, x: Tensor) -> None:
-    """Replace a weight by ``x`` in all of its ``owners``."""
+    """Replace a weight by ``x`` in all dicts that hold it."""
     for tensors, name in owners:
         tensors[name] = x
 
@@ -41,14 +42,16 @@ def put_weight(owners: Owners, x: Tensor) -> None:
 def stand_ins(
     weights: Iterable[tuple[Tensor, Owners]], device: torch.device, writable: Collection[int] = ()
 ) -> Iterator[None]:
-    """Replace ``weights`` by zeros on ``device`` in the ``with`` block.
+    """Replace ``weights`` by zeros on ``device`` inside the ``with`` block.
 
-    On exit, each weight is restored unless its zeros were replaced, or written to if it is writable.
+    On exit, each weight is restored, unless code has replaced its zeros by another tensor, or has written to zeros that
+    are ``writable``.
 
     Args:
-        weights: Weights with their owners, from :func:`weights_of`.
+        weights: Weights with the dicts that hold them, from :func:`weights_of`.
         device: Device of the zeros.
-        writable: Ids of weights whose zeros may be written to. The zeros of other weights take no memory.
+        writable: The ``id()`` of weights whose zeros may be written to. Other zeros are expanded scalars, which take no
+            memory.
     """
 
     def zeros(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read and map the plain tensors inside tensor subclasses with ``__tensor_flatten__``, such as quantized weights."""
+"""Access the plain tensors inside tensor subclasses that define ``__tensor_flatten__``, such as quantized weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 
 def consists_of_tensors(x: Tensor) -> bool:
-    """Whether ``x`` is a tensor subclass with ``__tensor_flatten__``. A DTensor counts as plain."""
+    """Whether ``x`` is a tensor subclass with ``__tensor_flatten__``, other than a DTensor."""
     return hasattr(type(x), "__tensor_flatten__") and not isinstance(x, DTensor)
 
 
 def plain_tensors(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors of which ``x`` consists, in a fixed order; ``[x]`` if it is plain."""
+    """Return the plain tensors of which ``x`` consists, in a fixed order; ``[x]`` if it is plain itself."""
     if not consists_of_tensors(x):
         return [x]
     names, _ = _flattened(x)
@@ -23,10 +23,9 @@ def plain_tensors(x: Tensor) -> list[Tensor]:
 
 
 def map_plain_tensors(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``change`` to the plain tensors of ``x``, and return a tensor of the same class that consists of the
-    results.
+    """Apply ``change`` to the plain tensors of ``x``, and return a tensor of the same class with the results.
 
-    If ``x`` is plain, return ``change(x)``.
+    If ``x`` is plain itself, return ``change(x)``.
     """
     if not consists_of_tensors(x):
         return change(x)
@@ -48,5 +47,7 @@ def is_plain_weight(x: Tensor) -> bool:
 
 
 def is_float8(x: Tensor) -> bool:
-    """Whether ``x`` has a floating-point dtype of 8 bits. A quantized weight has the dtype that it stands for."""
+    """Whether ``x`` has an 8-bit floating-point dtype. A quantized weight reports the dtype that it stands for, so it
+    does not.
+    """
     return x.is_floating_point() and x.dtype.itemsize == 1

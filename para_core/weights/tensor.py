@@ -1,8 +1,8 @@
-"""Tensor parallelism: shard the linear layers of a plan by columns (outputs) or by rows (inputs).
+"""Tensor parallelism: shard linear layers by columns (output channels) or by rows (input channels), as a plan says.
 
-The sharding is that of Megatron-LM (arXiv:1909.08053). Each rank holds and computes some heads of each block, and two
-all-reduces per stream and block sum the results. The output equals the single-device output up to the order of sums.
-Attention runs on the heads of this rank, and may also be sharded over the sequence.
+The sharding is that of Megatron-LM (arXiv:1909.08053). Each rank holds and computes some heads of each block. Two
+all-reduces per block and token stream sum the results. The output equals the single-device output up to the order of
+sums. The sequence may be sharded as well, over other mesh dims.
 """
 
 from __future__ import annotations
@@ -43,43 +43,44 @@ from para_core.weights.tensor_layers import (
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
-# The attribute of a module that holds its _Record.
+# Name of the module attribute that holds its _Record.
 _RECORD = "_para_core_tensor"
 
 
 @dataclass
 class _Record:
-    """The state that :func:`gather_tensors` needs to undo the sharding."""
+    """The state of a model sharded by :func:`shard_tensors`, needed to undo the sharding."""
 
     mesh: DeviceMesh
     plan: TensorPlan
     gradients: Gradients = field(default_factory=Gradients)
-    # (module, parameter, dim, sizes of the parts that lie side by side)
+    # One entry per sharded parameter: (module, name, sharded dim, sizes of the parts concatenated along this dim).
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    # (module, attribute, its value before sharding)
+    # One entry per divided number of heads or units: (module, attribute, value before sharding).
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
-    # Linear layers sharded by rows (False) and by columns (True) that are not wrapped yet.
+    # Sharded linear layers that are not wrapped yet: by columns (True) and by rows (False).
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # All layers share these objects, so that layers of one class also share their wrapped class. They hold the
-        # mesh, because Dynamo cannot read it from a DTensor inside a quantized weight.
+        # All layers share these two objects, so that layers of one class also share their wrapped class. The functions
+        # get the mesh as an argument, because Dynamo cannot read it from a DTensor inside a quantized weight.
         self.columns = partial(_linear_by_columns, self.mesh)
         self.rows = partial(_linear_by_rows, self.mesh)
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` over the one-dim ``mesh``. All its ranks call it, with equal weights.
+    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``. All ranks must call it, with equal
+    weights.
 
     Raises:
-        ValueError: If ``plan`` does not fit, for example because the number of ranks does not divide the number of
-            heads. The module is then unchanged.
+        ValueError: If ``plan`` does not fit the module, for example because the number of ranks does not divide the
+            number of heads. The module is then unchanged.
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     layers = planned_linears(module, plan).values()
-    # Stored before the first change, so that :func:`discard_tensors` can undo a failure.
+    # Store the record before the first change, so that discard_tensors can undo a failure.
     record = module.__dict__[_RECORD] = _Record(mesh, plan)
     record.gradients.stop(module)
     for layer, style in layers:
@@ -116,7 +117,7 @@ def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
 
 
 def gather_tensors(module: nn.Module) -> None:
-    """Undo :func:`shard_tensors`: every rank holds all weights again. All ranks of the mesh call it.
+    """Undo :func:`shard_tensors`: gather all weights on every rank. Every rank of the mesh must call it.
 
     Raises:
         RuntimeError: If a sharded weight was replaced by one that PyTorch cannot gather. The module is then unchanged.
@@ -137,14 +138,15 @@ def gather_tensors(module: nn.Module) -> None:
         weight = _parameter(owner, name)
 
         def gathered(inner: Any, length: int = weight.shape[dim], dim: int = dim, parts: Any = parts) -> Tensor:
-            # The tensors inside a quantized weight are gathered as well. Only those that have one entry per channel
-            # of the sharded dim, as scales may, are reordered.
+            # The tensors inside a quantized weight are gathered too, but only those with one entry per channel of the
+            # sharded dim (such as scales) must be reordered.
             whole = _whole(inner)
             fits = inner.ndim > dim and inner.shape[dim] == length
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
         whole_weights.append((owner, name, map_plain_tensors(gathered, weight.detach())))
-    # The module changes only after all weights are gathered, so that after a failure a second call gathers them.
+    # Change the module only after all weights are gathered. If a collective fails, the module is still sharded, and
+    # calling again works.
     _compute_whole(record)
     for owner, name, whole in whole_weights:
         _replace(owner, name, whole)
@@ -153,7 +155,10 @@ def gather_tensors(module: nn.Module) -> None:
 
 
 def _whole(part: Any) -> Tensor:
-    """Gather a DTensor. Elements of 8 bits travel as bytes, because gloo and older GPUs send no float8."""
+    """Return the whole tensor of a DTensor. Collective.
+
+    8-bit elements are sent as bytes, because gloo and older GPUs cannot send float8.
+    """
     if part.dtype.itemsize > 1 or part.dtype == torch.uint8:
         gathered: Tensor = part.full_tensor()
         return gathered
@@ -170,9 +175,9 @@ def _whole(part: Any) -> Tensor:
 
 
 def discard_tensors(module: nn.Module) -> None:
-    """Undo a partial or complete :func:`shard_tensors` on this rank, without communication.
+    """Undo :func:`shard_tensors` on this rank without communication, even if it failed half-way.
 
-    The caller must restore the parameters.
+    The parameters stay as they are, sharded or not. The caller must restore them.
     """
     record: _Record | None = module.__dict__.pop(_RECORD, None)
     if record is not None:
@@ -180,7 +185,7 @@ def discard_tensors(module: nn.Module) -> None:
 
 
 def _compute_whole(record: _Record) -> None:
-    """Restore the counts, and remove the wrappers, of the modules in ``record``."""
+    """Restore the numbers of heads and hidden units in ``record``, and remove the wrappers."""
     for counted, name, number in record.counts:
         setattr(counted, name, number)
     for wrapped in record.wrapped:
@@ -190,18 +195,20 @@ def _compute_whole(record: _Record) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Forget which parameters of ``module`` took gradients: :func:`gather_tensors` then restores none of them."""
+    """Make :func:`gather_tensors` leave ``requires_grad`` off for all parameters of ``module``, instead of restoring
+    it.
+    """
     if _RECORD in module.__dict__:
         module.__dict__[_RECORD].gradients.forget()
 
 
 def shard_new_loras(module: nn.Module) -> None:
-    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and forget those that were removed.
+    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and drop the state of removed ones.
 
-    Every rank calls it.
+    Every rank must call it.
 
     Raises:
-        ValueError: If an added adapter is no plain LoRA. The module is then unchanged.
+        ValueError: If an added adapter is not a plain LoRA. The module is then unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
     layers = planned_linears(module, record.plan)
@@ -222,9 +229,9 @@ def _forget_removed(module: nn.Module, record: _Record) -> None:
 
 @contextmanager
 def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Gather the sharded parameters of ``layers`` in the ``with`` block. All ranks of the mesh must enter it.
+    """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the values that the parameters then have are sharded again.
+    On exit, the parameters are sharded again, with the values that they then have.
 
     Args:
         module: The model that :func:`shard_tensors` sharded.
@@ -249,7 +256,7 @@ def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[No
 
 
 def write_part(sharded: DTensor, whole: Tensor) -> None:
-    """Write this rank's part of ``whole`` into ``sharded``."""
+    """Copy this rank's part of ``whole`` into ``sharded``. No communication: ``whole`` must be equal on all ranks."""
     with torch.no_grad():
         part = distribute_tensor(
             whole.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None
@@ -258,9 +265,10 @@ def write_part(sharded: DTensor, whole: Tensor) -> None:
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
-    """Shard the LoRAs of a layer like the layer: B by its outputs (colwise), or A by its inputs (rowwise).
+    """Shard the LoRAs of a layer like the layer itself: matrix B by its outputs (colwise), or matrix A by its inputs
+    (rowwise).
 
-    The low-rank product of a rowwise A is summed over the ranks. LoRAs that are already sharded are skipped.
+    With a rowwise A, the product with A is summed over the ranks. LoRAs that are already sharded are skipped.
     """
     for first, second in lora_matrices(layer):
         matrix = second if style.along == "colwise" else first
@@ -273,7 +281,8 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
     dims = {"weight": 0 if colwise else 1, **({} if linear.bias is None else {"bias": 0 if colwise else None})}
     for name, dim in dims.items():
         whole = _parameter(linear, name).detach()
-        # A rank takes a share of each part, but a DTensor is sharded contiguously, so the shares are reordered first.
+        # A rank takes a share of each part, but a DTensor shards contiguously. So reorder first, which makes the shares
+        # of a rank contiguous.
         ordered = whole if dim is None else _ordered(whole, dim, parts, record.mesh.size())
         _replace(linear, name, _distributed(ordered, record.mesh, dim))
         record.shards.append((linear, name, dim or 0, () if dim is None else parts))
@@ -281,7 +290,12 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
 
 
 def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: bool = False) -> Tensor:
-    """Reorder ``x`` so that the n-th chunk along ``dim`` holds rank n's share of each part. ``back`` undoes it."""
+    """Reorder ``x`` along ``dim`` so that chunk r of ``ranks`` equal chunks holds rank r's share of each part.
+
+    Args:
+        parts: Sizes of the parts that ``x`` consists of along ``dim``; empty returns ``x`` unchanged.
+        back: Whether to undo the reordering.
+    """
     if not parts:
         return x
     shares = [size // ranks for size in parts]
@@ -303,9 +317,12 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
-    """Return ``x``, which is equal on all ranks, as a DTensor sharded along ``dim``, or replicated if it is None."""
-    # Copy the part, because a view would keep all of ``x`` in memory. Only the part moves to the device of the mesh,
-    # which may lack the memory for all of ``x``.
+    """Return ``x`` as a DTensor that is sharded along ``dim``, or replicated if ``dim`` is None.
+
+    ``x`` must be equal on all ranks.
+    """
+    # Copy the part, because a view would keep all of ``x`` in memory. Move only the part to the device of the mesh,
+    # which may not have enough memory for all of ``x``.
     own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     placement = Replicate() if dim is None else Shard(dim)
     local = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
@@ -320,7 +337,9 @@ def _own_part(
 
 
 def _wrap_linears(record: _Record) -> None:
-    """Wrap the linear layers of ``record.sharded``, so that they compute with this rank's part, and clear the lists."""
+    """Wrap the layers in ``record.sharded`` so that each computes with this rank's part of its weight, and clear the
+    lists.
+    """
     for colwise, linears in record.sharded.items():
         _wrap_forward(linears, record.columns if colwise else record.rows, record)
         linears.clear()
@@ -328,41 +347,48 @@ def _wrap_linears(record: _Record) -> None:
 
 def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
     wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
-    # A forward that a hook (offload, casting) set on an instance hides the method of its class, so wrap it as well.
+    # A hook (offload, casting) may have set a forward on the instance, which hides the method of the class, so wrap
+    # both.
     record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
     record.wrapped += modules
 
 
 def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
-    """Return the output channels of this rank, ``[..., C_out / n]``, for ``x`` ``[..., C_in]``, equal on all ranks."""
+    """Return this rank's output channels ``[..., C_out / n]`` of a column-sharded layer.
+
+    ``x`` ``[..., C_in]`` is equal on all ranks; ``n`` is the number of ranks.
+    """
     weight, bias = linear.weight, linear.bias
     if torch.is_grad_enabled():
-        # The gradient of x is the sum of the gradients that the ranks compute.
+        # Each rank computes its part of the gradient of x, and the backward sums the parts over the ranks.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     if consists_of_tensors(weight):
-        # The tensors inside a quantized weight are DTensors, so the input must be a DTensor too.
+        # A quantized weight contains DTensors, and these only multiply with DTensors.
         out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
         return out
     return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
 def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, x: Tensor) -> Tensor:
-    """Return all output channels ``[..., C_out]``: the sum over ranks, each with its own ``x`` ``[..., C_in / n]``."""
+    """Return all output channels ``[..., C_out]`` of a row-sharded layer: the sum of the products of all ranks.
+
+    ``x`` ``[..., C_in / n]`` holds this rank's input channels; ``n`` is the number of ranks.
+    """
     weight, bias = linear.weight, linear.bias
     if consists_of_tensors(weight):
         part, bias = call(linear, DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)), None
     else:
-        # The product is computed on plain tensors. Under torch.compile, DTensor cannot trace a product whose length
-        # is a product of three symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
+        # Multiply plain tensors: under torch.compile, DTensor cannot trace a product whose length is a product of three
+        # symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
         part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
     out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
     return out if bias is None else out + bias.to_local()
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks.
+    """Return the RMS norm over the channels of all ranks, with the shape and dtype of ``x``: ``[B, S, C / n]``.
 
-    It is computed in float32, as PyTorch does, and has the shape and dtype of ``x``.
+    It is computed in float32, as PyTorch does.
     """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]

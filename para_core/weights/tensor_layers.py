@@ -1,4 +1,4 @@
-"""The layers of a model that a tensor plan names, and the checks whether they can be sharded."""
+"""Find the layers of a model that a tensor plan names, and check that they can be sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 
 
 def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
-    """Return the linear layers that ``plan`` shards, with the sharding of each, by their names in ``module``."""
+    """Return the linear layers that ``plan`` shards, each with its :class:`Linear` entry, by name in ``module``."""
     return {
         name: (layer, style)
         for pattern, style in plan.linears.items()
@@ -28,7 +28,7 @@ def attention_modules(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
 
 
 def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
-    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Has no side effects."""
+    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Changes nothing."""
     cls, linears = unwrapped_class(module).__name__, planned_linears(module, plan)
     if not linears:
         raise ValueError(f"the tensor plan of {cls} names no module that it has.")
@@ -71,14 +71,14 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
 
 
 def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
-    """Raise ``ValueError`` if attention has linear layers outside of the plan.
+    """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
-    Such a layer would compute the heads of all ranks.
+    Such a layer would compute all heads, although this rank has only some of them.
     """
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
             for name, part in attention.named_modules(prefix=at):
-                # The matrices of a LoRA are sharded like the layer that it adapts.
+                # Skip the matrices of a LoRA, which are sharded with the layer that they adapt.
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
@@ -90,7 +90,9 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
 
 
 def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
-    """Return the sizes of the parts that are concatenated along the sharded dim; empty if there is one part."""
+    """Return the sizes of the parts that are concatenated along the sharded dim of ``linear``; empty if it is a single
+    part.
+    """
     relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
     if len(relative) < 2:
         return ()
@@ -99,12 +101,12 @@ def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
 
 
 def base_linear(layer: nn.Module) -> Any:
-    """Return the layer that a peft adapter wraps; ``layer`` itself if it is no adapter."""
+    """Return the layer inside a peft adapter, or ``layer`` itself if it is not an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the matrices A and B of each LoRA of ``layer``; empty if it has none."""
+    """Return the matrices (A, B) of each LoRA of ``layer``; empty if it has none."""
     first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
     if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
         return []
@@ -112,7 +114,13 @@ def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def require_plain_lora(name: str, layer: Any, cls: str) -> None:
-    """Raise ``ValueError`` if ``layer`` is an adapter that cannot be sharded, which is any but a plain LoRA."""
+    """Raise ``ValueError`` if ``layer`` is an adapter other than a plain LoRA, which cannot be sharded.
+
+    Args:
+        name: Name of the layer, for the message.
+        layer: A layer, with or without an adapter.
+        cls: Name of the model's class, for the message.
+    """
     if not hasattr(layer, "base_layer"):
         return
     pairs = lora_matrices(layer)

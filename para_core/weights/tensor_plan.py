@@ -1,4 +1,4 @@
-"""Tensor plans: tables of the linear layers of a model that tensor ranks shard, and conversion from diffusers' form."""
+"""Tensor plans: tables that say which linear layers of a model are sharded. Also converts diffusers' ``_tp_plan``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Linear:
     """The sharding of one linear layer.
 
     Args:
-        along (`"colwise"` or `"rowwise"`): The sharded dim. With ``"colwise"`` each rank computes some output channels.
-            With ``"rowwise"`` each rank takes some input channels, and the results are summed over the ranks.
+        along (`"colwise"` or `"rowwise"`): ``"colwise"`` gives each rank some of the output channels. ``"rowwise"``
+            gives each rank some of the input channels, and sums the results over the ranks.
         parts (`tuple[int, ...]`, *optional*, defaults to `()`): Relative sizes of the parts that are concatenated along
-            the sharded dim (query, key and value; the two halves of a gate). Each part is sharded separately. Empty
-            means one part.
-        parts_from (`str`, *optional*, defaults to `""`): Name of the attribute of the module that holds the relative
+            the sharded dim, such as query, key and value, or the two halves of a gate. Each part is sharded separately.
+            Empty means a single part.
+        parts_from (`str`, *optional*, defaults to `""`): Name of the attribute of the layer that holds these relative
             sizes. Used if ``parts`` is empty.
     """
 
@@ -33,18 +33,19 @@ COLUMNS, ROWS = Linear("colwise"), Linear("rowwise")
 class TensorPlan:
     """The tensor-parallel plan of one model: each rank computes some heads and some feed-forward hidden units.
 
-    Module names are patterns in which ``*`` matches one part of a dotted name. Names that match no module are ignored.
+    Module names are patterns: ``*`` matches one part between dots. Patterns that match no module are ignored.
 
     Args:
-        linears (`Mapping[str, Linear]`): Names of linear layers, and the sharding of each.
-        heads (`tuple[str, ...]`, *optional*, defaults to `()`): Modules whose attribute ``heads`` is divided by the
-            number of ranks.
-        counts (`Mapping[str, str]`, *optional*, defaults to `{}`): Names of modules, and of an attribute of each that
-            is divided by the number of ranks, such as a number of hidden units.
-        norms (`tuple[str, ...]`, *optional*, defaults to `()`): RMS norms over the channels of all heads. Their sum of
-            squares, one number per token, is reduced over the ranks.
-        positions (`Mapping[str, int]`, *optional*, defaults to `{}`): Names of modules that return a tuple of tensors
-            for all heads, and the dim of heads or channels. Each rank takes its part of each tensor along this dim.
+        linears (`Mapping[str, Linear]`): How each linear layer is sharded, by name.
+        heads (`tuple[str, ...]`, *optional*, defaults to `()`): Names of modules whose attribute ``heads`` is divided
+            by the number of ranks.
+        counts (`Mapping[str, str]`, *optional*, defaults to `{}`): By module name, another attribute that is divided by
+            the number of ranks, such as a number of hidden units.
+        norms (`tuple[str, ...]`, *optional*, defaults to `()`): Names of RMS norms over the channels of all heads.
+            Their sum of squares, one number per token, is summed over the ranks.
+        positions (`Mapping[str, int]`, *optional*, defaults to `{}`): For modules that return a tuple of tensors for
+            all heads, such as rotary embeddings: the dim of heads or channels, by module name. Each rank takes its part
+            of each tensor along this dim.
     """
 
     linears: Mapping[str, Linear]
@@ -55,14 +56,14 @@ class TensorPlan:
 
 
 def published_tensor_plan(published: Mapping[str, Any]) -> TensorPlan:
-    """Convert diffusers' ``_tp_plan`` to a :class:`TensorPlan`.
+    """Return the :class:`TensorPlan` that is equivalent to a diffusers ``_tp_plan``.
 
     Args:
-        published: Names of linear layers, and the style of each: ``"colwise"``, ``"rowwise"``,
-            ``PackedColwiseParallel`` or ``PackedRowwiseParallel``.
+        published: The style of each linear layer, by name: ``"colwise"``, ``"rowwise"``, ``PackedColwiseParallel`` or
+            ``PackedRowwiseParallel``.
 
     Raises:
-        ValueError: If it holds another style.
+        ValueError: If the plan has another style.
     """
     return TensorPlan({name: _published(name, style) for name, style in published.items()})
 
