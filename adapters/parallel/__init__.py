@@ -1,1 +1,1 @@
-"""Running a pipeline or a transformer on the ranks of a mesh."""
+"""Run a pipeline, a transformer or a UNet of diffusers on the ranks of a mesh."""

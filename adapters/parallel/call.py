@@ -1,4 +1,4 @@
-"""Wrapper of a parallel pipeline's ``__call__``: equal arguments, random numbers and errors on all ranks."""
+"""Wrapper of a parallel pipeline's ``__call__``: keeps arguments, random numbers and errors equal on all ranks."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ _CHECKED_CALLBACK = "checked callback"
 
 
 class ParallelCall:
-    """Handler of the calls of one pipeline on a mesh, and of the sequential CFG passes of its transformers.
+    """Wrapper of ``__call__`` of one pipeline on a mesh; also distributes sequential CFG calls of its transformers.
 
     Args:
-        transformers: Transformers by the name of the component, each with a plan.
-        unets: UNets and ControlNets by their paths, each with sharded rows.
-        sequential_cfg: Whether each CFG branch is a call of its own, so that the calls are distributed over ``batch``.
-        assume_equal: Whether to skip the comparison of arguments over the ranks.
-        session: Session that this handler belongs to.
+        transformers: Transformers by component name. A parallel plan is applied to each.
+        unets: UNets and ControlNets by path in the pipeline. The rows of their images are sharded.
+        mesh: The ranks that run the pipeline.
+        sequential_cfg: Whether the pipeline calls the transformer once per CFG branch. These calls are then distributed
+            over the ``batch`` dim of the mesh.
+        assume_equal: Whether to skip the comparison of arguments between ranks.
+        session: The session that attached this wrapper; :func:`unparallelize_pipe` stops it.
 
     Attributes:
-        fused: PipeFusion on the transformers; None without it.
-        scheduled: The schedule of the transformers' attention; None without one.
+        fused: PipeFusion of the transformers; None without PipeFusion.
+        scheduled: The :class:`ScheduledAttention` of the transformers; None if ``backend`` is not a schedule.
     """
 
     def __init__(
@@ -75,26 +77,30 @@ class ParallelCall:
         self._assume_equal = assume_equal
         self._loras = Loras()
         self._caching: PipelineCache | None = None
-        self._places: Places = {}  # exchanged in the first call
+        self._places: Places = {}  # process and host of each rank, for error messages; exchanged in the first call
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in (transformers.values() if sequential_cfg else ())
         }
-        # The argument by which each transformer only fills a cache of keys; None if it never does.
+        # By module id: name and value of the argument that marks a call which only fills the model's key cache; None if
+        # the model has no such call.
         self._fills = {
             id(module): None if (adapter := adapter_for(module)) is None else adapter.fills
             for module in (transformers.values() if sequential_cfg else ())
         }
 
     def attach(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe``, after the plans and rows were applied to its models."""
+        """Wrap ``__call__`` of ``pipe``, after its models were parallelized.
+
+        Records the meshes of the models, so that each call can check that they have not been changed since.
+        """
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
         self.wrap(pipe)
 
     def wrap(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe`` again, whatever is applied to its models now."""
+        """Wrap ``__call__`` of ``pipe`` without recording the meshes of its models again."""
         wrap_method(pipe, "__call__", _KEY, self._run, order=WrapperPriority.PARALLEL)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -117,19 +123,21 @@ class ParallelCall:
             for name, module in self._transformers.items():
                 region, stages = region_of(module), stages_of(module)
                 if region is not None:
-                    region.attach(module)  # Loading a LoRA has replaced some submodules.
+                    region.attach(module)  # Attach again, because loading a LoRA may have replaced submodules.
                 if stages is not None:
                     stages.links.begin()
                 stack.enter_context(inputs_verified([region, stages]))
                 stack.enter_context(translated_attention(module))
                 component = getattr(pipe, name)
                 if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
-                    # The compiled module is wrapped, not the module inside it, because a graph holds one call.
+                    # If the component is a compiled module, wrap that one: its graph holds the call of one branch, and
+                    # branches are distributed outside the graph.
                     wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
             stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
-                # Stages reach a step at different times, and a check of callbacks would make them wait for each other.
+                # Callbacks are not compared between ranks here: stages reach a step at different times and would wait
+                # for each other.
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
                 checked = CheckedCallbacks(pipe, self.mesh, self._loras)
@@ -148,7 +156,7 @@ class ParallelCall:
         return materialize(result)
 
     def _state(self, pipe: Any, decodes: bool) -> Mapping[str, Any]:
-        """Return the state of ``pipe`` that must be equal on all ranks."""
+        """Return the state of ``pipe`` that all ranks must share: components, LoRAs, cache and attention schedule."""
         caching = caching_of(pipe)
         cache = None if caching is None else {name: cache.as_text() for name, cache in caching.caches.items()}
         state = pipe_state(pipe, self._loras, decodes=decodes, cache=cache)
@@ -158,7 +166,7 @@ class ParallelCall:
         return {**state, **{f"{name} of the schedule of attention": str(value) for name, value in schedule}}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``callback`` once every rank has the outputs of its step, because it may read them on one rank only."""
+        """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""
         if self._guidance is not None:
             self._guidance.finish()
         return callback(*args, **kwargs)
@@ -168,11 +176,13 @@ class ParallelCall:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank binds the arguments. If only the rank that computes this call raised, the others would wait for it.
+        # Every rank validates the arguments, although only one computes this call: if that rank alone raised, the
+        # others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills[id(uncompiled(module))]
         if fills is not None and kwargs.get(fills[0]) == fills[1]:
-            # Each rank needs the keys for the branch that it computes.
+            # This call only fills the key cache. Every rank runs it, because each needs these keys for the branch it
+            # computes.
             args, kwargs = materialize((args, kwargs))
             return call(module, *args, **kwargs)
         return self._guidance.call(module, partial(call, module), args, kwargs)
@@ -199,7 +209,7 @@ def parallel_call(pipe: Any) -> ParallelCall | None:
 def remove_parallel_call(pipe: Any) -> None:
     """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
     for name, module in transformers_of(pipe).items():
-        # A compiled transformer was wrapped before or after it was compiled.
+        # The wrapper may be on the compiled module or on the module inside it, so remove it from both.
         for wrapped in (getattr(pipe, name), module):
             unwrap(wrapped, _GUIDANCE)
     unwrap(pipe, _KEY)

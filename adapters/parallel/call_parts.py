@@ -1,4 +1,4 @@
-"""Parts of parallelize_pipe that change a pipeline's call: its wrapper, PipeFusion and the schedule of attention."""
+"""Session parts of parallelize_pipe that change a pipeline's call: wrapper, PipeFusion and attention schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from para_core.weights.pipefusion import PipeFusion
 
 @dataclass(frozen=True)
 class CallPart(Part):
-    """Wrapper of the pipeline's ``__call__``."""
+    """Session part that wraps the pipeline's ``__call__``."""
 
     pipe: Any
     call: ParallelCall
@@ -43,7 +43,7 @@ class CallPart(Part):
 
 @dataclass(frozen=True)
 class PipeFusionPart(Part):
-    """PipeFusion over the stages of the transformers."""
+    """Session part that turns on PipeFusion for the staged transformers."""
 
     call: ParallelCall
     transformers: Mapping[str, nn.Module]
@@ -59,10 +59,12 @@ class PipeFusionPart(Part):
 
 @dataclass(frozen=True)
 class SchedulePart(Part):
-    """Attention of the transformers of ``pipe`` by a schedule. ``options`` are those of the transformers.
+    """Session part that chooses the attention backend of each denoising step from a schedule.
+
+    ``options`` are the attention options of the transformers; their ``backend`` is replaced at each step.
 
     Raises:
-        ValueError: ``pipe`` has no scheduler.
+        ValueError: If ``pipe`` has no scheduler whose steps could be counted.
     """
 
     pipe: Any

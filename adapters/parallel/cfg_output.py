@@ -1,8 +1,8 @@
-"""Form of a transformer's output, known before the transformer runs: a copy without weights runs on the meta device.
+"""Shapes and dtypes of a transformer's output before it runs, computed by a copy of the model on the meta device.
 
-The sizes and dtypes of an output follow from the class, its config, the dtypes of its parameters and the arguments, and
-in most models not from the number of blocks. So the copy has one block of each kind: 0.1 s for a model of 60 blocks, 3
-s with all blocks.
+A rank that does not compute a CFG branch needs them to receive that branch's output. They depend on the class, its
+config, the dtypes of its parameters and the arguments, and in most models not on the number of blocks. So the copy has
+one block of each kind, which takes 0.1 s for a model of 60 blocks instead of 3 s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from para_core.torch_internals import forward_hooks, pytree
 
 logger = logging.getLogger(__name__)
 
-# Names of config entries that count blocks.
+# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COPYABLE = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -31,10 +31,13 @@ _COPYABLE = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None
 def meta_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the output of ``module(*args, **kwargs)`` with tensors on the meta device; None if it cannot be predicted.
 
-    It is None if the model reads values of tensors, if a block depends on the number of blocks, if the model differs
-    from its config (quantized or cast weights, a ``forward`` of the user's own), if a call may change its arguments,
-    and under autocast, which has no meta device. It is also None for a compiled model, because the ranks should compile
-    at the same time instead of waiting for each other.
+    It cannot be predicted if
+
+    - the model reads values of tensors, or one of its blocks depends on the number of blocks;
+    - the model differs from its config (quantized or cast weights, or a ``forward`` set by the user);
+    - the call may change its arguments;
+    - autocast is on, because the meta device has no autocast;
+    - the model is compiled: then all ranks should compile at the same time instead of waiting for each other.
 
     The model is not changed, and none of its hooks runs.
     """
@@ -44,26 +47,26 @@ def meta_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return None
     if not _is_as_configured(module) or not all(isinstance(x, _COPYABLE) for x in leaves):
         return None
-    # Modes, autocast and gradients belong to a thread. In a new thread the caller's modes neither affect nor see this
-    # run.
+    # Torch function modes, autocast and grad mode are per thread, so in a new thread those of the caller have no
+    # effect.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_run_copy, module, args, kwargs).result()
 
 
 def _is_as_configured(module: Any) -> bool:
-    """Whether ``module`` computes what its class and config say.
+    """Whether ``module`` runs its class's ``forward``, not compiled and without hooks other than FSDP2's.
 
-    Changed parameters are found later, by :func:`_copy`.
+    :func:`_copy` checks the parameters.
     """
     if uncompiled(module) is not module or has_compiled_parts(module):
         return False
-    # Hooks of accelerate and diffusers also replace forward, and return the same output.
+    # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change the output.
     own_forward = "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
     return hasattr(module, "config") and not own_forward and all(map(_is_fsdp, forward_hooks(module)))
 
 
 def _is_fsdp(hook: Any) -> bool:
-    # FSDP2 gathers weights before a call and frees them after it; the output stays the same.
+    # FSDP2 gathers weights before a call and frees them after it, which does not change the output.
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
@@ -73,7 +76,8 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
             output = _copy(module)(*args, **kwargs)
     except Exception as error:
-        # The model reads a value, meta lacks an operator, or an argument is wrong. The real call reports what matters.
+        # Expected if the model reads a value, the meta device lacks an operator, or an argument is wrong. The real call
+        # follows and raises a proper error.
         logger.debug("the output of %s is not known before its call: %s", type(module).__name__, error)
         return None
     leaves = [x for x in pytree.tree_leaves(output) if x is not None]
@@ -84,7 +88,8 @@ def _copy(module: nn.Module) -> nn.Module:
     """Return a model of the same class and config on the meta device, with one block of each kind.
 
     Raises:
-        ValueError: If a weight of the copy has another shape or dtype class than that of ``module``.
+        ValueError: If ``module`` differs from its config: a weight has another shape, or a dtype that is not a
+            floating-point compute dtype (quantized or 8-bit weights).
     """
     cls = unwrapped_class(module)
     config: Any = module.config
@@ -94,7 +99,7 @@ def _copy(module: nn.Module) -> nn.Module:
         name: 1 for name, value in settings.items() if _DEPTH.fullmatch(name) and isinstance(value, int) and value
     }
     copy: nn.Module = cls(**{**settings, **shallow}).to("meta").eval()
-    # A LoRA moves the layer that it changes one level down.
+    # PEFT renames a layer that has a LoRA from ``name`` to ``name.base_layer``.
     weights = {
         name.replace(".base_layer.", "."): x for name, x in chain(module.named_parameters(), module.named_buffers())
     }

@@ -32,7 +32,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance_patching import uncompiled
 
-# Names of dtypes in the header of a safetensors file.
+# Dtypes by their names in the header of a safetensors file.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -46,36 +46,36 @@ def from_pretrained_sharded(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Load a pipeline, shard its weights and parallelize it, with the host memory of one copy per node.
+    """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per node.
 
-    Equals ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``. Every
-    rank maps the safetensors files of its node, whose pages the operating system shares between processes, reads its
-    shard of each weight, and unmaps the weight. Weights are cast after they are sharded. Every rank of the mesh calls
-    this function.
+    Gives the same as ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe, mesh=mesh,
+    weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the safetensors files, so
+    that ranks of a node share their pages, reads its shard of each weight, and unmaps the weight. Weights are cast to
+    ``dtype`` after sharding.
 
     Args:
         pipeline (`type[DiffusionPipeline]`): Pipeline class of diffusers.
         name (`str` or `Path`): Folder, or repository on the Hub, with safetensors weights. One rank of each node
-            downloads it while the others wait, without a time limit.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in :func:`parallelize_pipe`. Defaults to all ranks, as
-            :func:`init_context_parallel_mesh` arranges them.
-        weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`; ``"stages"``
-            needs a mesh with ``pipe``, and a rank does not read the blocks of other stages.
-        quantize (`"int8"` or `"fp8"`, *optional*): Quantizes the linear layers of the transformers by torchao, each
-            row by its own scale: after sharding, so no rank holds the whole weights in another dtype. For ``"fsdp"``,
-            which takes ``"int8"`` only, before it, from the mapped files. **Not exact.**
-        dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that a class keeps in float32.
-            Defaults to that of the files.
-        **options: Arguments of ``from_pretrained``, without ``device_map``, ``torch_dtype`` and
-            ``quantization_config``.
+            downloads it; the others wait for it without a time limit.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in :func:`parallelize_pipe`. Defaults to
+            ``init_context_parallel_mesh()`` of all ranks.
+        weights (`"fsdp"`, `"tensor"` or `"stages"`, defaults to `"fsdp"`): As in :func:`shard_weights`. ``"stages"``
+            needs a mesh with a ``pipe`` dim; a rank then reads only the transformer blocks of its own stage.
+        quantize (`"int8"` or `"fp8"`, *optional*): Quantizes the linear layers of the transformers with torchao, with
+            one scale per weight row. ``"fsdp"`` takes only ``"int8"``, which is applied before sharding, from the
+            mapped files; the other methods quantize after sharding, so that no rank holds all weights. **Not exact.**
+        dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that their class keeps in
+            float32. Defaults to the dtypes of the files.
+        **options: Other arguments of ``from_pretrained``. ``device_map``, ``torch_dtype`` and ``quantization_config``
+            are refused.
 
     Returns:
-        The parallel pipeline. Components that are not sharded are on the device of the mesh as well.
+        The parallel pipeline, with all components on the device of the mesh.
 
     Raises:
-        ValueError: If an option does not fit.
-        RuntimeError: If there is no process group; on every rank, if a file is missing, incomplete or corrupt on one
-            rank, or files differ.
+        ValueError: If an option is invalid or does not fit the mesh.
+        RuntimeError: If there is no process group, or, on every rank, if a file is missing, incomplete or corrupt on
+            one rank, or files differ between ranks.
     """
     require_process_group("from_pretrained_sharded")
     if weights not in (*METHODS, "stages"):
@@ -125,14 +125,14 @@ def _quantize_before_fsdp(pipe: Any, quantize: Quantize, dtype: torch.dtype | No
 
 
 def _copy_from_files(pipe: Any, weights: str) -> None:
-    """Copy the weights that this rank keeps unsharded out of the mapped files."""
+    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files."""
     for part in components_of(pipe).values():
         for parameter in part.parameters():
             if weights == "stages" and not parameter.is_meta:
                 parameter.data = parameter.data.clone()
             elif weights == "fsdp" and not isinstance(parameter, DTensor):
-                # FSDP2 leaves small weights unsharded. In a file they are not aligned, so kernels would add in another
-                # order.
+                # FSDP2 leaves small weights unsharded. Their data in the file is not aligned, and for unaligned data
+                # kernels sum in another order, so copy them to keep results equal.
                 parameter.data = parameter.data.clone()
 
 
@@ -157,9 +157,9 @@ def _modules(pipe: Any) -> list[nn.Module]:
 
 
 def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]) -> Any:
-    """Return the pipeline in the dtypes of its files, with each weight mapped from its file.
+    """Return the pipeline with each weight memory-mapped from its file, in the dtype of the file.
 
-    If a rank fails, every rank raises.
+    This is a collective call. If loading fails on one rank, every rank raises.
     """
     download_once_per_node(pipeline, name, mesh, options)
     with raising_on_all(mesh, f"{name} could not be loaded (download incomplete files again)"):
@@ -177,10 +177,10 @@ def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: d
 
 @contextmanager
 def _uninitialized_memory() -> Iterator[None]:
-    """Stop deterministic algorithms from filling the memory of ``torch.empty`` inside the block.
+    """Turn off ``torch.utils.deterministic.fill_uninitialized_memory`` inside the ``with`` block.
 
-    Loading allocates each weight before it moves it to the meta device. Written pages would take memory, and malloc may
-    keep them.
+    Loading allocates each weight with ``torch.empty`` before it moves it to the meta device. Filling that memory would
+    make its pages resident, and malloc may keep them.
     """
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -194,14 +194,17 @@ _SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 
 
 def _require_safetensors(folder: Path, passed: set[str]) -> None:
-    """Raise ``FileNotFoundError`` if a component of ``folder`` lacks safetensors files or the index of its shards.
+    """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several such files.
 
-    diffusers and transformers would look for other formats and name those as missing. Components in ``passed`` are not
-    loaded.
+    Without this check diffusers and transformers try other formats, and their error names a file of these formats.
+
+    Args:
+        folder: Folder of the pipeline, with one subfolder per component.
+        passed: Components that the caller passes to ``from_pretrained``, so they are not loaded.
     """
     for config in sorted(folder.glob("*/config.json")):
         part, settings = config.parent, json.loads(config.read_text())
-        # Configs of models have one of these entries; configs of tokenizers have neither.
+        # The config of a model has one of these entries; the config of a tokenizer has neither and is skipped.
         if part.name in passed or not settings.keys() & {"_class_name", "architectures"}:
             continue
         names = sorted(path.name for path in part.glob("*.safetensors"))
@@ -218,11 +221,16 @@ def _require_safetensors(folder: Path, passed: set[str]) -> None:
 
 
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
-    """Return the safetensors files of all components, of ``variant`` if a component has it, otherwise of none."""
+    """Return the safetensors files of all components.
+
+    For each component these are the files of ``variant`` if it has any, and otherwise the files without a variant.
+    """
     by_variant: dict[Path, dict[str | None, list[Path]]] = {}
-    # In the Hub's cache the folders of components hold links, so the files are found by pattern and not resolved.
+    # Paths are not resolved: in the Hub's cache they are symbolic links to blobs, whose names tell neither component
+    # nor variant.
     for path in sorted(folder.glob("*/*.safetensors")):
-        # diffusion_pytorch_model.fp16-00001-of-00002.safetensors
+        # The variant is the part after the first dot: "fp16" in
+        # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
         parts = path.name.split(".")
         which = parts[1].split("-")[0] if len(parts) > 2 else None
         by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
@@ -230,9 +238,9 @@ def _files_in(folder: Path, variant: str | None) -> list[Path]:
 
 
 def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
-    """Return the most common floating-point dtype of each component.
+    """Return the most common floating-point dtype of each component's weights; float32 under the key ``"default"``.
 
-    Weights of this dtype are mapped when loaded; others are copied.
+    ``from_pretrained`` maps weights of the requested dtype from the file and copies the others.
     """
     from safetensors import safe_open
 
@@ -246,16 +254,17 @@ def _dtypes_of(files: list[Path]) -> dict[str, torch.dtype]:
     return {**{name: kinds.most_common(1)[0][0] for name, kinds in counted.items()}, "default": torch.float32}
 
 
-# Bytes at each end of a weight that are compared with its file.
+# Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed the weight.
 _END = 4096
 
 
 def _map_each_weight(component: nn.Module, path: Path) -> None:
-    """Give each weight of ``component`` that the file ``path`` holds a mapping of its own.
+    """Replace each weight of ``component`` by a separate memory mapping of the file ``path``.
 
-    A mapping is freed, with all pages that were read, once no tensor refers to it. The loader maps a file once, so all
-    pages that were read would stay until the last weight of the file is sharded. This function reads only the ends of
-    each weight. Weights that the loader changed or renamed keep their mapping.
+    diffusers and transformers map each file once, so all pages read from it stay resident until the last weight of the
+    file is sharded. A separate mapping, with the pages read from it, is freed with its weight. Weights that the loader
+    changed or renamed keep the mapping that they have; to find changed ones, the first and last bytes of each weight
+    are compared with the file.
     """
     from safetensors import safe_open
 
@@ -289,7 +298,8 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     """Return the names of modules and weights that the class of ``module`` keeps in float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    # transformers applies _keep_in_fp32_modules to float16 only; diffusers, without the strict list, to every dtype.
+    # transformers applies _keep_in_fp32_modules only for float16. diffusers has no strict list and applies it for every
+    # dtype.
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
     return kept

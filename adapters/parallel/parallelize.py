@@ -153,20 +153,21 @@ def parallelize_pipe(
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before, time-outs of process groups included.
+    """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process groups.
 
     With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
-    does not hold. If it fails, call it again: the pipeline is still parallel until then, or its calls raise.
+    does not hold. If it raises, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
     """
     call = parallel_call(pipe)
     if call is not None:
         try:
             call.session.stop()
         except BaseException:
-            # The handler of calls has the session, which a second call of this function needs.
+            # Keep the wrapper of ``__call__``: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
-    # Plans may have been applied without a session: on one rank, or to a component by hand.
+    # On one rank, and after parallelize_transformer or parallelize_unet on a component, models are parallel without a
+    # session, so undo them here.
     remove_parallel_call(pipe)
     release_pipe(pipe)
     for module in transformers_of(pipe).values():
@@ -177,7 +178,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """Return a report of the last generation with PipeFusion on this rank.
+    """Return the report of the last PipeFusion generation of ``pipe`` on this rank.
 
     Raises:
         ValueError: If ``pipe`` runs without PipeFusion.

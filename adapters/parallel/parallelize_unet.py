@@ -1,4 +1,4 @@
-"""One UNet or ControlNet on several ranks."""
+"""Run one UNet or ControlNet on several ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def parallelize_unet(
     """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
     Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
-    all ranks. Ranks along ``ring`` and ``ulysses`` shard the rows of the image (columns, if it is wider than high),
-    those along ``batch`` the samples. No gradients are computed. Calling this again replaces the previous settings. If
-    anything is invalid or fails on any rank, every rank raises, and the UNet stays as it was.
+    all ranks. Ranks along ``ring`` and ``ulysses`` shard the rows of the image (columns, if it is wider than high), and
+    ranks along ``batch`` shard the samples. No gradients are computed. Calling it again replaces the previous settings.
+    If anything is invalid or fails on any rank, every rank raises, and the UNet stays as it was.
 
     Args:
-        unet (`nn.Module`): A supported UNet of diffusers (docs/vae.md lists them).
+        unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).
         mesh, assume_equal: As in :func:`parallelize_transformer`.
         batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
             output for a sample depends on its position in the batch.
@@ -54,10 +54,11 @@ def parallelize_unet(
 
 
 def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
-    """Return the handler that runs ``module`` in rows over ``mesh``. Changes nothing.
+    """Return the handler that will run ``module`` with its image rows sharded over ``mesh``. Changes nothing yet.
 
     Raises:
-        TypeError, ValueError: If the UNet is not supported, or the mesh does not fit.
+        TypeError: If the class is not supported.
+        ValueError: If the mesh does not fit.
     """
     check_parallelize([CheckedModel(module, module, "unet")], mesh)
     require_equal = partial(require_same_call_of_model, module, mesh, assume_equal=assume_equal)
@@ -66,7 +67,7 @@ def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, bat
 
 @dataclass(frozen=True)
 class UnetPart(Part):
-    """One UNet or ControlNet whose rows are sharded."""
+    """Session part that shards the image rows of one UNet or ControlNet."""
 
     run: UnetRun
     name = "the UNet"

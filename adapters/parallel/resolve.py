@@ -1,4 +1,4 @@
-"""Validation of parallelize_pipe, and the parts of which it consists: look up, refuse and choose, then apply."""
+"""Validate the arguments of parallelize_pipe and choose the session parts that apply them. Changes nothing."""
 
 from __future__ import annotations
 
@@ -48,16 +48,20 @@ from para_core.instance_patching import original_class
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
     """Validate the options and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
 
-    Every rank of the mesh calls it. If one rank refuses after the mesh is known, every rank raises.
+    Every rank of the mesh must call this function. Once the mesh is known, an error on one rank raises on every rank.
 
     Args:
-        unshards: Whether weights that are sharded now are gathered before the session starts.
+        pipe: A diffusers pipeline.
+        mesh: Ranks to use; None chooses the default mesh, see :func:`parallelize_pipe`.
+        options: The options of :func:`parallelize_pipe`.
+        unshards: Whether the weights of ``pipe`` are sharded by its current session, so the new session must gather
+            them if it does not shard them itself.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`parallelize_pipe` documents.
     """
     if mesh is None:
-        # The default mesh depends on the model.
+        # The default mesh is chosen for the model, so check first that the model is supported.
         check_parallelize(models_to_parallelize(pipe, options.adapter))
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
     ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
@@ -99,15 +103,21 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
 
 
 def _needs_ranks(options: ParallelOptions) -> bool:
-    """Whether a part may need the global ranks of the mesh. Does not read the pipeline, so all ranks agree."""
+    """Whether an option needs the global ranks of the mesh, which takes an exchange.
+
+    Depends on the options alone, so all ranks decide the same.
+    """
     return options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
-    """Return the placement to apply; None to leave it, or to leave it to ``weights="fsdp"``, which shards them too."""
+    """Return where the text encoders' weights are to be placed; None to leave them.
+
+    Also None if ``weights="fsdp"`` and the user chose no placement: :class:`WeightsPart` then shards text encoders too.
+    """
     if options.text_encoders is None:
         names = encoders_with_blocks(pipe) if options.weights == "tensor" and mesh.ranks > 1 else []
-        # A user who has offloaded them wants them in host memory.
+        # If the user has offloaded the text encoders, leave them in host memory.
         return "fsdp" if names and not any(map(offloader_of, text_encoders_of(pipe).values())) else None
     return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
 
@@ -120,7 +130,10 @@ def _parts_of_pipe(
     session: ParallelSession,
     autoencoders: list[nn.Module],
 ) -> list[Part]:
-    """Return the parts for the call of the pipeline: none on one rank, unless an option needs the call."""
+    """Return the session parts that change the pipeline's call and its autoencoders.
+
+    Empty on one rank, unless PipeFusion, offload or an attention schedule is on.
+    """
     if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
         return []
     batched = bool(unets_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
@@ -143,8 +156,9 @@ def _parts_of_pipe(
 def _parts_of_models(
     pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
 ) -> tuple[list[TransformerPart], list[UnetPart]]:
-    # Perturbed attention guidance splits the batch into branches inside the model, so its samples cannot be sharded.
-    # A guider calls the transformer once for each branch, also if the model's other pipelines concatenate them.
+    # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
+    # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
+    # concatenate branches on the batch dim.
     batched = mesh.ranks == 1 or not (hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None)
     transformers = [
         resolve_transformer(module, mesh, options, attention, batched=batched)
@@ -158,7 +172,7 @@ def _parts_of_models(
 
 
 def _global_ranks(mesh: GuidedMesh) -> set[int]:
-    """Return the global ranks of ``mesh``. All of them call it."""
+    """Return the global ranks of ``mesh``. With more than one mesh dim this is a collective call."""
     groups = [dim.group for dim in mesh.dims if dim.group is not None]
     if len(groups) > 1:
         return {record["rank"] for record in exchange({"rank": dist.get_rank()}, mesh)}
@@ -166,9 +180,10 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
 
 
 def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
-    """Return the part that sets the time-out of all groups among these ranks.
+    """Return the part that sets ``timeout`` on all process groups that the ranks of ``mesh`` use.
 
-    These are the groups of ``mesh``, and those made before for stages, rows of an image, CPU tensors and weights.
+    These are the groups of ``mesh`` with their CPU groups, the groups that para_core has made among ``ranks`` (for
+    stages, image rows and so on), and the groups of sharded weights.
     """
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
@@ -176,7 +191,7 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
 
 
 def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if ``pipe`` has no transformer and the user gave an option that only one takes."""
+    """Raise ``ValueError`` if ``pipe`` has no transformer but the user gave an option for transformers."""
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
@@ -198,7 +213,7 @@ def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
 
 
 def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if the blocks of a transformer cannot wait in host memory."""
+    """Raise ``ValueError`` if ``offload="blocks"`` does not fit the mesh, the other options or a transformer."""
     if mesh.ranks > 1 and (options.weights in METHODS or mesh.pipe.size > 1):
         other = f"weights={options.weights!r}" if options.weights in METHODS else f"{mesh.pipe.size} stages"
         raise ValueError(
@@ -211,10 +226,12 @@ def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOption
 
 
 def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
-    """Return the autoencoders and the diffusion decoder of ``pipe`` that run on all ranks, ``pipe.vae`` first.
+    """Return the modules that ``vae=True`` runs on all ranks: autoencoders with an adapter and the diffusion decoder.
+
+    ``pipe.vae`` is first. For a pipeline that only decodes, return its decoders.
 
     Raises:
-        TypeError: If ``pipe.vae`` is not a module, unless ``pipe`` only decodes.
+        TypeError: If ``pipe`` does more than decode and has no module ``pipe.vae``.
     """
     if decoders := decoders_of(pipe):
         return list(decoders.values())
@@ -223,16 +240,16 @@ def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
     others = [part for name, part in vaes.items() if name != "vae"]
     others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
-    # A sound autoencoder without an adapter is small, so every rank decodes with all of it.
+    # A sound autoencoder without an adapter is left out: it is small, so every rank decodes everything.
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
 
 
-# -- parts. Each applies itself and returns its undo.
+# -- Session parts that are small enough to live here.
 
 
 @dataclass(frozen=True)
 class TimeoutPart(Part):
-    """Time-out of process groups."""
+    """Session part that sets the time-out of process groups."""
 
     groups: Collection[ProcessGroup]
     timeout: timedelta
@@ -243,7 +260,8 @@ class TimeoutPart(Part):
         return override_timeouts(self.groups, self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # The time-out stays until the next session runs. The one set last counts, so there is nothing to restore.
+        # Keep the time-out until the next session runs. If that session sets its own, the latest one counts, so a
+        # failure needs no restore.
         return nothing
 
     def finish(self, undo: Undo) -> None:
@@ -252,7 +270,7 @@ class TimeoutPart(Part):
 
 @dataclass(frozen=True)
 class VaePart(Part):
-    """One autoencoder that runs on all ranks."""
+    """Session part that runs one autoencoder on all ranks."""
 
     vae: nn.Module
     mesh: GuidedMesh

@@ -1,4 +1,4 @@
-"""Attention of a pipeline's transformers by a schedule: the backend of each step of a generation."""
+"""Attention schedules: choose the attention backend of each denoising step of a pipeline."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ _KEY = "scheduled attention"
 
 
 class ScheduledAttention:
-    """The transformers of one pipeline, whose attention follows a schedule.
+    """Sets the attention backend of one pipeline's transformers at each denoising step, as an AttentionSchedule says.
 
-    The scheduler tells the step, so guidance by two calls, steps that a cache skips and a second transformer change
-    nothing. Outside a generation, and in callbacks, attention is that of the first step: exact.
+    The step is read from the scheduler and not counted from transformer calls, so two calls per step for guidance,
+    steps that a cache skips, and a second transformer do not disturb it. Outside a generation and inside user callbacks
+    the schedule's exact backend is in effect.
 
     Args:
-        options: Attention options of the transformers, with any backend.
+        transformers: The transformers by component name.
+        schedule: Backend of each step.
+        options: Attention options of the transformers; ``backend`` is replaced by that of the step.
+        adapter: Adapter that the user passed; None to look it up by class.
     """
 
     def __init__(
@@ -48,7 +52,8 @@ class ScheduledAttention:
         self._options = {backend: replace(options, backend=backend) for backend in schedule.backends}
         self._tracker = SchedulerTracker()
         self._parameters = {id(module): parameters_of(module) for module in transformers.values()}
-        # Only pipelines that take their steps with copies of the scheduler need the branches, to count their calls.
+        # Some pipelines step with copies of the scheduler, which then does not tell the step. For these, count calls
+        # per CFG branch; the conditioning arguments identify the branch.
         adapters = [(module, adapter_for(module, adapter)) for module in transformers.values()]
         self._conditions = {
             id(module): conditions_of(module, require_blocks(module, adapter))
@@ -56,22 +61,23 @@ class ScheduledAttention:
             if model is not None and model.steps_with_copies
         }
         self._branches: dict[int, Branches] = {}
-        # Number of user callbacks that are running.
+        # Number of user callbacks that are running now (they may nest).
         self._in_callback = 0
 
     @contextmanager
     def generation(self, pipe: Any, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Choose the backends in one generation of ``pipe``.
+        """Set the backend at each step inside the ``with`` block, which runs one generation of ``pipe``.
 
         Yields:
-            The arguments to call the pipeline with.
+            ``kwargs`` with the user's callbacks wrapped; call the pipeline with these.
         """
         self._branches = {key: Branches(conditions) for key, conditions in self._conditions.items()}
         for name, module in self._transformers.items():
             require_native_attention(module, f"pipe.{name}")
             component = getattr(pipe, name)
             if wrapper(component, "__call__", _KEY) != self._around_model:
-                # The component may be the wrapper of torch.compile, because nothing here belongs into a graph.
+                # The wrapper goes around a compiled component, not inside, because changing the backend must not be
+                # traced.
                 wrap_method(component, "__call__", _KEY, self._around_model, order=WrapperPriority.CACHE)
         with ExitStack() as stack:
             stack.callback(self._use, self.schedule.exact)
@@ -79,7 +85,7 @@ class ScheduledAttention:
             yield stack.enter_context(around_callbacks(kwargs, _KEY, self._run_callback, order=WrapperPriority.CACHE))
 
     def remove(self, pipe: Any) -> None:
-        """Remove the wrappers of the transformers of ``pipe``."""
+        """Remove this schedule's wrappers from the transformers of ``pipe``, compiled or not."""
         for name, module in self._transformers.items():
             component = getattr(pipe, name, None)
             for instance in (component, uncompiled(component), module):
@@ -105,7 +111,8 @@ class ScheduledAttention:
                 region.use(self._options[backend], region.cross_backend)
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A callback may run another pipeline that shares the transformers. The next step sets the backend again.
+        # A callback may run another pipeline with the same transformers, which must use the exact backend. The next
+        # step of this pipeline sets its backend again.
         self._use(self.schedule.exact)
         self._in_callback += 1
         try:

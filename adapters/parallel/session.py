@@ -1,4 +1,4 @@
-"""Sessions: changes of one object that are applied together, undone together, and restored if a later session fails."""
+"""Sessions: changes of one pipeline or transformer that are applied and undone together."""
 
 from __future__ import annotations
 
@@ -15,48 +15,52 @@ Undo = Callable[[], None]
 
 
 def nothing() -> None:
-    """Do nothing; the undo of a change that leaves nothing behind."""
+    """Do nothing. Serves as the undo function of a change that needs no undo."""
 
 
 class Part(ABC):
-    """One change of a user's object.
+    """One change of a session, such as wrapping ``__call__`` or sharding the weights.
 
-    :meth:`apply` either makes the whole change and returns its undo, or raises. :func:`replace_session` removes the
-    wrappers (:mod:`para_core.instance_patching`) that a failed :meth:`apply` leaves behind.
+    :meth:`apply` makes the whole change and returns its undo function, or raises. If it raises, :func:`replace_session`
+    removes the wrappers (:mod:`para_core.instance_patching`) that it may have left.
     """
 
-    name = "a part"  # for error messages
+    name = "a part"  # names the part in error messages
     shards_weights = False
 
     @abstractmethod
     def apply(self) -> Undo:
-        """Make the change, and return its undo."""
+        """Make the change and return the function that undoes it."""
 
     def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
-        """Make the changes that only all ranks together can undo, once every rank has applied all parts."""
+        """Finish the change after every rank has applied all parts. Only for changes whose undo needs all ranks."""
 
     def clear(self) -> Undo:
-        """Remove what other calls applied to the same object.
+        """Remove the same kind of change if the object already has it from outside the session.
 
-        Returns a function that restores it, except for wrappers.
+        Returns a function that restores what was removed, except for wrappers.
         """
         return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        """Undo the change for a session on ``mesh`` that replaces this one.
+        """Undo the change, because a new session on ``mesh`` replaces this one.
+
+        Args:
+            undo: The function that :meth:`apply` returned.
+            mesh: Ranks of the new session.
 
         Returns:
-            A function that makes the change again, except for wrappers, if the other session fails.
+            A function that makes the change again, except for wrappers. It is called if the new session fails.
         """
         undo()
         return nothing
 
     def finish(self, undo: Undo) -> None:  # noqa: B027 - most parts leave nothing in place
-        """Undo what :meth:`suspend` left in place, once the next session has started."""
+        """Undo the rest of the change, which :meth:`suspend` left in place, after the new session has started."""
 
 
 class ParallelSession:
-    """Parts that are applied to one pipeline or transformer.
+    """The parts that are applied together to one pipeline or transformer.
 
     Args:
         mesh: Ranks of the session.
@@ -69,11 +73,11 @@ class ParallelSession:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether the session sharded weights, and so gathers them when it is undone."""
+        """Whether a part of the session has sharded weights, which stopping the session gathers."""
         return any(part.shards_weights for part, _ in self._applied)
 
     def start(self) -> None:
-        """Apply all parts. If one fails on a rank, every rank raises; :meth:`stop` then undoes the applied parts."""
+        """Apply all parts in order. If one fails on a rank, every rank raises; the caller then calls :meth:`stop`."""
         for part in self.parts:
             with raising_on_all(self.mesh, f"{part.name} failed"):
                 self._applied.append((part, part.apply()))
@@ -82,7 +86,10 @@ class ParallelSession:
                 part.complete()
 
     def stop(self) -> None:
-        """Undo all applied parts, the last one first, even if the undo of one raises. Call it again to retry these."""
+        """Undo all applied parts, the last one first.
+
+        If some undo functions raise, the others still run; a second call retries the ones that raised.
+        """
         with ExitStack() as undos:
             for part, undo in list(self._applied):
                 undos.callback(self._undo, part, undo)
@@ -92,12 +99,15 @@ class ParallelSession:
         self._applied.remove((part, undo))
 
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
-        """Suspend all parts for a session on ``mesh``, and push the callbacks that restore them onto ``resume``."""
+        """Call :meth:`Part.suspend` of all applied parts, the last one first, before a session on ``mesh`` starts.
+
+        Pushes the functions that restore the parts onto ``resume``.
+        """
         for part, undo in reversed(self._applied):
             resume.callback(part.suspend(undo, mesh))
 
     def finish(self) -> None:
-        """Undo what :meth:`suspend` left in place."""
+        """Call :meth:`Part.finish` of all parts, after another session has replaced this one."""
         applied, self._applied = self._applied, []
         with ExitStack() as undos:
             for part, undo in applied:
@@ -105,9 +115,9 @@ class ParallelSession:
 
 
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
-    """Start ``session`` in place of ``previous``. Every rank of the mesh calls it.
+    """Undo ``previous`` and start ``session`` on ``instance``. Every rank of the session's mesh must call it.
 
-    If a rank fails, every rank raises, and ``instance`` is as it was before, with ``previous`` in effect.
+    If this fails on one rank, every rank raises, and ``previous`` is in effect again.
     """
     with changes_undone_on_failure(instance) as rollback:
         with raising_on_all(session.mesh, "the earlier settings could not be undone"):
@@ -123,7 +133,7 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
 
 @contextmanager
 def changes_undone_on_failure(instance: Any) -> Iterator[ExitStack]:
-    """Yield a stack of callbacks that run if the block raises.
+    """Yield an ``ExitStack`` whose callbacks run only if the ``with`` block raises.
 
     The wrappers of ``instance`` and its modules are then restored as well.
     """

@@ -1,4 +1,4 @@
-"""One transformer on several ranks, and the options that it shares with a pipeline."""
+"""Run one transformer on several ranks; also defines the options of parallelize_pipe and parallelize_transformer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
     if mesh is None:
-        # The default mesh depends on the model.
+        # The default mesh is chosen for the model, so check first that the model is supported.
         check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
@@ -112,7 +112,7 @@ def parallelize_transformer(
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer` and return ``transformer``.
 
-    With a ``pipe`` mesh dim this is a collective call.
+    With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
     """
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
@@ -127,10 +127,14 @@ def resolve_transformer(
     *,
     batched: bool = True,
 ) -> TransformerPart:
-    """Return the part that runs ``module`` on ``mesh``. Changes nothing.
+    """Return the session part that runs ``module`` on ``mesh``. Changes nothing.
 
     Args:
-        batched: Whether the samples of a call may be sharded over ``batch``.
+        module: A transformer, not compiled.
+        mesh: Ranks that run it.
+        options: The options that the user gave.
+        attention: Options of its attention.
+        batched: Whether samples may be sharded over the ``batch`` dim of the mesh.
 
     Raises:
         ValueError: If the plan names a submodule that does not exist, or the mesh does not fit.
@@ -147,7 +151,10 @@ def resolve_transformer(
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """Plan of one transformer, and its stage on a mesh with ``pipe``."""
+    """Session part that applies the plan of one transformer.
+
+    With a ``pipe`` mesh dim it also frees the transformer blocks of the other stages.
+    """
 
     module: nn.Module
     plan: Plan
@@ -163,7 +170,7 @@ class TransformerPart(Part):
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            # With stages the stage wrapper compares the inputs.
+            # With stages the stage wrapper already compares the inputs, so do not compare them twice.
             require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
@@ -190,7 +197,7 @@ class TransformerPart(Part):
         return self.clear()
 
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise on every rank if the arguments ``kwargs`` of this call differ between ranks or a rank cannot run it."""
+        """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
         options = cache_options(self.module)
         cached = {} if options is None else {"its cache": options.as_text()}
         inputs = {**kwargs, **cached, **attention_by_name(self.module)}
@@ -199,12 +206,12 @@ class TransformerPart(Part):
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Options that the user gave; :func:`~para_core.adapters.parallelize_pipe` documents them.
+    """Validated options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.
         TypeError: If an option has a wrong type.
-        ValueError: If an option has a value that no pipeline takes, or two options exclude each other.
+        ValueError: If an option has an unknown value, or two options exclude each other.
     """
 
     text: Text | None = None
@@ -277,11 +284,11 @@ class ParallelOptions:
             )
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
-        """Return the attention options.
+        """Return the options of attention; for a schedule, those with its exact backend.
 
         Args:
-            default_method (`RotateMethod`, *optional*): The ``rotate_method`` if the user gave neither that option nor
-                ``comm_dtype``.
+            default_method (`RotateMethod`, *optional*): ``rotate_method`` to use if the user gave neither that option
+                nor ``comm_dtype``. None stands for ``"alltoall"``.
         """
         if self.comm_dtype is not None:
             default_method = None
@@ -293,17 +300,17 @@ class ParallelOptions:
 
     @property
     def schedule(self) -> AttentionSchedule | None:
-        """``backend``, if it is a schedule."""
+        """Return ``backend`` if it is an :class:`AttentionSchedule`; None otherwise."""
         return self.backend if isinstance(self.backend, AttentionSchedule) else None
 
     @property
     def offloads(self) -> bool:
-        """Whether weights wait in host memory, also on one rank."""
+        """Whether an option keeps weights in host memory. These options also work on one rank."""
         return self.offload is not None or {self.text_encoders, self.vae_placement} & {"offload", "first"} != set()
 
     @property
     def of_transformers(self) -> dict[str, object]:
-        """Options by name that the user gave and that only a transformer takes."""
+        """Return the options, by name, that the user gave and that only apply to transformers."""
         options = {
             "text": self.text,
             "adapter": self.adapter,

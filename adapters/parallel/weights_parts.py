@@ -1,4 +1,4 @@
-"""Parts of parallelize_pipe that place weights: of transformers, of text encoders, and of autoencoders."""
+"""Session parts of parallelize_pipe that place the weights of transformers, text encoders and autoencoders."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from para_core.weights.group import timeout_of, weights_mesh
 
 @dataclass(frozen=True)
 class WeightsPart(Part):
-    """Weights that are sharded by ``method``, or replicated if ``method`` is None."""
+    """Session part that shards weights by ``method``; gathers sharded weights on every rank if ``method`` is None."""
 
     pipe: Any
     mesh: GuidedMesh
     method: Method | None
-    components: Sequence[str] | None = None  # None: all that the method can shard
+    components: Sequence[str] | None = None  # names of the components; None for all that the method can shard
     name = "sharding the weights"
 
     def apply(self) -> Undo:
@@ -44,14 +44,17 @@ class WeightsPart(Part):
         return self.method is not None
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # The next session shards the weights again or has a part that releases them. Only stages need full weights
-        # before.
+        # The next session shards the weights again or has a WeightsPart that gathers them. Only stages need full
+        # weights to start from, so gather them now in that case.
         return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
 
 
 @dataclass
 class TextEncodersPart(Part):
-    """Text encoders that are placed by ``placement``. ``ranks`` are the global ranks of ``mesh``."""
+    """Session part that places the weights of the text encoders as ``placement`` says.
+
+    ``ranks`` are the global ranks of ``mesh``; only ``"fsdp"`` needs them.
+    """
 
     pipe: Any
     mesh: GuidedMesh
@@ -71,7 +74,8 @@ class TextEncodersPart(Part):
     def apply(self) -> Undo:
         if self.placement == "replicate":
             return nothing
-        # Not earlier, because the session that this one replaces may have offloaded them.
+        # Checked here and not in __init__, because the session that this one replaces may have offloaded the encoders
+        # itself.
         require_not_offloaded(text_encoders_of(self.pipe), "text_encoders")
         if self.placement == "fsdp":
             mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
@@ -82,7 +86,7 @@ class TextEncodersPart(Part):
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         if self.placement in ("fsdp", "replicate"):
-            # As for WeightsPart, the next session shards these weights or releases them.
+            # As in WeightsPart, the next session shards these weights again or gathers them, so leave them sharded.
             return nothing
         undo()
         return self._offloaded.apply
@@ -90,7 +94,10 @@ class TextEncodersPart(Part):
 
 @dataclass
 class VaePlacementPart(Part):
-    """Autoencoders whose weights wait in host memory, on all ranks or, with ``"first"``, on the first one alone."""
+    """Session part that keeps the autoencoders' weights in host memory.
+
+    With ``placement="first"`` only the first rank runs the autoencoders and sends their outputs to the others.
+    """
 
     vaes: Mapping[str, nn.Module]
     mesh: GuidedMesh
@@ -102,7 +109,8 @@ class VaePlacementPart(Part):
         self._offloaded = OffloadedModules(self.vaes, self.mesh, methods=VAE_METHODS, first_rank_only=first)
 
     def apply(self) -> Undo:
-        # Not earlier, because the session that this one replaces may have offloaded them.
+        # Checked here and not in __init__, because the session that this one replaces may have offloaded the
+        # autoencoders.
         require_not_offloaded(self.vaes, "vae_placement")
         self._offloaded.apply()
         return self._offloaded.remove
@@ -114,7 +122,7 @@ class VaePlacementPart(Part):
 
 @dataclass
 class BlocksPart(Part):
-    """Blocks of the transformers that wait in host memory."""
+    """Session part that keeps the transformer blocks in host memory, except for the first ``resident`` ones."""
 
     pipe: Any
     mesh: GuidedMesh
@@ -126,7 +134,8 @@ class BlocksPart(Part):
 
     def apply(self) -> Undo:
         for name, module in transformers_of(self.pipe).items():
-            # Not earlier, because the session that this one replaces may have offloaded the blocks.
+            # Checked here and not in __init__, because the session that this one replaces may have offloaded the blocks
+            # itself.
             offloader = offloader_of(module)
             if offloader is not None or is_distributed(module):
                 raise ValueError(
