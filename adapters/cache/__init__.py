@@ -1,1 +1,1 @@
-"""First Block Cache on diffusers pipelines."""
+"""Apply First Block Cache to diffusers pipelines, and calibrate its threshold."""

@@ -1,4 +1,4 @@
-"""The caches of one pipeline during a generation: the current branch and step, the report and the warnings."""
+"""Runs the caches of one pipeline: finds the branch and the step of each transformer call, reports and warns."""
 
 from __future__ import annotations
 
@@ -40,30 +40,35 @@ def caching_of(pipe: Any) -> PipelineCache | None:
 
 
 class PipelineCache:
-    """The caches of one pipeline's transformers by component name, and the state of its current generation."""
+    """The caches of one pipeline, one per transformer by component name, and the state of its current generation."""
 
     def __init__(self) -> None:
         self.caches: dict[str, BlockCache] = {}
-        # The adapter that the user passed with the caches.
+        # The adapter that the user passed to apply_cache_on_pipe; None if the library's adapters are used.
         self._adapter: Adapter | None = None
         self._with_copies = False
-        # Per transformer: the arguments with a part for each sample, and their sample dim.
+        # By transformer: the arguments that have a sample dim, and which dim it is. Used to count samples.
         self._batched: dict[str, Mapping[str, int | None]] = {}
         self._tracker = SchedulerTracker()
-        # Hooks of this pipeline alone, because other pipelines may share a transformer.
+        # By transformer: this pipeline's own hook of the model call, because pipelines with other caches may share the
+        # model.
         self._callers: dict[str, ModelCallHook] = {}
-        # State of the current generation.
+        # The attributes below belong to the generation that is running.
         self._pipe: Any = None
         self._thread = 0
         self._paused = False
-        # Number of user callbacks that are running.
+        # Number of user callbacks that are running now (they may nest). The cache is off inside them.
         self._in_callback = 0
         self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        """Use ``caches`` from now on. If anything fails, the previous caches stay.
+        """Use ``caches`` from the next generation on. If this fails, the previous caches stay.
 
-        Hooks of the models are kept, so that graphs that were compiled with them stay valid.
+        The hooks of the models are kept, so graphs that were compiled with them stay valid.
+
+        Args:
+            caches: One cache per transformer, by component name.
+            adapter: The adapter that the user passed; None to use the library's.
         """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
@@ -85,7 +90,7 @@ class PipelineCache:
         self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
 
     def undo(self) -> Callable[[], None]:
-        """Return a function that undoes a later :meth:`replace`, if there was one."""
+        """Return a function that restores the present caches, if :meth:`replace` has replaced them by then."""
         caches, adapter = self.caches, self._adapter
 
         def put_back() -> None:
@@ -95,14 +100,14 @@ class PipelineCache:
         return put_back
 
     def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
-        """Use ``callers`` as this pipeline's hooks again; some of them may have been freed."""
+        """Make ``callers`` this pipeline's hooks again, and set their ``run``, which freeing a hook has reset."""
         self._callers = callers
         for name, caller in callers.items():
             caller.run = self._around_model(name)
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """Thresholds by component name. A new value takes effect at the next call of the pipeline."""
+        """Thresholds by component name. Values that are set take effect at the next call of the pipeline."""
         return {name: cache.threshold for name, cache in self.caches.items()}
 
     @thresholds.setter
@@ -113,7 +118,7 @@ class PipelineCache:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the pipeline without its cache inside the ``with`` block. Hooks and compiled graphs are kept."""
+        """Compute all steps inside the ``with`` block, as without a cache. Hooks and compiled graphs are kept."""
         self._paused = True
         try:
             yield
@@ -127,10 +132,10 @@ class PipelineCache:
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one generation: the wrapper of ``pipe.__call__``. Returns what ``call`` returns.
+        """Run one generation with the caches: the wrapper of ``pipe.__call__``. Returns the output of the pipeline.
 
         Raises:
-            RuntimeError: The pipeline is already running in another thread.
+            RuntimeError: If the pipeline is already running in another thread.
         """
         if self._paused:
             return call(pipe, *args, **kwargs)
@@ -144,7 +149,7 @@ class PipelineCache:
             return call(pipe, *args, **kwargs)
 
     def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``callback`` with the cache suspended, because it may run another pipeline that shares the models."""
+        """Run ``callback`` with the cache off, because it may run another pipeline that shares the models."""
         self._in_callback += 1
         try:
             return callback(*args, **kwargs)
@@ -156,8 +161,8 @@ class PipelineCache:
         for name, cache in self.caches.items():
             cache.reset()
             cache.readings.clear()
-            # Attach before the first branch is identified: another pipeline with other first_blocks may have replaced
-            # the hooks.
+            # Attach before the first branch is identified, because another pipeline with other first_blocks may have
+            # replaced the hooks since the last generation.
             host = cache.attach()
             component = getattr(pipe, name)
             if name not in self._callers:
@@ -165,7 +170,7 @@ class PipelineCache:
                 self._callers[name].run = self._around_model(name)
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
-                # The component may be the wrapper of torch.compile: the hook goes around the compiled call.
+                # The component may be a compiled module. Wrap that one, so that the hook runs outside the graph.
                 wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
         self._pipe = pipe
         try:
@@ -192,7 +197,8 @@ class PipelineCache:
             cache = self.caches[name]
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
             batched = self._batched[name]
-            # A pipeline without do_classifier_free_guidance may use guidance, so assume two branches.
+            # Without the property do_classifier_free_guidance the pipeline may still use guidance, so assume two
+            # branches.
             guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
             tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
             cache.num_branches = 2 if guided else 1
@@ -206,10 +212,10 @@ class PipelineCache:
         return around
 
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Register the branch of a call of ``module`` that this rank or another one computes.
+        """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
 
-        All ranks call it, so that they number the branches equally. Does nothing if the module has no cache here or no
-        generation is running.
+        Every rank calls this for every call, so that all ranks number the branches in the same order. Does nothing if
+        the module has no cache in this pipeline or no generation is running.
         """
         cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
@@ -218,18 +224,19 @@ class PipelineCache:
         cache.announce(materialize(arguments))
 
     def remove(self, pipe: Any) -> None:
-        """Remove the caches and their hooks from the components of ``pipe``."""
+        """Remove the caches and their hooks from the transformers of ``pipe``."""
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
             self._step_aside(name, self.caches, component, uncompiled(component), cache.module)
             cache.detach()
 
     def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
-        """Remove this pipeline's hook from the component ``name``.
+        """Remove this pipeline's hook from the component ``name``, if it has one.
 
         Args:
-            caches: The caches that are attached, by component name. If one of them is for ``name``, its host keeps the
-                classes of ``modules`` alive.
+            name: Name of the component.
+            caches: The caches that are attached, by component name. If one of them is for ``name``, the classes of
+                ``modules`` are kept alive, so that graphs that were compiled with them stay valid.
             modules: The instances that may have the hook. Values that are not modules are ignored.
         """
         caller = self._callers.get(name)
@@ -242,21 +249,25 @@ class PipelineCache:
                     host.remember(module)
                 unwrap(module, caller.key)
         caller.free()
-        # Last: if this fails, a later generation uses the hook again instead of adding a second one.
+        # Delete the entry last: if this function fails earlier, the next generation uses the same hook instead of
+        # adding a second one.
         del self._callers[name]
 
     def report(self) -> CacheReport:
-        """Return the report of the last generation, over all transformers."""
+        """Return the report of the last generation: the steps of all transformers."""
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
         options = [cache.options for cache in self.caches.values()]
-        # Transformers may have different rules and forecasts; each name is listed once.
+        # List each rule and forecast once, because transformers may have different ones.
         rules = " and ".join(dict.fromkeys(each.rule_name for each in options))
         forecasts = " and ".join(dict.fromkeys(each.chosen_forecast.name for each in options))
         dropped = sum(cache.readings.dropped for cache in self.caches.values())
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
     def _warn_of_generation(self, name: str) -> None:
-        """Warn about settings that had no effect in the generation that ended. Each kind of warning appears once."""
+        """Warn if the cache had no effect, or skipped every step, in the generation that ended.
+
+        Each kind of warning appears once until the caches or thresholds change.
+        """
         for component, cache in self.caches.items():
             self._warn_of_transformer(name if len(self.caches) == 1 else f"{name}'s {component}", cache)
 

@@ -1,4 +1,4 @@
-"""First Block Cache for diffusers pipelines and transformers, and its report."""
+"""Public functions that apply First Block Cache to diffusers pipelines and transformers, remove it and report on it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def apply_cache_on_pipe(
         TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
     mesh = mesh_of(pipe)
-    # The ranks of a parallel pipeline decide together about a step, so either all of them get the new cache or none.
+    # The ranks decide together whether to skip a step, so either all of them get the new cache or none.
     agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
     with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreed:
@@ -84,7 +84,7 @@ def apply_cache_on_pipe(
 def _resolve(
     pipe: Any, adapter: Adapter | None, per_transformer: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, BlockCache]:
-    """Return the caches of ``pipe`` by component name. Changes nothing.
+    """Validate the options and return a cache for each transformer of ``pipe``, by component name. Changes nothing.
 
     Raises:
         TypeError, ValueError: The pipeline is not supported, or an option is invalid.
@@ -164,7 +164,7 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     caching = caching_of(pipe)
     if caching is not None:
         caching.remove(pipe)
-        # Last: if removal fails, the pipeline still has its cache, and a second call removes the rest.
+        # Unwrap the pipeline last: if removal fails before, a second call still finds the caches and removes the rest.
         unwrap(pipe, KEY)
     return pipe
 

@@ -35,14 +35,15 @@ def calibrate_cache(
     """Find the threshold of a pipeline's cache that is fastest at a given quality, or most exact at a given speed.
 
     All prompts are generated without the cache, then with each threshold, from the same random numbers. Afterwards
-    ``pipe`` has the cache with the chosen threshold; after an error it is as before. The other options of the cache are
-    those of the cache that ``pipe`` has, or the defaults. A new threshold does not recompile the transformer.
+    ``pipe`` has the cache with the chosen threshold; after an error it is as before. The other cache options are those
+    of the cache that ``pipe`` already has; without one, the defaults. A new threshold does not recompile the
+    transformer.
 
-    On a parallel pipeline every rank makes the same call, and the first rank's measurements decide.
+    On a parallel pipeline every rank must make the same call. The measurements of the first rank decide.
 
     Args:
         pipe (`DiffusionPipeline`): A pipeline that :func:`apply_cache_on_pipe` accepts, with or without a cache.
-        prompts (`str`, or a sequence of `str` and `dict`): The prompts. A dict has the arguments of one call of the
+        prompts (`str`, or a sequence of `str` and `dict`): The prompts. A dict holds the arguments of one call of the
             pipeline (``prompt``, ``image``, …).
         target (`float`, *optional*): The value that the metric must reach. For ``"psnr"`` and ``"ssim"`` it is a
             minimum and for ``"lpips"`` a maximum, and the largest threshold that reaches it is chosen. For
@@ -51,13 +52,14 @@ def calibrate_cache(
         metric (`"psnr"`, `"ssim"`, `"lpips"`, `"speedup"` or `"computed_steps"`, defaults to `"psnr"`): The metric of
             ``target``. The first three compare images or video frames, with values in 0 … 1, with those generated
             without the cache; PSNR is in dB. ``"speedup"`` is the time of a generation without the cache divided by the
-            time with it. ``"computed_steps"`` is the mean number of computed steps per generation and branch.
-        computed_steps (`float`, *optional*): Short for ``metric="computed_steps"`` with this ``target``. The result
+            time with it. ``"computed_steps"`` is the mean number of computed steps per generation and CFG branch.
+        computed_steps (`float`, *optional*): Short for ``metric="computed_steps", target=computed_steps``. This choice
             does not depend on measured times.
-        thresholds (`Sequence[float]`, *optional*): The thresholds to try. Defaults to a bisection that begins with the
-            smallest and the largest difference between steps.
-        tries (`int`, defaults to `8`): Maximum number of thresholds that the bisection tries. Each of them generates
-            all prompts.
+        thresholds (`Sequence[float]`, *optional*): The thresholds to try. Defaults to a search: the threshold is
+            doubled, starting just above the largest difference between steps, until the target is crossed, then
+            bisected.
+        tries (`int`, defaults to `8`): Maximum number of thresholds that the search tries. For each of them all prompts
+            are generated.
         seed (`int`, defaults to `0`): Prompt ``i`` is generated with the seed ``seed + i``, unless its call has a
             ``generator``.
         progress (`bool`, defaults to `True`): Whether to show a progress bar.
@@ -120,7 +122,7 @@ def calibrate_cache(
             if uncached:
                 remove_cache_from_pipe(pipe)
             raise
-        # The total was the maximum number of generations; the bisection may have needed fewer.
+        # The bar's total was the maximum number of generations. The search may have needed fewer, so end the bar here.
         bar.total = bar.n
         bar.refresh()
     return Calibration(chosen.threshold, metric, target, rows, trial.seconds)
@@ -135,11 +137,18 @@ def _bisect(
 ) -> list[CalibrationRow]:
     """Evaluate at most ``tries`` thresholds: double the threshold until the goal is crossed, then bisect the interval.
 
-    The first threshold is just above the largest difference in ``nothing_skipped``. The interval is halved on a
-    logarithmic scale, and the search ends when the computed steps of its two ends differ by at most one.
+    The first threshold is just above the largest difference that was measured with threshold 0. The interval is halved
+    on a logarithmic scale. The search ends when the numbers of computed steps at its two ends differ by at most one.
+
+    Args:
+        trial: Holds the smallest and the largest difference between steps.
+        evaluate: Generates all prompts with a threshold and returns the results.
+        goal: The metric and its target.
+        nothing_skipped: The results with threshold 0.
+        tries: Maximum number of calls of ``evaluate``.
 
     Returns:
-        The rows in the order of evaluation; empty if no step differed from the one before.
+        The results in the order of evaluation; empty if no step differed from the one before.
     """
     low, high = trial.differences
     if high <= 0.0:

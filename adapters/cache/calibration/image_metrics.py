@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# One tensor per generation. The image sizes of different generations may differ.
+# Images of all generations: one tensor [N, H, W, C] per generation, because image sizes may differ between them.
 Images = Sequence[Tensor]
 ImageMetric = Callable[[Images, Images], float]
 
 
 def as_images(output: Any) -> Tensor:
-    """Return images or video frames of a pipeline with ``output_type="np"`` as ``[N, H, W, C]`` float32."""
+    """Return a pipeline's images or video frames of ``output_type="np"`` as one ``[N, H, W, C]`` tensor, float32."""
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 
 
 def psnr(images: Images, references: Images) -> float:
-    """Return the peak signal-to-noise ratio in dB, of the mean squared error of all images; infinite if all are equal.
+    """Return the peak signal-to-noise ratio in dB, of the mean squared error over all images; ``inf`` if all are equal.
 
-    The errors are averaged instead of the ratios of the images, because one unchanged image would make the mean ratio
-    infinite.
+    The mean is taken of errors and not of per-image ratios, because a single unchanged image would make the mean of the
+    ratios infinite.
     """
     pairs = zip(images, references, strict=True)
     error = torch.cat([(x.double() - y.double()).square().mean(dim=(1, 2, 3)) for x, y in pairs]).mean().item()

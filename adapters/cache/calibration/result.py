@@ -1,4 +1,4 @@
-"""The result of a calibration: the measurements of every threshold, and the chosen threshold."""
+"""Result of a calibration: the measurements at each threshold, and the chosen threshold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
-# Metrics whose target is a maximum, and metrics for which the smallest threshold that reaches the target is chosen.
+# _AT_MOST: metrics whose target is a maximum. _SMALLEST: metrics for which the smallest threshold that reaches the
+# target is chosen; for the others it is the largest.
 _AT_MOST, _SMALLEST = ("lpips", "computed_steps"), ("speedup", "computed_steps")
 
 _UNITS = {"psnr": " dB", "speedup": " ×"}
@@ -24,11 +25,11 @@ class CalibrationRow:
     """The results of one threshold over all prompts.
 
     Args:
-        threshold (`float`): The threshold.
-        metrics (`Mapping[str, float]`): Values by name. Always contains ``psnr`` in dB, ``speedup``, and
-            ``computed_steps``, the mean per generation and branch; also the metric of the target.
-        computed (`int`): Number of computed steps of all branches and prompts, on the first rank.
-        steps (`int`): Number of all steps of all branches and prompts, on the first rank.
+        threshold (`float`): The threshold of the cache, ``residual_diff_threshold``.
+        metrics (`Mapping[str, float]`): Results by name of the metric. Always contains ``psnr`` in dB, ``speedup``, and
+            ``computed_steps``, the mean per generation and CFG branch; also the metric of the target.
+        computed (`int`): Number of computed steps, summed over branches and prompts, on the first rank.
+        steps (`int`): Number of steps, computed or skipped, summed over branches and prompts, on the first rank.
         seconds (`float`): Mean time of a generation on the first rank, including text encoders and decoder.
     """
 
@@ -89,7 +90,7 @@ class Calibration:
         rows = [
             {
                 "threshold": row.threshold,
-                # JSON has no infinity.
+                # JSON has no infinity, which PSNR of equal images is, so write null.
                 **{name: value if math.isfinite(value) else None for name, value in row.metrics.items()},
                 "computed": row.computed,
                 "steps": row.steps,
@@ -128,14 +129,14 @@ class Calibration:
         beside.plot([row.threshold for row in self.rows], shares, "s-", color="0.6", label="computed steps", zorder=0)
         beside.set(ylabel="share of steps that were computed", ylim=(0, 1.05))
         handles = [*axes.get_legend_handles_labels()[0], *beside.get_legend_handles_labels()[0]]
-        # The legend is below the plot, because it would hide points inside.
+        # The legend is outside the axes, where it cannot hide points.
         figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=len(handles))
         return figure
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A metric and the value that it must reach."""
+    """A metric and the target that it must reach."""
 
     metric: Metric
     target: float
@@ -145,9 +146,10 @@ class Goal:
         return value <= self.target if self.metric in _AT_MOST else value >= self.target
 
     def may_rise(self, row: CalibrationRow) -> bool:
-        """Whether the search must continue with a larger threshold than that of ``row``.
+        """Whether the search continues with a larger threshold than that of ``row``; otherwise with a smaller one.
 
-        Metrics of quality allow a larger threshold while the target is reached, metrics of speed need one until it is.
+        For metrics of quality the threshold rises while the target is reached, for metrics of speed until it is
+        reached.
         """
         return self.reached(row) != (self.metric in _SMALLEST)
 

@@ -1,4 +1,4 @@
-"""Generations and measurements of a calibration."""
+"""Generate the prompts of a calibration and measure quality and time at one threshold."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from para_core.distributed.mesh import GuidedMesh
 
 
 class Trial:
-    """Generates the prompts of a calibration and measures them, first without the cache, then with each threshold.
+    """Generates the prompts of a calibration, without the cache and then with each threshold, and measures the results.
 
     Args:
-        pipe: The pipeline.
-        calls: The arguments of each generation.
-        seed: Seed of the first generation; each further one adds 1.
-        image_metrics: Functions by the name of the metric.
+        pipe: A pipeline with a cache.
+        calls: The arguments of the pipeline for each prompt.
+        seed: Prompt ``i`` is generated with ``seed + i``, unless its call has a ``generator``.
+        image_metrics: Functions that compare images with references, by name of the metric.
         mesh: The ranks that run the pipeline.
-        bar: A ``tqdm`` progress bar, updated after each generation.
+        bar: A ``tqdm`` progress bar, advanced by 1 after each generation.
     """
 
     def __init__(
@@ -46,13 +46,16 @@ class Trial:
         self._references: list[Tensor] = []
         self._warm = False
         self.seconds = 0.0
-        # Smallest and largest difference of all steps that were compared so far, on all ranks.
+        # Smallest and largest finite difference that the cache has compared with a threshold so far, over all ranks.
         self.differences = (math.inf, 0.0)
-        # Whether the last threshold left a computed step that a larger threshold would skip.
+        # Whether, at the last threshold, some step was computed only because its difference exceeded the threshold.
         self.could_skip_more = True
 
     def generate_references(self) -> None:
-        """Generate all prompts and keep images and mean seconds for the comparison. The cache must be paused."""
+        """Generate all prompts without the cache; keep the images as references, and the first rank's mean seconds.
+
+        The caller must have paused the cache.
+        """
         # The first generation is not measured, because it may compile and allocate memory.
         self._generate(0)
         generated = [self._generate(index) for index in range(len(self._calls))]
@@ -62,14 +65,14 @@ class Trial:
     def row(self, threshold: float) -> CalibrationRow:
         """Generate all prompts with the pipeline's cache and return the first rank's measurements.
 
-        The caller has set ``threshold`` and called :meth:`generate_references` before.
+        Before, the caller must set ``threshold`` on the cache and call :meth:`generate_references`.
         """
         if not self._warm:
             self._generate(0)
             self._warm = True
         images, seconds = [], []
         rows: list[CachedStep] = []
-        # Pairs of a generation and a branch, to count computed steps per branch.
+        # Pairs of prompt index and CFG branch, whose number divides the computed steps.
         streams: set[tuple[int, str]] = set()
         for index in range(len(self._calls)):
             generated, taken = self._generate(index)
@@ -80,7 +83,8 @@ class Trial:
             streams |= {(index, row.branch) for row in rows_of_prompt}
         values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
         differences = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
-        # Ranks along the batch dim may compute other branches of guidance, so differences and misses come from all.
+        # Ranks along the batch dim may compute different CFG branches, so combine the differences and misses of all
+        # ranks.
         records = exchange(
             {
                 "values": values,
@@ -102,7 +106,7 @@ class Trial:
         return CalibrationRow(threshold, metrics, first["computed"], first["steps"], first["seconds"])
 
     def _generate(self, index: int) -> tuple[Tensor, float]:
-        """Return the images of one prompt, and the seconds that the generation took."""
+        """Return the images of the prompt ``index``, and the seconds that its generation took."""
         call, states = self._calls[index]
         seed = self._seed + index
         for generator, state in states:
@@ -110,7 +114,7 @@ class Trial:
         generators = {} if states else {"generator": torch.Generator().manual_seed(seed)}
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
-            # Some pipelines also draw random numbers from the default generator.
+            # Some pipelines ignore the passed generator in places and draw from the default one, so seed that one too.
             torch.manual_seed(seed)
             start = time.perf_counter()
             output = _output(self._pipe, {**call, **generators, "output_type": "np"})
@@ -120,7 +124,7 @@ class Trial:
 
 
 def _output(pipe: Any, call: Mapping[str, Any]) -> Any:
-    """Return the images or videos of one call."""
+    """Call ``pipe`` and return its images or videos. Modular pipelines return them by the name of the output."""
     from diffusers import ModularPipeline
 
     if not isinstance(pipe, ModularPipeline):
