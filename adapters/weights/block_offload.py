@@ -1,4 +1,4 @@
-"""Blocks of transformers in host memory, each copied to the device while the one before it runs."""
+"""Keep transformer blocks in host memory; each is copied to the device while the block before it runs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _KEY = "offload"
 
 
 class OffloadedBlocks:
-    """Blocks of transformers whose weights are in host memory, in groups of diffusers' group offload.
+    """Transformer blocks whose weights are in host memory, moved by diffusers' group-offload code.
 
     The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the device of
     ``mesh``. Each other block is copied to the device before it runs, and its copy is freed afterwards. On CUDA the
     copies come from pinned memory, and the next block is copied while one runs.
 
-    diffusers' own hooks are not used, because a compiled block would contain them, which breaks its graph; and because
-    they copy a block that a cache skips.
+    The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its graph, and
+    they would copy blocks that a cache skips.
 
     Args:
         transformers: The transformers.
         mesh: Ranks that call the transformers.
-        resident: Number of blocks that stay on the device.
+        resident: Number of blocks per transformer that stay on the device.
     """
 
     def __init__(self, transformers: Collection[nn.Module], mesh: GuidedMesh, resident: int) -> None:
@@ -85,7 +85,7 @@ class OffloadedBlocks:
 
 
 class _Block:
-    """One block in host memory, and its copy on the device while it runs."""
+    """One block in host memory, and its copy on the device while there is one."""
 
     def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
         self.module, self.device, self.stream = module, device, stream
@@ -95,9 +95,10 @@ class _Block:
         self._offload()
 
     def load(self) -> None:
-        """Start the copy to the device, unless it is there."""
+        """Start copying the block to the device, if it is not there."""
         if self._state != self._current_state():
-            # A LoRA was added or fused, or the weights were moved, quantized or loaded.
+            # The tensors were replaced since: a LoRA was added or fused, or weights were moved, quantized or loaded.
+            # Offload the new ones.
             self._offload()
         if not self._is_loaded:
             self._group.onload_()
@@ -105,7 +106,7 @@ class _Block:
             self._state = self._current_state()
 
     def wait(self) -> None:
-        """Let the kernels that are launched next wait for the copy."""
+        """Make the kernels that are launched from now on wait for the copy. Does not block the host."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -117,7 +118,7 @@ class _Block:
         self._state = self._current_state()
 
     def _offload(self) -> None:
-        # Imported here, because a machine without diffusers can parallelize its own transformer.
+        # Imported here, so that this module can be imported without diffusers.
         from diffusers.hooks.group_offloading import ModuleGroup
 
         host = torch.device("cpu")
@@ -135,13 +136,13 @@ class _Block:
         self._state = self._current_state()
 
     def _current_state(self) -> list[tuple[int, int]]:
-        """Return the identities of parameters, buffers and their memory, to find out whether others replaced them."""
+        """Return ids and memory addresses of the block's tensors. They change if other code replaces a tensor."""
         tensors = chain(self.module.parameters(), self.module.buffers())
         return [(id(x), part.data_ptr()) for x in tensors for part in plain_tensors(x)]
 
 
 def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
-    """Return the blocks of the stack of ``transformer`` after the first ``resident``, in the order in which they run.
+    """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they run.
 
     Raises:
         TypeError: If no adapter describes the blocks.
@@ -162,7 +163,7 @@ def _unwrap_all(blocks: Collection[nn.Module]) -> None:
 
 
 def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
-    """Move all parameters and buffers of ``module`` outside of ``blocks`` to ``device``."""
+    """Move all parameters and buffers of ``module`` that are not in ``blocks`` to ``device``."""
     for child in _without(module, blocks):
         child.to(device)
     for own in _parents(module, blocks):
@@ -171,12 +172,12 @@ def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device
 
 
 def _parents(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that contain one of ``blocks``."""
+    """Yield the submodules of ``module`` that contain one of ``blocks``, including ``module``."""
     return (part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules()))
 
 
 def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the outermost modules that contain none of ``blocks``."""
+    """Yield the outermost submodules of ``module`` that neither are nor contain one of ``blocks``."""
     for parent in _parents(module, blocks):
         yield from (child for child in parent.children() if child not in blocks and blocks.isdisjoint(child.modules()))
 

@@ -12,20 +12,22 @@ from typing import Any
 from para_core.distributed.consistency import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh
 
-# Seconds between two exchanges during a download, which may take longer than the timeout of the process group.
+# Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the process group,
+# so a single collective at its end would fail.
 _INTERVAL = 1.0
 _WAITING = signature({"waiting for": "a download"})
 
 
 def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]) -> None:
-    """Download ``name`` on one rank per host and cache folder, and return when all downloads are complete.
+    """Download ``name`` on one rank per host and cache folder. Returns on all ranks when all downloads are complete.
 
-    Every rank of ``mesh`` calls it. A rank needs no download if ``name`` is a local folder or ``local_files_only`` is
-    set.
+    Every rank of ``mesh`` must call this function. Nothing is downloaded if ``name`` is a local folder or
+    ``local_files_only`` is set.
 
     Args:
         pipeline: A pipeline class of diffusers.
         name: A local folder, or the name of a repository on the Hub.
+        mesh: The ranks that load the pipeline.
         options: Keyword arguments of ``pipeline.download``.
 
     Raises:
@@ -43,7 +45,7 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
     """Return the local folder of ``name``: the folder itself, or the cached files of a repository on the Hub.
 
-    It never contacts the Hub, which may have newer files than those that were downloaded.
+    Never contacts the Hub, so files that are newer there than the downloaded ones do not matter.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -65,7 +67,7 @@ def _started(download: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
             future.set_exception(error)
 
-    # A daemon thread, because otherwise an interrupted program would wait for the download.
+    # A daemon thread, because otherwise an interrupted program would wait for the download before it exits.
     Thread(target=run, name="para_core: download", daemon=True).start()
     return future
 

@@ -1,4 +1,4 @@
-"""Outputs of text encoders kept in host memory, so that equal prompts are encoded once."""
+"""Keep outputs of text encoders in host memory, so that a repeated prompt is encoded only once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _KEY = "encoded prompts"
 
 
 class EncodedPrompts:
-    """Outputs of the text encoders of one pipeline, by their inputs. The least recently used are dropped.
+    """Outputs of a pipeline's text encoders, kept by the inputs of the call. The least recently used are dropped first.
 
-    Ranks that make the same calls keep the same outputs, so text encoders may run on several ranks. Calls that record
-    gradients are computed. After a change of the text encoders' weights, for example by a LoRA, call :meth:`clear`.
+    Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a LoRA, call
+    :meth:`clear`. Ranks that make the same calls keep the same outputs, so this also works with text encoders that run
+    on several ranks.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
-        max_bytes (`int`, *optional*, defaults to 1 GiB): Largest total size of kept outputs in host memory. A larger
-            output is not kept.
+        max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host memory. An
+            output that is larger by itself is not kept.
 
     Attributes:
         hits, misses: Numbers of calls that were answered from memory and that were computed.
@@ -48,7 +49,7 @@ class EncodedPrompts:
 
     @property
     def bytes(self) -> int:
-        """Total size of kept outputs."""
+        """Total size of the kept outputs in bytes."""
         return sum(output.bytes for output in self._outputs.values())
 
     def clear(self) -> None:
@@ -95,7 +96,7 @@ class _KeptOutput(NamedTuple):
     @classmethod
     def of(cls, value: Any) -> _KeptOutput:
         pickled, tensors = split_tensors(value)
-        # A copy even on the CPU, because the pipeline may write to the output.
+        # Copy even on the CPU, because the pipeline may write to the output after this call.
         return cls(pickled, [x.detach().to("cpu", copy=True) for x in tensors], [x.device for x in tensors])
 
     @property

@@ -24,7 +24,7 @@ _KEY = "pipefusion"
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
-    """Return the plan by which the arguments of ``module`` are split into patches.
+    """Return the plan that says how the arguments of ``module`` are split into patches of image tokens.
 
     Raises:
         TypeError: If there is no patch plan for this class of model.
@@ -47,10 +47,10 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
 
 
 def refuse_compiled_pipefusion(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse PipeFusion in one graph.
+    """Refuse PipeFusion in a transformer that is compiled as one graph.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     if fusion_of(module) is not None and (called is not module or is_compiled(module)):
         raise RuntimeError(
@@ -60,7 +60,7 @@ def refuse_compiled_pipefusion(module: nn.Module, name: str, called: Any) -> Non
 
 
 class FusedPipe:
-    """PipeFusion on the transformers of one pipeline, with the state of the current generation."""
+    """PipeFusion on the transformers of one pipeline, and the state of its current generation."""
 
     def __init__(
         self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
@@ -108,7 +108,7 @@ class FusedPipe:
         return name_of
 
     def _step_of(self, branch: str) -> tuple[int, int]:
-        # Calls outside of a generation, or of an unknown branch, compute all tokens.
+        # Calls outside of a generation, or of an unknown CFG branch, count as step 0, in which all tokens are computed.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.position(branch)
@@ -116,7 +116,7 @@ class FusedPipe:
 
     @contextmanager
     def generation(self, pipe: Any) -> Iterator[None]:
-        """Track the steps of one generation of ``pipe`` in the ``with`` block, and end all transfers on exit.
+        """Track the steps of one generation of ``pipe`` in the ``with`` block. On exit, finish all pending transfers.
 
         Warns if the generation has too few steps for PipeFusion.
         """
@@ -141,6 +141,6 @@ class FusedPipe:
             )
 
     def report(self) -> PipeFusionReport:
-        """Return the report of the last generation, over all transformers."""
+        """Return the report of the last generation: the counts of all transformers, added up."""
         reports = [astuple(fusion.report) for fusion in self.fusions.values()]
         return PipeFusionReport(*map(sum, zip(*reports, strict=True)))

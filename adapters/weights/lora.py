@@ -1,8 +1,8 @@
 """Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
 With FSDP2, LoRA weights stay replicated, because they are small and may be added and removed. With tensor parallelism
-they are sharded like the layer that they adapt. A merge gathers one layer at a time, and writes back the part of each
-rank.
+they are sharded like the layer that they adapt. Merging a LoRA into the model's weights gathers one layer at a time,
+and each rank keeps its part of the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from para_core.weights.stand_ins import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
-# Methods of models of diffusers and transformers. Pipelines call these, or merge layer by layer.
+# Names of the LoRA methods of diffusers and transformers models. Pipelines call these methods too, or merge layer by
+# layer.
 _ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
 _CHANGES = (
     *_ADD,
@@ -42,9 +43,10 @@ Ranks = GuidedMesh | SequenceMesh | None
 
 
 def follow_loras(module: nn.Module, ranks: Ranks) -> None:
-    """Wrap the LoRA methods of ``module``, whose weights are sharded, so that they work on sharded weights.
+    """Wrap the LoRA methods of ``module``, so that they work although its weights are sharded.
 
-    All of ``ranks`` must then call such a method together. With None, failures are not compared between ranks.
+    All of ``ranks`` must then call such a method together, and a failure on one rank raises on all. With ``ranks=None``
+    only the rank that fails raises.
     """
     for method in _CHANGES:
         if hasattr(module, method):
@@ -85,13 +87,14 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
 
 
 def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA config initializes the LoRA from the weights of its layer (such as DoRA, PiSSA).
+    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
 
-    While a LoRA is added to a module with stages or sharded weights, zeros replace the weights that this rank lacks.
+    While a LoRA is added to a module whose weights are sharded or in stages, zeros replace the weights that this rank
+    lacks, so these methods would compute wrong values.
 
     Args:
-        args: Positional arguments of the call that adds the LoRA.
-        kwargs: Keyword arguments of that call.
+        module: The model.
+        args, kwargs: Arguments of the call that adds the LoRA. Those that are LoRA configs are checked.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
@@ -104,7 +107,7 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _forget(layers: list[Any], module: nn.Module) -> None:
-    """Remove the merge wrappers from those of ``layers`` that are no longer part of ``module``."""
+    """Remove our merge wrappers from those of ``layers`` that are no longer part of ``module``."""
     present = {id(layer) for layer in lora_layers(module)}
     for layer in layers:
         if id(layer) not in present:
@@ -112,7 +115,7 @@ def _forget(layers: list[Any], module: nn.Module) -> None:
 
 
 def _take_off(module: Any, names: set[str]) -> None:
-    """Remove all adapters except those in ``names``, without communication."""
+    """Remove all LoRA adapters of ``module`` except those in ``names``, without communication."""
     cls: Any = original_class(module)
     if names:
         cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
@@ -124,7 +127,7 @@ def _take_off(module: Any, names: set[str]) -> None:
 def _as_whole(module: nn.Module) -> Iterator[None]:
     """Give the weights of ``module`` their global shapes in the ``with`` block, because peft sizes adapters by them.
 
-    The weights of existing adapters are gathered; zeros that take no memory replace the other sharded weights.
+    The weights of existing adapters are gathered. Zeros that take no memory replace the other sharded weights.
     """
     with ExitStack() as stack:
         if tensor_mesh(module) is not None:
@@ -133,7 +136,7 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
         sharded = [held for held in weights_of(module) if isinstance(held[0], DTensor)]
         for owner in module.modules():
             if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
-                # FSDP2's hook would treat the zeros as newly loaded weights.
+                # Disable FSDP2's hook, which would take the zeros for newly loaded weights.
                 stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
                 owner._load_state_dict_post_hooks = OrderedDict()
         mesh = tensor_mesh(module) or shard_mesh(module)
@@ -145,7 +148,7 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
 def _place(module: nn.Module) -> None:
     """Move LoRA weights to the device of the mesh.
 
-    peft puts them on the device of the layer's weights, which may be offloaded to the host.
+    peft creates them on the device of the layer's weights, which is the host if these are offloaded.
     """
     mesh = shard_mesh(module)
     if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
@@ -154,7 +157,8 @@ def _place(module: nn.Module) -> None:
 
 
 def _wrap_merges(module: nn.Module) -> None:
-    # All layers get the same wrapper and so share a class: the compiled graph of one block then fits the others.
+    # The layers of all blocks get one wrapper and so share one class, so the compiled graph of one block fits the
+    # others.
     around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
     layers = lora_layers(module)
     for method in ("merge", "unmerge"):
@@ -164,7 +168,7 @@ def _wrap_merges(module: nn.Module) -> None:
 def _with_whole(
     tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a merge method of ``layer`` while the layer's weights are gathered.
+    """Run ``merge`` or ``unmerge`` of ``layer`` while the layer's weights are gathered.
 
     Args:
         tensors_of: The model of ``layer`` if tensor parallelism sharded it; None for FSDP2.

@@ -1,4 +1,4 @@
-"""Components whose weights wait in host memory, on every rank or on the first one alone."""
+"""Keep the weights of whole components in host memory. Optionally only the first rank runs them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 
 _KEY = "offloaded module"
-# The hooks of diffusers' group offload, innermost last (diffusers/hooks/group_offloading.py).
+# Names of the hooks of diffusers' group offload, in the order of removal: outermost first
+# (diffusers/hooks/group_offloading.py).
 _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
-# Attributes that a hook of diffusers leaves on a module after it was removed.
+# Attributes that a removed hook of diffusers leaves on a module; :func:`_remove_offload` deletes them.
 _LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
 
 
@@ -29,7 +30,8 @@ def require_not_offloaded(modules: Mapping[str, nn.Module], option: str) -> None
     """Raise ``ValueError`` if one of ``modules`` is offloaded by accelerate or by diffusers' group offload.
 
     Args:
-        option: The option that the user has to leave out.
+        modules: Components by name.
+        option: The parallelize_pipe option that conflicts with the offload, named in the message.
     """
     for name, module in modules.items():
         offloader = offloader_of(module)
@@ -48,9 +50,9 @@ class OffloadedModules:
     Args:
         modules: Components by name.
         mesh: Ranks that call the pipeline.
-        methods: Methods by which a pipeline calls the components. If it calls the modules themselves, the next layer is
-            copied while one computes, on CUDA and from pinned memory; diffusers learns the order of layers from the
-            first such call.
+        methods: Names of the methods by which a pipeline calls the components. With ``"__call__"`` among them, on CUDA,
+            the next layer is copied from pinned memory while the current one computes; diffusers learns the order of
+            the layers from the first call.
         first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to the
             others. Each call of a component is then a collective call.
     """
@@ -95,7 +97,7 @@ class OffloadedModules:
 
 
 def offloader_of(module: nn.Module) -> str | None:
-    """Return what offloads ``module`` now: accelerate or, as a whole or in part, diffusers' group offload."""
+    """Return the name of the offload that is installed on ``module`` or on a part of it; None without one."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         return f"accelerate's {type(hook).__name__}"
@@ -111,7 +113,7 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
 
 
 def _attributes(module: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return the attributes of each submodule that hooks of diffusers set and that are there before an offload."""
+    """Return, for each submodule, which of the attributes in ``_LEFT_BY_HOOKS`` it has before an offload."""
     return {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
 
 
@@ -119,7 +121,9 @@ def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.
     """Remove diffusers' group offload from ``module``, and move it to ``device``.
 
     Args:
-        before: :func:`_attributes` the module before the offload.
+        module: The component.
+        device: The device on which it was.
+        before: Result of :func:`_attributes` before the offload. These attributes are kept.
     """
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)
@@ -154,7 +158,8 @@ def _run_on_first(
         pickled, kinds = pickle.loads(shared.numpy().tobytes())
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     for x in tensors:
-        # After the broadcast along one mesh dim, ranks with index 0 along the next one have the tensor as well.
+        # Broadcast along one mesh dim after the other: each broadcast starts at index 0 of its dim, and these ranks
+        # have the tensor from the dims before.
         for dim in mesh.dims:
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)

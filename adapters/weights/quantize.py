@@ -1,4 +1,4 @@
-"""Quantized transformers, by torchao: the schemes of the command, and how each goes with sharded weights."""
+"""Quantize transformers with torchao, and check which schemes work with sharded weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 
 def torchao_config(scheme: Quantize) -> Any:
-    """Return the torchao config of ``scheme``, which quantizes each row of a weight by its own scale.
+    """Return the torchao config of ``scheme``. Each row of a weight has its own scale.
 
     Args:
-        scheme: ``"int8"`` and ``"fp8"`` quantize the weights; with ``"-dynamic"`` the inputs of linear layers as well,
-            by a scale per token.
+        scheme: ``"int8"`` and ``"fp8"`` quantize the weights only. The schemes with ``"-dynamic"`` also quantize the
+            inputs of linear layers at run time, with one scale per token.
 
     Raises:
         ImportError: If torchao is not installed.
@@ -39,10 +39,11 @@ def torchao_config(scheme: Quantize) -> Any:
 
 
 def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
-    """Raise ``ValueError`` if weights that ``weights`` shards cannot be quantized by ``scheme``.
+    """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
 
     Args:
-        weights (`"fsdp"`, `"tensor"`, `"stages"` or None): How the weights are sharded.
+        scheme: Name of the quantization scheme.
+        weights (`"fsdp"`, `"tensor"`, `"stages"` or None): How the weights are sharded; None for replicated weights.
     """
     if scheme not in QUANTIZE:
         raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")
@@ -58,14 +59,17 @@ def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
 
 
 def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = False) -> None:
-    """Quantize the linear layers of each transformer of ``pipe``, except those of LoRAs.
+    """Quantize the linear layers of each transformer of ``pipe`` in place, except those of LoRAs.
 
-    Weights that are sharded by tensor parallelism keep their scales over whole rows, so the result does not depend on
-    the number of ranks.
+    Weights that are sharded by tensor parallelism keep one scale per whole row, so the result does not depend on the
+    number of ranks.
 
     Args:
-        before_fsdp: Whether FSDP2 will shard the weights. It gathers only what torchao made for training in int8, which
-            rounds in another way than ``"int8"`` does otherwise, and only the blocks are quantized.
+        pipe: The pipeline.
+        scheme: Name of the quantization scheme.
+        before_fsdp: Whether FSDP2 will shard the weights afterwards. Of torchao's formats FSDP2 can gather only that of
+            int8 training, which rounds differently from ``"int8"`` otherwise. Only layers inside the blocks are
+            quantized then.
 
     Raises:
         ValueError: If a linear layer is quantized already. No layer is changed then.
@@ -80,7 +84,8 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
         from torchao.prototype.quantized_training import int8_weight_only_quantized_training
 
         config = int8_weight_only_quantized_training()
-        # FSDP2 leaves small weights outside of blocks whole, and cannot tell them from weights quantized too late.
+        # FSDP2 leaves small weights outside of the blocks unsharded. refuse_late_quantization could not tell such a
+        # weight from one that was quantized after sharding, so quantize the blocks only.
         modules = [block for module in modules for block in blocks_of(module)]
     for module in modules:
         quantize_(module, config, filter_fn=_is_own_linear)
@@ -103,7 +108,10 @@ def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
 
 
 def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) -> None:
-    """Raise ``ValueError`` if a linear layer is quantized: torchao would fail there, with earlier layers changed."""
+    """Raise ``ValueError`` if a linear layer is quantized.
+
+    torchao would fail at that layer too, but after it has changed other layers.
+    """
     for path, part in transformer.named_modules():
         if not _is_own_linear(part, path):
             continue

@@ -53,36 +53,36 @@ def shard_weights(
     components: Sequence[str] | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> Pipeline:
-    """Shard the weights of a pipeline's transformers and text encoders over several ranks. Every rank calls it.
+    """Shard the weights of a pipeline's transformers and text encoders. Every rank of the mesh must call this function.
 
     With ``"fsdp"`` (PyTorch's FSDP2) each sequence rank holds 1 / n of each block. It gathers a block just before the
     block runs, while the previous block computes. The result is bit-equal to that of replicated weights.
 
-    With ``"tensor"`` (PyTorch's tensor parallelism) each rank along the mesh dim ``tensor`` holds and computes 1 / n
-    of the heads and hidden units of each transformer block. No weight is gathered; the result differs in the order of
-    sums over ranks. Only the layers that the tensor plan of an adapter or of diffusers (``_tp_plan``) names are
-    sharded. Text encoders have no such plan: shard them by ``"fsdp"`` in a second call.
+    With ``"tensor"`` (PyTorch's tensor parallelism) each rank along the mesh dim ``tensor`` holds and computes 1 / n of
+    the heads and hidden units of each transformer block. No weight is gathered; the result differs in the order of sums
+    over ranks. Only the layers that the tensor plan of an adapter or of diffusers (``_tp_plan``) names are sharded.
+    Text encoders have no such plan: shard them by ``"fsdp"`` in a second call.
 
     Sharded weights are for inference: the parameters take no gradients. This function may be called before or after
     :func:`parallelize_pipe` and :func:`apply_cache_on_pipe`; :func:`unshard_weights` undoes it. LoRAs may be loaded,
     fused and removed at any time; once the weights are sharded, all ranks must do so together. Do not call
-    ``pipe.to(device)``: sharded components move to the device of the mesh block by block. Move the other components
-    one by one (``pipe.vae.to(device)``).
+    ``pipe.to(device)``: sharded components move to the device of the mesh block by block. Move the other components one
+    by one (``pipe.vae.to(device)``).
 
     Args:
         pipe (`DiffusionPipeline`): A pipeline into which every rank has loaded the same weights.
         mesh (`DeviceMesh`, `ProcessGroup` or `GuidedMesh`, *optional*): Ranks that share the weights, as for
             :func:`parallelize_pipe`. ``"fsdp"`` shards over its sequence ranks, and ranks along ``batch`` hold copies.
-            ``"tensor"`` requires a mesh with a dim ``tensor``. ``"fsdp"`` also takes a `DeviceMesh` without the dims
-            of this library, of one dim or of two (``replicate × shard``); all of its ranks must then call the pipeline
+            ``"tensor"`` requires a mesh with a dim ``tensor``. ``"fsdp"`` also takes a `DeviceMesh` without the dims of
+            this library, of one dim or of two (``replicate × shard``); all of its ranks must then call the pipeline
             equally often. Defaults to the mesh on which the pipeline is parallel, or else to the default of
             :func:`parallelize_pipe`.
         method (`"fsdp"` or `"tensor"`, *optional*, defaults to `"fsdp"`): How the weights are sharded.
         components (`Sequence[str]`, *optional*): Names of the components to shard. Defaults to all components that
             ``method`` can shard.
         offload_policy (`OffloadPolicy`, *optional*): FSDP2's policy for offloading.
-            ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps this rank's part of the weights in host memory. Only
-            for ``method="fsdp"``.
+            ``torch.distributed.fsdp.CPUOffloadPolicy()`` keeps this rank's part of the weights in host memory. Only for
+            ``method="fsdp"``.
 
     Returns:
         ``pipe`` itself.
@@ -102,7 +102,7 @@ def shard_weights(
 
 
 def check_shard(pipe: Any) -> None:
-    """Run the checks before weights of ``pipe`` are sharded."""
+    """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate."""
     for module in transformers_of(pipe).values():
         refuse_several_devices(module, "the transformer")
     refuse_several_devices(pipe, "the pipeline")
@@ -110,7 +110,7 @@ def check_shard(pipe: Any) -> None:
 
 
 def refuse_several_devices(spread: Any, what: str) -> None:
-    """Refuse a transformer or pipeline on several devices."""
+    """Refuse a transformer or pipeline that is spread over several devices."""
     devices = sorted({str(device) for device in (getattr(spread, "hf_device_map", None) or {}).values()})
     if len(devices) > 1:
         raise ValueError(
@@ -121,11 +121,11 @@ def refuse_several_devices(spread: Any, what: str) -> None:
 
 
 def refuse_moved_weights(pipe: Any) -> None:
-    """Refuse weights that accelerate moves layer by layer."""
+    """Refuse weights that accelerate moves to the device layer by layer."""
     for name, part in pipe.components.items():
         for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
             hook = getattr(module, "_hf_hook", None)
-            # Model offload moves a whole component, and leaves sharded ones alone.
+            # Model offload (CpuOffload) is allowed: it moves whole components and leaves sharded ones alone.
             if hook is not None and type(hook).__name__ != "CpuOffload":
                 raise ValueError(
                     f"pipe.{name} is moved by a hook of accelerate, layer by layer ({type(hook).__name__} on "
@@ -150,17 +150,18 @@ def shard_components(
     """Shard the weights like :func:`shard_weights`, and return the names of the sharded components.
 
     Args:
+        pipe, mesh, method, components, offload_policy: As for :func:`shard_weights`.
         keep: Whether to skip components that are already sharded with the same settings.
-        from_files: Whether the weights are memory-mapped from files. Then they are read as little as possible: ranks
-            do not compare their values, and no copy is held for a rollback, so the components are not restored if
-            sharding fails.
+        from_files: Whether the weights are memory-mapped from files. To read as little of the files as possible, ranks
+            then do not compare values, and no copy is kept for a rollback: components are not restored if sharding
+            fails.
 
     Raises:
         As :func:`shard_weights`.
     """
     mesh = mesh_of(pipe) if mesh is None else mesh
     if mesh is None:
-        # The default mesh depends on the models.
+        # The default mesh is chosen for the models, so check first that they can be sharded.
         _components_to_shard(pipe, method, components)
     own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
     ranks = guided_mesh_for(mesh, pipe, method) if own is None else as_ranks(own)
@@ -182,7 +183,7 @@ def shard_components(
                 require_shardable(module, lora_weights(module))
             else:
                 require_tensor_plan_fits(module, plan, _tensor_size(ranks))
-        # Reading one element of a memory-mapped file loads whole pages, so values are not compared there.
+        # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.
         record = weights_record(chosen, values=not from_files)
     check_consistent(signature(record), ranks, explain=_other_weights)
     with raising_on_all(ranks, "weights could not be sharded"):
@@ -207,7 +208,7 @@ def shard_components(
 def _components_to_shard(
     pipe: Any, method: Method, components: Sequence[str] | None
 ) -> tuple[dict[str, nn.Module], dict[str, TensorPlan]]:
-    """Return the components by name, and their tensor plans. With ``"fsdp"`` there are no plans.
+    """Return the components to shard by name, and the tensor plan of each. With ``"fsdp"`` there are no plans.
 
     Raises:
         ValueError: If a component cannot be sharded by ``method``.
@@ -234,9 +235,10 @@ def _components_to_shard(
 
 
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """Return the properties of the weights that must be equal on all ranks, by parameter name.
+    """Return a description of each weight that must be equal on all ranks, by parameter name.
 
-    They are the shape, the dtype and, with ``values``, the first element of each unsharded weight.
+    It has the shape, the dtype and, with ``values``, the first element if the weight is plain: not sharded or
+    quantized.
     """
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
@@ -246,7 +248,7 @@ def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> 
 
 
 def _first_element(x: Tensor) -> str:
-    # A DTensor would need a collective to read an element; a quantized weight may have no element to read.
+    # No value for a DTensor, whose element takes a collective, and for a quantized weight, which may have none to read.
     if type(x) is not nn.Parameter or x.is_meta or x.numel() == 0:
         return ""
     return f", first {x.detach()[(0,) * x.ndim].item()!r}"
@@ -266,13 +268,12 @@ def _tensor_size(ranks: Any) -> int:
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
-    """Validate a mesh for sharding weights by ``method``.
+    """Raise ``ValueError`` if weights cannot be sharded over ``guided`` by ``method``.
 
     Args:
-        of_transformer: Whether a transformer is among the components to shard.
-
-    Raises:
-        ValueError: If the mesh has too few ranks for ``method``, or ``"fsdp"`` would shard a transformer on a mesh
+        guided: The mesh.
+        method: ``"fsdp"`` or ``"tensor"``.
+        of_transformer: Whether a transformer is among the components to shard. FSDP2 does not shard one over a mesh
             with tensor ranks.
     """
     if method == "tensor" and guided.tensor.group is None:
@@ -295,7 +296,7 @@ def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool =
 
 
 def _device_mesh(ranks: GuidedMesh | SequenceMesh, method: Method) -> DeviceMesh:
-    """Return the mesh of the ranks that share weights: the sequence ranks for ``"fsdp"``, else the tensor ranks."""
+    """Return the mesh of the ranks that share weights: sequence ranks for ``"fsdp"``, else ranks along ``tensor``."""
     sequence = ranks.sequence if isinstance(ranks, GuidedMesh) else ranks
     if method == "fsdp":
         return weights_mesh(sequence_ranks(sequence), sequence.device_type, timeout=timeout_of(sequence))
@@ -311,7 +312,7 @@ def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
 
 
 def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) -> Pipeline:
-    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks that share weights must call it.
+    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks that share weights must call this.
 
     Components that diffusers sharded (``TensorParallelConfig``) stay sharded, with a warning.
 
@@ -339,9 +340,10 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
 
 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
-    """Gather the weights of the components in ``names`` (None: of all), and return a function that shards them again.
+    """Gather the weights of the components in ``names``, and return a function that shards them again.
 
-    Both are collective calls. Names that the pipeline no longer has are ignored.
+    Both are collective calls. ``names=None`` stands for all components; names that the pipeline does not have are
+    ignored.
     """
     present = components_of(pipe)
     chosen = {name: module for name, module in present.items() if names is None or name in names}
@@ -356,7 +358,7 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
 
 def _move_guard_of(pipe: Any) -> MoveGuard:
-    """Return the :class:`MoveGuard` whose wrappers guard moving and saving ``pipe``. Installs them if necessary."""
+    """Return the :class:`MoveGuard` of ``pipe``. If it has none yet, install its wrappers."""
     guard = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
     if not isinstance(guard, MoveGuard):
         guard = MoveGuard()

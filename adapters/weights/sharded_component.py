@@ -39,7 +39,8 @@ METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 KEY = "weights"
 _FUSED = "projections that are fused or taken apart now would not be"
-# Methods of diffusers and transformers that fail on sharded weights, and the reason that the error message gives.
+# Methods of diffusers and transformers that fail on sharded weights. The values complete the error message "the weights
+# are sharded, and …".
 _LATE = {
     **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
     "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
@@ -49,14 +50,14 @@ _LATE = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedComponent:
-    """A component of a pipeline, with the settings by which its weights are sharded.
+    """One component of a pipeline and how its weights are sharded.
 
     Args:
         module: The component.
         method: The method of sharding.
         mesh: The ranks that share the weights.
-        ranks: All ranks that load and change LoRAs together. None if they are unknown, because the user's own code
-            sharded the module.
+        ranks: All ranks that load and change LoRAs together. None if they are unknown, because the user sharded the
+            module with FSDP2 directly.
         plan: The tensor plan; None for ``"fsdp"``.
         offload_policy: FSDP2's policy for offloading; None keeps the weights on the device.
     """
@@ -69,7 +70,7 @@ class ShardedComponent:
     offload_policy: OffloadPolicy | None = None
 
     def apply(self) -> None:
-        """Shard the weights, which every rank must hold in full. All ranks call it."""
+        """Shard the weights, which every rank must hold in full. Every rank must call this method."""
         if self.plan is None:
             shard_blocks(
                 self.module,
@@ -83,7 +84,7 @@ class ShardedComponent:
         follow_loras(self.module, self.ranks)
 
     def is_applied(self) -> bool:
-        """Whether the module is already sharded with these settings. Always false with an offload policy."""
+        """Whether the module is already sharded with these settings. Always False if either has an offload policy."""
         earlier = sharded_component(self.module)
         return (
             earlier is not None
@@ -97,8 +98,10 @@ class ShardedComponent:
         """Gather the weights if they are sharded, and shard them with these settings. If a rank fails, all ranks raise.
 
         Args:
-            rollback: Receives callbacks that restore the current state of the module. All ranks run it together.
-            hold_weights: Whether ``rollback`` holds the gathered weights and restores the same tensors.
+            rollback: Receives callbacks that restore the current state of the module. If one rank runs it, all ranks
+                must.
+            hold_weights: Whether ``rollback`` keeps references to the gathered weights, so that it restores the same
+                tensors without communication. Costs their memory until it is closed.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):
@@ -112,14 +115,14 @@ class ShardedComponent:
             self.apply()
 
     def _put_back(self, held: _HeldWeights) -> None:
-        """Undo a complete or partial :meth:`apply` on this rank, without communication."""
+        """Undo a complete or partial :meth:`apply` on this rank: restore ``held`` without communication."""
         discard_shards(self.module)
         discard_tensors(self.module)
         leave_loras(self.module)
         held.put_back()
 
     def refuse_late(self, guard: MoveGuard) -> None:
-        """Wrap methods of the module that would fail on sharded weights, or lose them, so that they raise."""
+        """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
         wrap_method(self.module, "to", KEY, _Move(self, guard).move, order=WrapperPriority.PLAN)
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
@@ -151,11 +154,11 @@ def _dicts_of(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
-    """Return the settings by which ``module`` is sharded; None if it is not sharded."""
+    """Return the settings with which ``module`` is sharded; None if it is not sharded."""
     move = getattr(wrapper(module, "to", KEY), "__self__", None)
     if isinstance(move, _Move):
         return move.component
-    # The user's own fully_shard may have sharded it. Its offload policy is unknown.
+    # Without our wrapper, the user's own fully_shard has sharded it; its offload policy is unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
     return None if mesh is None else ShardedComponent(module, "fsdp", mesh, None)
 
@@ -166,7 +169,7 @@ def is_distributed(module: nn.Module) -> bool:
 
 
 def gather_component(module: nn.Module) -> None:
-    """Gather the weights of ``module``: every rank holds all of them again. All ranks call it."""
+    """Gather the weights of ``module``, so that every rank holds all of them again. This is a collective call."""
     if is_sharded(module):
         gather_blocks(module)
     if tensor_mesh(module) is not None:
@@ -183,19 +186,19 @@ def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *arg
 
 
 class MoveGuard:
-    """Guards against moving or saving the sharded components of one pipeline.
+    """Wrappers for one pipeline that refuse to move or save its sharded components.
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)`` would
-    fail. Model offload (accelerate's) may move the other components; sharded ones stay in place.
+    fail. accelerate's model offload may still move the other components; the sharded ones stay in place.
     """
 
     def __init__(self) -> None:
         self._offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``pipe.enable_model_cpu_offload``: sharded components ignore the moves to the host inside this call.
+        """Run ``pipe.enable_model_cpu_offload``. Sharded components ignore the moves to the host that it makes.
 
-        Pipelines call the method again after each generation.
+        Pipelines call that method again after each generation.
         """
         before, self._offloading = self._offloading, True
         try:
@@ -204,18 +207,16 @@ class MoveGuard:
             self._offloading = before
 
     def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``pipe.save_pretrained``: raise ``RuntimeError`` before any file is written if a component is
-        sharded.
-        """
+        """Run ``pipe.save_pretrained``. Raise ``RuntimeError`` before any file is written if a component is sharded."""
         for module in components_of(pipe).values():
             if is_distributed(module):
                 _too_late(_LATE["save_pretrained"], call, module)
         return call(pipe, *args, **kwargs)
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Wrap ``module.to``: raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
+        """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
 
-        A move by model offload is ignored instead.
+        If accelerate's model offload asks for the move, it is ignored instead.
         """
         device, dtype, *_ = parse_to(*args, **kwargs)
         held = list(module.parameters()) if is_sharded(module) else []
@@ -236,7 +237,7 @@ class MoveGuard:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """The wrapper of ``module.to`` of one component. It also records how the component is sharded."""
+    """Wrapper of ``module.to`` of one sharded component; also stores how the component is sharded."""
 
     component: ShardedComponent
     guard: MoveGuard
@@ -256,7 +257,7 @@ def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
 
 
 def refuse_other_tensor_ranks(module: nn.Module, name: str, dim: MeshDim) -> None:
-    """Refuse heads sharded over other ranks than those along tensor."""
+    """Refuse a transformer whose heads are sharded over other ranks than those along ``tensor``."""
     sharded = tensor_mesh(module) or mesh_of_diffusers(module)
     shared = [] if sharded is None else sharded.mesh.flatten().tolist()
     ranks = [] if dim.group is None else get_process_group_ranks(dim.group)
@@ -273,7 +274,8 @@ def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> 
     """Refuse weights sharded over ranks that may run different blocks.
 
     Args:
-        reason: What the other ranks have, because of which they may run other blocks.
+        reason: How the other ranks differ (such as other prompts), so that they may skip other blocks; completes "the
+            other ranks have …" in the message.
     """
     mesh, applied = shard_mesh(module) if is_sharded(module) else None, mesh_of_plan(module)
     shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
@@ -289,7 +291,7 @@ def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> 
     """Refuse a cache in a model that is compiled as one graph and whose weights are sharded.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     by_fsdp = is_sharded(module)
     by_tensor = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
@@ -303,10 +305,10 @@ def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> 
 
 
 def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse one graph over weights that FSDP2 shards.
+    """Refuse ``fullgraph=True`` for a model whose weights are sharded by FSDP2.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     if is_sharded(module) and (_is_compiled_without_breaks(called) or _is_compiled_without_breaks(module)):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Run a diffusers transformer in pipeline stages, and keep LoRAs working while blocks of other stages are freed."""
+"""Run a diffusers transformer in pipeline stages, and keep LoRAs working while the blocks of other stages are freed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from para_core.weights.stand_ins import stand_ins, weights_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"
-# Methods of a model that need the weights of all blocks, or would move them.
+# Methods of a model that need the weights of all blocks, or would move them. The values complete the error message.
 _TOO_LATE = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
@@ -53,7 +53,7 @@ _TOO_LATE = {
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }
-# The same methods of a pipeline, which would change other components before it reaches the transformer.
+# The same for methods of a pipeline: they must raise before they change other components.
 _TOO_LATE_FOR_PIPE = {
     "to": "moving it",
     "enable_model_cpu_offload": "offloading it",
@@ -61,8 +61,8 @@ _TOO_LATE_FOR_PIPE = {
     "enable_group_offload": "offloading it",
     "save_pretrained": "saving it",
 }
-# Methods that change LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so the blocks that
-# this rank has freed need stand-ins during that call.
+# Methods that change LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so during that call
+# zeros replace the weights of the blocks that this rank has freed.
 _ADD_LORA = ("load_lora_adapter", "add_adapter")
 _CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
@@ -74,25 +74,28 @@ def hold_stage(
     require_equal: RequireEqual | None = None,
     mesh: GuidedMesh | None = None,
 ) -> None:
-    """Run a transformer in stages over ``dim``. Weights stay in place until :func:`free_other_stages` is called.
+    """Run a transformer in stages over ``dim``. No weights are freed until :func:`free_other_stages` is called.
 
-    LoRAs may be loaded, fused and unloaded before and afterwards. Afterwards all ranks of ``mesh`` must do so together.
+    LoRAs may be loaded, fused and unloaded before and after this call. After it, all ranks of ``mesh`` must do so
+    together.
 
     Args:
         module: The transformer.
         dim: The mesh dim ``pipe``.
         adapter: The adapter of the model; None looks it up.
-        require_equal: Called with the arguments of each call, by name, to raise if ranks differ.
+        require_equal: Called with the named arguments of each call of the model; raises if ranks differ. None compares
+            nothing.
         mesh: All ranks that call this function; None if failures need not be raised on all ranks.
     """
-    # Creating the stages communicates. A rank that fails before it must report this to the others here, or they wait.
+    # Creating the stages communicates, so a rank that fails before must tell the others here, or they would wait for
+    # it.
     with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
     stages = install_stages(module, blocks, dim, require_equal=require_equal)
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, what), order=WrapperPriority.PLAN)
-    # Group offload moves blocks and layers one by one, so each layer must refuse to move.
+    # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
     elsewhere = [part for block in others(stages) for part in block.modules()]
     wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=WrapperPriority.PLAN)
     for method in (*_ADD_LORA, *_CHANGE_LORA):
@@ -112,7 +115,10 @@ def free_other_stages(module: nn.Module) -> None:
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
-    """Wrap methods of ``pipe`` that its staged transformers refuse, so that they raise before any component changes."""
+    """Wrap methods of ``pipe`` such as ``to``, so that they raise while it has a staged transformer.
+
+    The transformer refuses them too, but only after other components have been changed.
+    """
     for method, what in _TOO_LATE_FOR_PIPE.items():
         if hasattr(pipe, method):
             wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=WrapperPriority.PLAN)
@@ -124,10 +130,10 @@ def release_pipe(pipe: Any) -> None:
 
 
 def release_stage(module: nn.Module) -> None:
-    """Undo :func:`hold_stage`: all ranks hold all blocks again. All ranks call it. Does nothing without stages."""
+    """Undo :func:`hold_stage`: every rank holds all blocks again. A collective call; does nothing without stages."""
     gather_stages(module)
     if is_wrapped(module, _KEY):
-        # The module itself last, so that after a failure a second call removes the rest.
+        # Unwrap the module itself last, so that a second call after a failure finds it wrapped and removes the rest.
         for part in reversed(list(module.modules())):
             unwrap(part, _KEY)
 
@@ -135,7 +141,7 @@ def release_stage(module: nn.Module) -> None:
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
     """Call :func:`release_stage`, and return a function that runs ``module`` in the same stages again.
 
-    That function does not restore the wrappers that refuse methods or follow LoRAs.
+    The returned function does not restore the wrappers that refuse methods or keep LoRAs working.
     """
     stages = stages_of(module)
     release_stage(module)
@@ -177,7 +183,7 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
 
 
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
-    """Return a callback for :func:`free_others` that records the bits of ``weights``, to compare them between ranks."""
+    """Return a callback for :func:`free_others` that keeps fingerprints of LoRA weights, to compare ranks later."""
     numbers = {id(x) for x in weights}
 
     def freeing(weight: Tensor, stand_in: Tensor) -> None:
@@ -192,7 +198,7 @@ def _change_lora(
 ) -> Any:
     """Call a method that changes loaded LoRAs.
 
-    Freed blocks are on the meta device, so changing them costs nothing, but peft must not read their values.
+    The weights of freed blocks are on the meta device, so changing them is free, but peft must not read their values.
     """
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
@@ -205,7 +211,10 @@ def _change_lora(
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Merge without the check for NaN. The stage that holds this block does the check."""
+    """Merge a LoRA into a freed block without peft's check for NaN, which would read its values.
+
+    The stage that holds the block does the check.
+    """
     bound = inspect.signature(call).bind(layer, *args, **kwargs)
     bound.arguments["safe_merge"] = False
     return call(*bound.args, **bound.kwargs)
@@ -214,10 +223,7 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 def _add_lora(
     stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Add a LoRA to all blocks, and free its weights in the blocks of other stages.
-
-    Their bits are recorded first, because each call of the model compares them between ranks.
-    """
+    """Add a LoRA to all blocks, then free its weights in the blocks of other stages."""
     with _on_all(mesh):
         require_own_values(module, args, kwargs)
         with _stand_ins(stages):
@@ -228,9 +234,9 @@ def _add_lora(
 
 @contextmanager
 def _stand_ins(stages: Stages) -> Iterator[None]:
-    """Replace the weights of other stages' blocks by zeros on this rank's device in the ``with`` block.
+    """Replace the weights of other stages' blocks by zeros on this rank's device inside the ``with`` block.
 
-    On exit, weights that were added or written are freed.
+    On exit, weights that were added to these blocks, or written, are freed.
     """
     device = next(stages.blocks[stages.own.start].block.parameters()).device
     of_lora = {id(x) for x in lora_weights(stages.module)}
@@ -252,7 +258,7 @@ def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
-    """Refuse stages of a model whose blocks pass on more than tokens."""
+    """Refuse stages for a model whose blocks pass more than tokens to the next block."""
     is_unet = unet_adapter(module) is not None
     reason = "it is a UNet, whose blocks pass residuals to each other" if is_unet else why_no_stages(module, adapter)
     if reason is not None:
@@ -263,10 +269,10 @@ def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
 
 
 def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None:
-    """Refuse stages of weights that are moved or sharded otherwise.
+    """Refuse stages for weights that accelerate moves or that are sharded.
 
     Args:
-        unshards: Whether weights that are sharded now are gathered before the model runs in stages.
+        unshards: Whether sharded weights are gathered before the model runs in stages, so they are no problem.
     """
     if any(hasattr(part, "_hf_hook") for part in module.modules()):
         problem, undo = "is moved by a hook of accelerate", "pipe.remove_all_hooks()"
@@ -281,10 +287,10 @@ def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None
 
 
 def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse stages in one graph.
+    """Refuse stages for a transformer that is compiled as one graph.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     if stages_of(module) is not None and (called is not module or is_compiled(module)):
         raise RuntimeError(
@@ -294,7 +300,7 @@ def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
 
 
 def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) -> None:
-    """Refuse a cache that stages do not support."""
+    """Refuse a cache whose options do not work in stages."""
     reason = _why_no_cache(module, options)
     if reason is not None:
         raise RuntimeError(
@@ -304,7 +310,7 @@ def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) 
 
 
 def _why_no_cache(module: nn.Module, options: CacheOptions) -> str | None:
-    """Return the reason why a cache with ``options`` needs blocks or weights of other stages; None if it does not."""
+    """Return why a cache with ``options`` would need blocks or weights of other stages; None if it works."""
     if fusion_of(module) is not None:
         return "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
     stages, adapter = stages_of(module), adapter_for(module)

@@ -1,4 +1,4 @@
-"""Separate the tensors of a nested object from the rest, to send or keep them apart."""
+"""Separate the tensors of a nested object from the rest, so that tensors and pickled rest can be sent apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 def split_tensors(value: Any) -> tuple[bytes, list[Tensor]]:
     """Return ``value`` pickled without its tensors, and these tensors, each once, in the order in which they appear."""
-    # The tensors are held, because the id of one that is freed may be used again.
+    # Hold the tensors here: Python may give the id of a freed tensor to another one.
     tensors: dict[int, tuple[int, Tensor]] = {}
 
     class Pickler(pickle.Pickler):

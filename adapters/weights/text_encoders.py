@@ -1,4 +1,4 @@
-"""Text encoders of a pipeline. They run once per generation, and may need more memory than the transformer."""
+"""Find the text encoders of a pipeline, whose weights an option can place: they run only once per generation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
 
 
 def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the text encoders of ``pipe`` by name, without the wrappers of ``torch.compile``."""
+    """Return the text encoders of ``pipe`` by name, each without the wrapper of ``torch.compile``."""
     parts = {name: uncompiled(part) for name, part in pipe.components.items() if name.startswith("text_encoder")}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def encoders_with_blocks(pipe: Any) -> list[str]:
-    """Return the names of the text encoders of ``pipe`` that FSDP2 can shard."""
+    """Return the names of the text encoders of ``pipe`` that have blocks, which FSDP2 can shard."""
     return [name for name in components_of(pipe) if name in text_encoders_of(pipe)]
 
 

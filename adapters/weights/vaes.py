@@ -1,4 +1,4 @@
-"""Placement of autoencoders. They run once per generation, at its end or at its begin."""
+"""Find the autoencoders of a pipeline, whose weights an option can place: they run only once per generation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from para_core.adapters.components import VaePlacement
 from para_core.instance_patching import original_class, uncompiled
 
 VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
-# Methods by which pipelines call an autoencoder. A vocoder is no autoencoder, and small.
+# Methods by which pipelines call an autoencoder. Vocoders are called directly, but are not placed because they are
+# small.
 VAE_METHODS = ("encode", "decode")
-# Autoencoders next to ``vae`` in pipelines that also generate sound.
+# Names of the autoencoders for sound, in pipelines that also generate sound.
 SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 
 def vaes_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the autoencoders of ``pipe`` by name, ``vae`` first, without the wrappers of ``torch.compile``."""
+    """Return the autoencoders of ``pipe`` by name, ``vae`` first, each without the wrapper of ``torch.compile``."""
     parts = {name: uncompiled(getattr(pipe, name, None)) for name in ("vae", *SOUND_VAES)}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
