@@ -1,4 +1,4 @@
-"""Rows of an image sharded over ranks.
+"""Run convolutional models, such as VAEs and UNets, with the rows of an image sharded over ranks.
 
-Interception fetches the rows and statistics of other ranks that operators need.
+A mode intercepts torch functions, and fetches the rows and statistics of other ranks that they need.
 """

@@ -1,4 +1,4 @@
-"""Rules for convolutions and pools along sharded rows, whose windows need rows of neighbouring ranks."""
+"""Rules for convolutions and pools over sharded rows. Their windows need rows of neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import RowTag, rows_of, tagged
 
 Function = Callable[..., Any]
-# run(x, padding): the operator on local rows, with ``padding`` rows of padding at either end.
+# run(x, padding) computes the operator on the local rows x, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]
 
 
 def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.conv1d`` to ``F.conv3d`` with one collective.
+    """Run ``F.conv1d``, ``F.conv2d`` or ``F.conv3d`` on this rank's rows, with one collective.
 
-    Each rank fetches ``extent // 2`` rows from either neighbour. Rows that need no halo are computed while the halo is
-    in flight.
+    Each rank fetches ``extent // 2`` rows from each neighbour, where ``extent`` is the kernel size with dilation. Rows
+    that need no halo are computed while the halo is in flight.
     """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
@@ -57,9 +57,16 @@ def windowed(
     *,
     fill: float = 0.0,
 ) -> Tensor:
-    """Return the output of ``run`` on windows of sharded rows.
+    """Return this rank's rows of an operator with windows, such as a convolution or a pool, and fetch the halo it
+    needs.
 
-    Rows beyond the edge of the image have the value ``fill``.
+    Args:
+        x: This rank's rows, sharded as ``rows`` says.
+        extent: Size of a window in rows, including dilation.
+        stride: Distance between windows in rows.
+        padding: Number of rows of padding at either end of the image.
+        run: Computes the operator on local rows.
+        fill: Value of the padding.
     """
     plan = plans.convolution(rows.layout, extent, stride, padding)
     _require_rows(func, rows, plan.layout)
@@ -86,10 +93,11 @@ def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
 
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
-    """Return the tag of ``x``, and the index of its sharded dim among the spatial ones; None if the batch is sharded.
+    """Return the tag of ``x``, and the index of its sharded dim among the ``spatial`` last dims; None if the batch is
+    sharded.
 
     Raises:
-        MixesRows: If the channels are sharded, or the rows of several frames lie along one dim.
+        MixesRows: If the channels are sharded, or one dim contains the rows of several frames.
     """
     rows = rows_of(x)
     if rows is None:
@@ -120,7 +128,9 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: RowTag) ->
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.conv_transpose1d`` to ``3d``: each rank fetches the input rows that its output rows depend on."""
+    """Run ``F.conv_transpose1d`` to ``F.conv_transpose3d``: each rank fetches the input rows that its output rows
+    depend on.
+    """
     parameters = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0}
     x, weight, bias, stride, padding, extra, groups, dilation = bind(
         func, args, kwargs, **parameters, groups=1, dilation=1
@@ -138,12 +148,12 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = plans.held(plan.layout)[ranks.index]
-    first = plan.wanted[ranks.index][0] * step - inset  # global index of the first row of ``out``
+    first = plan.wanted[ranks.index][0] * step - inset  # first row of ``out``, in rows of the full image
     return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.avg_pool1d`` to ``3d`` and ``F.max_pool1d`` to ``3d``."""
+    """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows."""
     name = name_of(func)
     is_max, spatial = name.startswith("max"), int(name[-2])
     window = {"input": None, "kernel_size": None, "stride": None, "padding": 0}
@@ -177,9 +187,9 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 
 
 def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.stft`` of a waveform ``[..., samples]`` with ``center=False``.
+    """Run ``torch.stft`` of a waveform ``[..., samples]`` that is sharded by samples, with ``center=False``.
 
-    A rank transforms the windows whose middle it holds.
+    Each rank transforms the windows whose middle sample it holds.
     """
     parameters = {"input": None, "n_fft": None, "hop_length": None, "win_length": None, "window": None, "center": True}
     x, size, hop, win_length, window, center, _, *rest = bind(

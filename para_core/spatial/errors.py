@@ -1,4 +1,4 @@
-"""Errors for functions that cannot run on a part of the rows."""
+"""Errors for functions that cannot run on sharded rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from para_core.spatial.tag import RowTag
 
 
 class MixesRows(RuntimeError):
-    """Error of a function of sharded rows that has no rule, or that mixes rows in a way that is not supported."""
+    """Raised for a function of sharded rows that has no rule, or that combines rows in a way that is not supported."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of a torch function in the tables of rules, for example ``add`` for ``Tensor.__iadd__``."""
+    """Return the name by which the rules look up a torch function, for example ``add`` for ``Tensor.__iadd__``."""
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -24,7 +24,12 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def unknown(func: Callable[..., Any], rows: RowTag | None, reason: str) -> MixesRows:
-    """Return the error for a call of ``func`` on a tensor that is sharded as ``rows`` says; None if another one is."""
+    """Return the error that ``func`` cannot run on sharded rows.
+
+    Args:
+        rows: Sharding of its tensor, for the message; None if it is not known.
+        reason: What is not supported.
+    """
     sharding = ""
     if rows is not None:
         sharding = f" on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}"

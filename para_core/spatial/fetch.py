@@ -1,4 +1,4 @@
-"""Exchange of rows: each rank fetches ranges of rows, as a halo, in another layout, or all of them."""
+"""Fetch rows from other ranks: a halo, the rows of another layout, or all rows."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
 from para_core.spatial.tag import RowTag
 
-# The ranges of rows that each rank fetches.
+# For each rank, the ranges of rows that it fetches.
 Wanted = tuple[tuple[Range, ...], ...]
 
 
 @dataclass(frozen=True)
 class _RowSpan:
-    """Consecutive rows of a range that come from one rank, or lie beyond the edge of the image."""
+    """Consecutive rows, part of a fetched range, that one rank holds or that lie beyond the edge of the image."""
 
-    sender: int | None  # None beyond the edge
-    start: int  # in the rows of ``sender``
+    sender: int | None  # rank that holds the rows; None beyond the edge of the image
+    start: int  # first row, in the rows of ``sender``
     length: int
 
 
 @dataclass(frozen=True)
 class _FetchPlan:
-    """All-to-all of one fetch, as this rank sees it."""
+    """The rows that this rank sends and receives in the all-to-all of one fetch."""
 
-    sends: tuple[tuple[tuple[int, int], ...], ...]  # for each rank, (start, length) in the rows of this rank
-    receives: tuple[int, ...]  # number of rows from each rank
+    sends: tuple[tuple[tuple[int, int], ...], ...]  # for each receiving rank, (start, length) in this rank's rows
+    receives: tuple[int, ...]  # for each sending rank, its number of rows
     ranges: tuple[tuple[_RowSpan, ...], ...]
-    is_local: bool  # no rank needs rows of another
+    is_local: bool  # whether every rank holds all rows that it needs
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +55,7 @@ def _fetch_plan(layout: Layout, wanted: Wanted, rank: int) -> _FetchPlan:
 
 
 def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
-    """Return the parts of ``range_`` in order, by the rank that holds them."""
+    """Split ``range_`` into consecutive parts, each of which one rank holds."""
     start, stop = range_
     total = sum(layout)
     spans = []
@@ -73,18 +73,19 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 def start_fetch(
     x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start fetching ranges of rows. Uses one all-to-all, or none if no rank needs rows of another.
+    """Start fetching ranges of rows, with one all-to-all, or without communication if every rank holds all that it
+    needs.
 
     Args:
-        x: The rows of this rank, sharded as ``rows`` says.
-        wanted: The ranges of all ranks, in units of ``rows``.
+        x: This rank's rows, sharded as ``rows`` says.
+        wanted: For each rank, the ranges that it fetches, in rows (or other units of ``rows``) of the full image.
         fill: Value of rows beyond the edge of the image.
 
     Returns:
-        A function that waits, and returns a tensor like ``x`` for each range of this rank.
+        A function that waits for the rows, and returns a tensor for each range of this rank.
 
     Raises:
-        RuntimeError: If ``x`` requires a gradient.
+        RuntimeError: If ``x`` requires a gradient and gradients are enabled.
     """
     _require_no_gradient(x)
     plan = _fetch_plan(rows.layout, wanted, ranks.index)
@@ -125,25 +126,27 @@ def start_fetch(
 
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """Return the rows in the range ``wanted[rank]``, as :func:`start_fetch` does for one range per rank."""
+    """Return the rows in the range ``wanted[rank]`` of this rank: :func:`start_fetch` for one range per rank, and its
+    wait.
+    """
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part
 
 
 def relayout(x: Tensor, rows: RowTag, layout: Layout, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of ``x`` in another ``layout``; ``x`` itself if it is the same."""
+    """Return this rank's rows in another ``layout``; ``x`` itself if the layout is the same."""
     return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
 
 
 def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return all rows of ``x`` on every rank, contiguous."""
+    """Return all rows of ``x``, contiguous in memory, on every rank."""
     _require_no_gradient(x)
     units = all_gather(_units_first(x, rows), rows.layout, 0, ranks)
     return _units_back([units], rows).contiguous()
 
 
 def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows of the unsharded ``x``; a view if ``rows.outer`` is 1."""
+    """Return this rank's part of ``x``, which holds all rows; a view if ``rows.outer`` is 1."""
     start, stop = held(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
     part: Tensor = units.flatten(rows.dim, rows.dim + 1)
@@ -151,7 +154,9 @@ def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
 
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
-    """Return ``x`` of every rank, stacked as ``[ranks, ...]``. Meant for small tensors of statistics."""
+    """Return the tensors ``x`` of all ranks, stacked as ``[ranks, ...]``. Meant for small tensors, such as
+    statistics.
+    """
     _require_no_gradient(x)
     return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
 
@@ -165,14 +170,16 @@ def _require_no_gradient(x: Tensor) -> None:
 
 
 def _units_first(x: Tensor, rows: RowTag) -> Tensor:
-    """Return ``x`` as ``[units, ...]``; a view if ``rows.outer`` is 1."""
+    """Return ``x`` with the sharded units (rows) moved to dim 0: ``[units, ...]``. A view if ``rows.outer`` is 1."""
     if rows.outer > 1:
         x = x.unflatten(rows.dim, (rows.outer, -1))
     return x.movedim(rows.dim + (rows.outer > 1), 0)
 
 
 def _units_back(parts: list[Tensor], rows: RowTag) -> Tensor:
-    """Concatenate ``parts`` of units and undo :func:`_units_first`."""
+    """Concatenate ``parts``, each ``[units, ...]``, and move the units back to their dim: the inverse of
+    :func:`_units_first`.
+    """
     dim = rows.dim + (rows.outer > 1)
     moved = [part.movedim(0, dim) for part in parts]
     x = moved[0] if len(moved) == 1 else torch.cat(moved, dim)

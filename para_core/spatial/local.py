@@ -1,4 +1,6 @@
-"""Rules for functions that compute each row from that row only, for reductions, and for factories of tensors."""
+"""Rules for functions that compute each row from that row only, for reductions, and for functions that create
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# Properties of a tensor other than its values and shape. Bytes and strides are those of this rank's part.
+# Properties of a tensor other than values and shape. Bytes and strides are those of this rank's part of the rows.
 METADATA = _names(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
@@ -34,7 +36,7 @@ METADATA = _names(
     """
 )
 
-# The output has the rows of the first argument.
+# Functions whose output is sharded like their first argument.
 LIKE_FIRST = _names(
     """
     to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
@@ -46,7 +48,7 @@ LIKE_FIRST = _names(
     """
 )
 
-# Functions that broadcast all tensors among their arguments.
+# Functions that broadcast all tensors among their arguments against each other.
 ELEMENTWISE = _names(
     """
     add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
@@ -57,8 +59,8 @@ ELEMENTWISE = _names(
     """
 )
 
-# Functions along one dim that keep the shape: the position of ``dim`` among the arguments, and its default. A position
-# of None: the function always works on the last dims.
+# Functions that work along one dim and keep the shape: the position of the argument ``dim``, and its default. The
+# position is None for functions that always work along the last dims.
 ALONG = {
     "softmax": (1, -1),
     "log_softmax": (1, -1),
@@ -71,7 +73,7 @@ ALONG = {
     "rms_norm": (None, None),
 }
 
-# Reductions: the positions of dim and keepdim among the arguments.
+# Reductions: the positions of the arguments dim and keepdim.
 REDUCTIONS = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp"), (1, 2)),
     **dict.fromkeys(("max", "min"), (1, 2)),
@@ -85,7 +87,7 @@ def metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the global shape, size, numel or len, with a :class:`ShardedSize` for the sharded dim."""
+    """Return the shape, size, numel or len of the full tensor, with a :class:`ShardedSize` for the sharded dim."""
     local = func(*args, **kwargs)
     rows = rows_of(args[0])
     if rows is None:
@@ -103,15 +105,18 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
-    """Return the argument of a call with this ``name`` or position ``index``; ``default`` if it was not passed."""
+    """Return the argument of a call that has this ``name`` or position ``index``; ``default`` if it was not passed."""
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
 def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
-    """Return the arguments of a call of ``func`` in the order of ``parameters``, its parameters with their defaults.
+    """Return all arguments of a call of ``func`` in a fixed order, with defaults for those that were not passed.
+
+    Args:
+        parameters: Names of the parameters of ``func`` in order, each with its default.
 
     Raises:
-        TypeError: If the call has an argument that is not among the parameters.
+        TypeError: If the call has an argument that is not in ``parameters``.
     """
     unexpected = [*kwargs.keys() - parameters.keys(), *args[len(parameters) :]]
     if unexpected:
@@ -120,9 +125,10 @@ def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **paramete
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` locally, and tag the output with the rows of the first argument.
+    """Run ``func`` on this rank's rows. If the output has the shape of the first argument, it is sharded in the same
+    way.
 
-    Other tensors may only give a dtype or a device, as in ``x.to(other)``.
+    Other tensors among the arguments may only give a dtype or a device, as in ``x.to(other)``.
     """
     if "out" in kwargs:
         raise unknown(func, _any_rows(args, kwargs), "it writes to out=")
@@ -135,9 +141,9 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 
 def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` locally.
+    """Run a broadcasting function on this rank's rows, in the layout of the first sharded tensor.
 
-    Tensors with another layout are moved to that of the first sharded one; replicated ones are sharded.
+    Rows of tensors with another layout are exchanged; of replicated tensors this rank's part is taken.
     """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
@@ -152,9 +158,9 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         return aligned(ranks, func, x, rows, dim_from_end) if isinstance(x, Tensor) else x
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
-    if isinstance(out, tuple):  # torch.where(x)
+    if isinstance(out, tuple):  # torch.where(x) returns indices.
         raise unknown(func, rows, "it returns indices in this rank's rows")
-    # A comparison with something else than a tensor gives NotImplemented. Wan compares a cache with a string.
+    # Comparing a tensor with another type gives NotImplemented: Wan compares a cache entry with a string.
     return tagged(out, rows.at(out.ndim + dim_from_end)) if isinstance(out, Tensor) else out
 
 
@@ -164,16 +170,16 @@ def _in_place(func: Function) -> bool:
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x`` by the layout of ``rows`` along the negative dim ``dim_from_end``.
+    """Return this rank's part of ``x``, in the layout of ``rows``, along the negative dim ``dim_from_end``.
 
-    A size of 1 there stays as it is, for broadcasting.
+    If ``x`` has size 1 along this dim, it is returned unchanged, for broadcasting.
 
     Raises:
         MixesRows: If ``x`` has another number of rows.
     """
     own = rows_of(x)
     if own is not None and own.dim - x.ndim != dim_from_end:
-        # For example in a tokens × tokens product, which is sharded along one of the two dims only.
+        # x is sharded along another dim, such as the keys instead of the queries of an attention matrix.
         x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
         if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
@@ -189,10 +195,10 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_en
 
 
 def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run a function along one dim, such as softmax or layer norm, locally.
+    """Run a function that works along one dim, such as softmax or layer norm, on this rank's rows.
 
     Raises:
-        MixesRows: If this dim is the sharded one.
+        MixesRows: If it works along the sharded dim.
     """
     x, rows = only_first(func, args, kwargs)
     position, default = ALONG[name_of(func)]
@@ -207,9 +213,10 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Reduce locally over other dims than the sharded one.
+    """Run a reduction.
 
-    Over that one, combine ``sum``, ``mean``, ``amax`` and ``amin`` of all ranks.
+    If the sharded dim is not reduced, it runs on this rank's rows. If it is, the results of all ranks are combined,
+    which is supported for ``sum``, ``mean``, ``amax`` and ``amin``.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -218,7 +225,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     dim_position, keepdim_position = REDUCTIONS[name]
     dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
     keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
-    # In x.var(False) the argument is ``unbiased``, and all dims are reduced.
+    # In x.var(False) this argument is ``unbiased`` instead of ``dim``, so all dims are reduced.
     dims = _dims(None if isinstance(dim, bool) else dim, x.ndim)
     if rows.dim not in dims:
         shift = 0 if keepdim else sum(dim < rows.dim for dim in dims)
@@ -228,7 +235,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     order = sorted(dims)
     if name in ("amax", "amin"):
         return untagged(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
-    # As in torch, the sum of integers has dtype int64.
+    # The sum of integers has dtype int64, as in torch.
     dtype = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
@@ -238,7 +245,9 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``torch.meshgrid`` with this rank's part of the tensor for the first dim, and all of the others."""
+    """Run ``torch.meshgrid``: the outputs are sharded like the tensor that gives their rows; the other tensors are
+    gathered.
+    """
     tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
     lead = 1 if kwargs.get("indexing") == "xy" else 0
     rows = rows_of(tensors[lead])
@@ -251,7 +260,7 @@ def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run dropout in eval mode, or with probability 0."""
+    """Run dropout if it changes nothing: in eval mode or with probability 0. Otherwise raise :class:`MixesRows`."""
     _, rows = only_first(func, args, kwargs)
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
     if training and argument(args, kwargs, "p", 1, 0.5) > 0:
@@ -260,12 +269,12 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.new_zeros`` and others like :func:`filled`."""
+    """Run ``x.new_zeros`` and its variants, which create sharded tensors as :func:`filled` does."""
     return filled(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
 def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.zeros`` and others. The output is sharded if one size is a :class:`ShardedSize`, else replicated."""
+    """Run ``torch.zeros`` and its variants. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
     shape = _shape(args, kwargs)
     sharded = sharded_dim(shape)
     if sharded is not None:
@@ -277,14 +286,14 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
             args = local_sizes(tuple(args))
         return tagged(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # A tokens × tokens tensor that baddbmm with beta=0 does not read needs no memory.
+        # This is the tokens × tokens input of a baddbmm with beta=0, which does not read it, so give it no memory.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
 
 
 def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.expand`` of a replicated tensor. The output is sharded if its new dim has a :class:`ShardedSize`."""
+    """Run ``x.expand`` of a replicated tensor. The output is sharded if an expanded dim has a :class:`ShardedSize`."""
     out: Tensor = func(*args, **kwargs)
     sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
     sharded = sharded_dim(sizes)
@@ -295,7 +304,9 @@ def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Repeat the values of a replicated vector, one per frame, over this rank's tokens of each frame."""
+    """Run ``repeat_interleave`` of a replicated vector with one value per frame, for this rank's tokens of each
+    frame.
+    """
     x, repeats = args[0], argument(args, kwargs, "repeats", 1)
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
@@ -304,7 +315,9 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Draw all rows with ``torch.randn`` or ``torch.rand``, as on one device, and return this rank's rows."""
+    """Run ``torch.randn`` or ``torch.rand`` for all rows, so that numbers equal those of one device, and return this
+    rank's.
+    """
     shape = [int(size) for size in _shape(args, kwargs)]
     sharded = sharded_dim(_shape(args, kwargs))
     if sharded is None:
@@ -326,7 +339,7 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> RowTag | None:
     flat: list[Any] = [*args, *kwargs.values()]
-    for value in flat:  # The list grows inside the loop.
+    for value in flat:  # Nested lists are appended inside the loop.
         rows = rows_of(value)
         if rows is not None:
             return rows
@@ -339,7 +352,7 @@ def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     """Return the first argument of ``func`` and its tag.
 
     Raises:
-        MixesRows: If it is not sharded.
+        MixesRows: If the first argument is not sharded.
     """
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
@@ -372,7 +385,7 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new),
 }
 
-# Functions without a sharded tensor, whose sizes may have been read from one.
+# Functions that create a tensor from sizes, for calls in which a size is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {
     **dict.fromkeys(("zeros", "ones", "empty", "full"), filled),
     **dict.fromkeys(("randn", "rand"), random),

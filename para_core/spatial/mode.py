@@ -1,4 +1,4 @@
-"""Mode under which a model runs on a part of the rows. It intercepts every torch function; most of them run locally."""
+"""The mode under which a model runs on this rank's rows. It intercepts every torch function, and applies its rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from para_core.torch_internals import (
     unwrap_transform_tensor,
 )
 
-# Rules by the name of the function. Functions without a rule raise if a tensor is sharded.
+# The rule for each function name. A function without a rule raises if one of its tensors is sharded.
 RULES: dict[str, Any] = {
     **local.RULES,
     **views.RULES,
@@ -39,20 +39,20 @@ RULES: dict[str, Any] = {
 
 
 class SpatialShardMode(TorchFunctionMode):
-    """Mode under which a model computes on this rank's rows of an image. The result is exact.
+    """Mode under which a model computes this rank's rows of an image. Exact.
 
     >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
     ...     y = rows.gather(model(rows.shard(x)))
 
-    Functions that need rows of other ranks exchange them: convolutions fetch a halo, norms reduce statistics, attention
-    gathers all keys. A function without a rule raises :class:`~para_core.spatial.errors.MixesRows` if one of its
-    tensors is sharded.
+    Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine statistics,
+    attention gathers all keys. All other supported functions run locally. A function without a rule raises
+    :class:`~para_core.spatial.errors.MixesRows` if one of its tensors is sharded.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`): Ranks over which rows are sharded, in rank order, along all mesh dims.
-        compare_calls (`bool`, defaults to `False`): Whether to compare every function of sharded rows over the ranks
-            before it runs, with one small exchange, to find out why a model hangs. Every rank raises if ranks call
-            different functions, or on different layouts.
+        mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh may have
+            several dims.
+        compare_calls (`bool`, defaults to `False`): A debugging aid for models that hang: before each function of
+            sharded rows, ranks compare its name and the layout in a small exchange, and all raise if these differ.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
@@ -61,15 +61,16 @@ class SpatialShardMode(TorchFunctionMode):
         self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
-        """Return this rank's rows of ``x``, of which every rank passes all.
+        """Return this rank's rows of ``x``. Every rank must pass the whole tensor.
 
         Args:
-            dim (`int`, defaults to `-2`): Dim to shard: -2 is the height of ``[..., H, W]``, -1 its width.
-            unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows.
+            dim (`int`, defaults to `-2`): The dim to shard: -2 for the height of ``[..., H, W]``, -1 for the width.
+            unit (`int`, defaults to `1`): Every rank except the last gets a multiple of this number of rows, for
+                example the factor by which the model scales down.
             layout (`tuple[int, ...]`, *optional*): Number of rows of each rank. Defaults to the most even layout.
 
         Raises:
-            ValueError: If the layout does not fit the size or the ranks, or a rank would get less than two units.
+            ValueError: If the layout does not fit the number of rows or ranks, or a rank would get less than two units.
         """
         dim = dim % x.ndim
         layout = even(x.shape[dim], self.ranks.size, unit) if layout is None else layout
@@ -86,7 +87,7 @@ class SpatialShardMode(TorchFunctionMode):
             return tagged(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all rows of ``x`` on every rank; ``x`` itself if it is not sharded."""
+        """Return all rows of ``x`` on every rank; ``x`` itself if it is not sharded. Collective."""
         rows = rows_of(x)
         if rows is None:
             return x
@@ -118,14 +119,17 @@ class SpatialShardMode(TorchFunctionMode):
 
 
 def _unwrapped(x: Any) -> Any:
-    """Return the tensor inside the wrappers of torch.func."""
+    """Return the tensor inside the wrappers that transforms of torch.func, such as vmap, put around it."""
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
     return x
 
 
 def _first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
-    """Return the tag of the first sharded tensor; without one, the first :class:`ShardedSize`; None without both."""
+    """Return the tag of the first sharded tensor in ``values``, including nested lists.
+
+    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
+    """
     size: RowTag | ShardedSize | None = None
     for value in values:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Norms with statistics over all rows. Ranks exchange their statistics in float32, or in float64 for float64 inputs."""
+"""Norms over sharded rows. Ranks exchange statistics in float32, or in float64 for float64 inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.group_norm`` of ``[B, C, ...]`` with one all-gather of ``2 · B · groups`` numbers per rank."""
+    """Run ``F.group_norm`` of ``[B, C, ...]``, with one all-gather of ``2 · B · groups`` numbers per rank."""
     x, groups, weight, bias, eps = bind(func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
@@ -36,12 +36,12 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 @kept_outside_graphs
 def _fractions(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the fraction of all rows that each rank holds, ``[ranks]``."""
+    """Return the fraction of all rows that each rank holds, as a tensor ``[ranks]``."""
     return new_table([rows / sum(layout) for rows in layout], dtype, device)
 
 
 def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.batch_norm`` with running statistics, which needs no exchange."""
+    """Run ``F.batch_norm`` in eval mode, which uses running statistics and needs no exchange."""
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     training = argument(args, kwargs, "training", 5, False)

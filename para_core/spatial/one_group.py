@@ -1,4 +1,4 @@
-"""All ranks of a mesh as one process group, over which rows are sharded."""
+"""Combine all ranks of a mesh into one mesh dim with one process group, over which rows are sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from para_core.torch_internals import group_timeout
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return the ranks of all dims of ``mesh`` as one mesh dim. Every rank of the mesh calls it."""
+    """Return one mesh dim with the ranks of all dims of ``mesh``. Every rank of the mesh must call it."""
     if isinstance(mesh, ProcessGroup):
         return of_group(mesh)
     guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
@@ -29,7 +29,7 @@ def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
 
 
 def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGroup]:
-    """Return the groups of the mesh dims of ``mesh`` that have several ranks."""
+    """Return the process groups of those dims of ``mesh`` that have several ranks."""
     if isinstance(mesh, ProcessGroup):
         return [mesh]
     guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
@@ -37,10 +37,10 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
 
 
 def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
-    """Return the first ``count`` of ``members`` (ranks of the world) as one dim. Only these ranks call it.
+    """Return a mesh dim of the first ``count`` of ``members``, which are global ranks. Only these ranks may call it.
 
-    One of ``groups`` is reused if it has the same ranks in the same order, because an NCCL communicator takes memory.
-    Otherwise a group is created, with the backend and the time-out of ``like``; later calls find it by its description.
+    One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU memory.
+    Otherwise a group with the backend and timeout of ``like`` is created at the first call, and reused by later calls.
     """
     chosen = sorted(members)[:count] if count == len(members) else members[:count]
     for group in groups:
@@ -51,7 +51,7 @@ def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: S
 
 
 def of_group(group: ProcessGroup | None) -> MeshDim:
-    """Return ``group`` as a mesh dim; a dim of size 1 if it is None."""
+    """Return ``group`` as a mesh dim; a dim of size 1 for None."""
     if group is None or group.size() == 1:
         return MeshDim("rows", 1, 0, "", None)
     return MeshDim("rows", group.size(), group.rank(), group.group_name, group)

@@ -1,4 +1,4 @@
-"""Steps of a group norm over sharded rows as operators: Triton kernels on a GPU, plain PyTorch elsewhere."""
+"""The two steps of a group norm over sharded rows as operators: Triton kernels on GPUs, plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.e
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """Run :func:`para_core.kernels.norm_reference.moments` as the operator of the device."""
+    """Return :func:`para_core.kernels.norm_reference.moments`, computed by a Triton kernel on GPUs that support it."""
     if needs_plain(x):
         return norm_reference.moments(x, groups)
     out: Tensor = torch.ops.para_core.group_moments.default(x, groups)
@@ -60,7 +60,9 @@ def moments(x: Tensor, groups: int) -> Tensor:
 def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Run :func:`para_core.kernels.norm_reference.normalized` as the operator of the device."""
+    """Return :func:`para_core.kernels.norm_reference.normalized`, computed by a Triton kernel on GPUs that
+    support it.
+    """
     if needs_plain(x, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     out: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)

@@ -1,4 +1,6 @@
-"""Rules for matrix products and attention over rows as tokens. Queries stay sharded; keys and values are gathered."""
+"""Rules for matrix products and attention, whose tokens are sharded rows. Queries stay sharded; keys and values are
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.linear`` over another dim than the sharded one."""
+    """Run ``F.linear`` on this rank's rows. Raises if the sharded dim is the last one, which the product sums over."""
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None or rows.dim == x.ndim - 1:
@@ -28,16 +30,16 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``matmul``, ``bmm`` or ``@``."""
+    """Run ``matmul``, ``bmm`` or ``@``, with the rows of either operand or both sharded."""
     a, b = args[0], args[1]
     return _product(ranks, func, b, a) if name_of(func) == "rmatmul" else _product(ranks, func, a, b)
 
 
 def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` with the rows of ``a`` sharded; the rows of ``b`` are gathered if ``a`` is sharded.
+    """Return ``a @ b``. If the rows of ``a`` are sharded, the output is too, and a sharded ``b`` is gathered.
 
-    If the contracted dim is sharded in ``a``, the products of the ranks are summed. So linear attention exchanges a
-    matrix of channels.
+    If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. So linear attention
+    exchanges only a small matrix of channels.
     """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
@@ -49,7 +51,7 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
         a, rows_a, role_a = untagged(gather(a, rows_a, ranks)), None, None
     if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
         b, rows_b, role_b = untagged(gather(b, rows_b, ranks)), None, None
-    # Negative dims, because the operands may have different numbers of batch dims.
+    # Count dims from the end, because the operands may have different numbers of batch dims.
     dim_a, dim_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
     if "batch" in (role_a, role_b):
         if rows_a is not None and rows_b is not None:
@@ -87,7 +89,7 @@ def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Te
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``baddbmm`` with ``beta=0``, as attention without a mask calls it."""
+    """Run ``baddbmm`` with ``beta=0``, which attention without a mask calls. Another ``beta`` raises."""
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
@@ -101,9 +103,9 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, which one collective gathers.
+    """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, gathered in one collective.
 
-    A mask covers all tokens, or the rows of this rank's queries and all keys.
+    The mask must have all keys, and either all queries or those of this rank.
     """
     parameters = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = bind(
@@ -142,7 +144,9 @@ def _gather_kv(key: Tensor, value: Tensor, rows: RowTag, ranks: MeshDim) -> tupl
 
 
 def _causal(rows: RowTag, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
-    """Return the causal mask of this rank's queries and all keys, by their global positions."""
+    """Return the causal mask ``[S_local, num_keys]`` of this rank's queries, by their positions in the whole
+    sequence.
+    """
     positions = part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
     return positions[:, None] >= torch.arange(num_keys, device=device)
 
@@ -151,7 +155,7 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
     """Return the part of ``mask`` for this rank's queries and all keys.
 
     Raises:
-        MixesRows: If ``mask`` does not cover all tokens, or is sharded in another way than the queries.
+        MixesRows: If ``mask`` does not have all keys, or is sharded in another way than the queries.
     """
     rows, own = rows_q or rows_k, rows_of(mask)
     queries, keys = (mask.shape[-2] if mask.ndim > 1 else 1), mask.shape[-1]
@@ -170,12 +174,13 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
 
 
 def _fits(mask: Tensor, own: RowTag, rows_q: RowTag) -> bool:
-    """Whether a sharded mask fits the queries: it has the same layout, or equal values for all tokens of a frame."""
+    """Whether a sharded mask fits this rank's queries: it has their layout, or equal rows for all tokens of a frame."""
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False
     if own == rows_q.at(own.dim):
         return True
-    # If columns are sharded, the tokens of a frame lie in several runs, which the number of pixels does not show.
+    # If columns are sharded, a frame's tokens form several runs, so the two layouts differ although the mask may fit.
+    # It does if the mask is the same for all tokens of a frame.
     if rows_q.outer % own.outer or torch.compiler.is_compiling():
         return False
     frames = mask.unflatten(-2, (own.outer, -1))

@@ -1,4 +1,4 @@
-"""Rules for padding, interpolation and pixel shuffles along sharded rows."""
+"""Rules for padding, interpolation and pixel shuffles of sharded rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.pad``. Only the first and the last rank pad rows, at the edges of the image."""
+    """Run ``F.pad``. Rows are only padded at the edges of the image: by the first and the last rank."""
     x, rows = only_first(func, args, kwargs)
     _, pads, mode, value = bind(func, args, kwargs, input=None, pad=(), mode="constant", value=None)
     widths = list(pads)
@@ -48,9 +48,9 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
 
 
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``pixel_shuffle`` or ``pixel_unshuffle``.
+    """Run ``pixel_shuffle`` or ``pixel_unshuffle`` on this rank's rows.
 
-    For the latter, the layout is first changed to multiples of the factor.
+    Before ``pixel_unshuffle``, rows are exchanged so that each rank holds a multiple of the factor.
     """
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
@@ -67,11 +67,10 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     return tagged(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in layout])))
 
 
-# -- interpolation
-
-
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.interpolate``: first along the sharded dim, with rows of other ranks, then along the other dims."""
+    """Run ``F.interpolate``: along the sharded dim with rows fetched from other ranks, then along the other dims
+    locally.
+    """
     parameters = {"input": None, "size": None, "scale_factor": None, "mode": "nearest", "align_corners": None}
     x, size, scale, mode, align, recompute, antialias = bind(
         func, args, kwargs, **parameters, recompute_scale_factor=None, antialias=False
@@ -90,7 +89,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     if scales is not None:
         factor = scales[axis]
         if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
-            # Each row is repeated, so no rank needs rows of another.
+            # Each row is repeated a whole number of times, so no rank needs rows of other ranks.
             out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.layout]))
             return tagged(func(x, None, scales, mode, align), out_rows)
         total = math.floor(sum(rows.layout) * factor)
@@ -98,10 +97,11 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         step = 1 / factor if not recompute else sum(rows.layout) / total
         out_sizes = [math.floor(count * factor) for count, factor in zip(x.shape[2:], scales, strict=True)]
     elif sizes is not None:
-        total = sizes[axis]  # a ShardedSize if it was read from a sharded tensor
+        total = sizes[axis]  # a ShardedSize if it was read from the shape of a sharded tensor
         factor = total // sum(rows.layout)
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
-        # With these factors torch rounds equally for the local and the global size, so each row is repeated locally.
+        # For these factors torch rounds in the same way for local and global sizes, so each row can be repeated
+        # locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
             return tagged(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
         layout = total.layout if isinstance(total, ShardedSize) else plans.scaled(rows.layout, total)
@@ -120,7 +120,10 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 class _Resampling(NamedTuple):
-    """Output rows ``start`` to ``stop`` of an interpolation from ``total`` to ``num_rows`` rows."""
+    """Parameters of an interpolation along rows, for output rows ``start`` to ``stop``.
+
+    It goes from ``total`` to ``num_rows`` rows, and consecutive output rows are ``step`` input rows apart.
+    """
 
     mode: str
     total: int
@@ -134,7 +137,9 @@ class _Resampling(NamedTuple):
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
-    """Return the input rows of each output row, and their weights, ``[rows, taps]`` each, on the CPU."""
+    """Return, for each output row, the indices of its input rows and their weights, each ``[rows, taps]`` on the
+    CPU.
+    """
     mode, total, num_rows, step, align, start, stop = resampling
     rows = torch.arange(start, stop, dtype=torch.float32)
     if mode == "nearest":
@@ -150,7 +155,7 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     low = source.floor()
     t = (source - low)[:, None]
     distance = torch.cat([t + 1, t, 1 - t, 2 - t], 1)
-    a = -0.75  # torch's coefficient of the cubic kernel
+    a = -0.75  # coefficient of torch's cubic kernel
     near = ((a + 2) * distance - (a + 3)) * distance.square() + 1
     far = ((distance - 5) * distance + 8) * distance * a - 4 * a
     weights = torch.where(distance <= 1, near, far)
@@ -159,14 +164,16 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _span(resampling: _Resampling) -> tuple[int, int]:
-    """Return the range of input rows that is needed."""
+    """Return the range of input rows that the output rows need."""
     index, _ = _taps(resampling)
     return int(index.min()), int(index.max()) + 1
 
 
 @kept_outside_graphs
 def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
-    """Return the input rows of each output row, counted from the first that is needed, ``[taps, rows]``."""
+    """Return the indices of the input rows of each output row, ``[taps, rows]``, relative to the first input row
+    needed.
+    """
     index = (_taps(resampling)[0] - _span(resampling)[0]).T
     return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)
 
@@ -179,7 +186,12 @@ def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.devic
 
 
 def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: float, mode: str, align: bool) -> Tensor:
-    """Return this rank's rows, by ``layout``, of ``x`` interpolated along the sharded dim only."""
+    """Return this rank's output rows of ``x`` interpolated along the sharded dim only.
+
+    Args:
+        layout: Number of output rows of each rank.
+        step: Distance between output rows, in input rows.
+    """
     of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in held(layout)]
     part = fetch(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]

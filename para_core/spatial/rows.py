@@ -1,4 +1,4 @@
-"""Rows that an operator needs, and the layout of its output. Pure arithmetic, without tensors and torch.distributed.
+"""Arithmetic of layouts: which input rows an operator needs, and how its output rows are distributed. No tensors.
 
 A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the full image;
 it may reach beyond the image's edge.
@@ -17,7 +17,7 @@ Range = tuple[int, int]
 
 @lru_cache(maxsize=4096)
 def held(layout: Layout) -> tuple[Range, ...]:
-    """Return the range of rows that each rank holds.
+    """Return the range of rows that each rank holds in ``layout``.
 
     >>> held((3, 2))
     ((0, 3), (3, 5))
@@ -27,7 +27,9 @@ def held(layout: Layout) -> tuple[Range, ...]:
 
 
 def even(total: int, ranks: int, unit: int = 1) -> Layout:
-    """Return the most even layout of ``total`` rows in multiples of ``unit``. The last rank also gets the remainder.
+    """Return the most even layout of ``total`` rows in multiples of ``unit``.
+
+    The rows that are left over go to the last rank.
 
     >>> even(7, 2), even(50, 2, unit=8)
     ((4, 3), (24, 26))
@@ -50,17 +52,17 @@ def multiples(layout: Layout, unit: int) -> Layout:
 
 @dataclass(frozen=True)
 class Windows:
-    """Layout of an operator's output, and the input rows that each rank needs for its part of it."""
+    """The layout of an operator's output, and for each rank the range of input rows that its output rows need."""
 
     layout: Layout
     wanted: tuple[Range, ...]
 
 
 def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> Layout:
-    """Return the layout of ``total`` output rows. A rank with input from ``start`` gets the rows from ``first(start)``.
+    """Return the layout of ``total`` output rows of an operator.
 
-    If a rank would get none, the layout is even instead. Causal convolutions along rows move rows to later ranks at
-    every layer.
+    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would get none,
+    the layout is even instead: causal convolutions, for example, shift rows to later ranks at every layer.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
@@ -69,10 +71,10 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
 
 @lru_cache(maxsize=4096)
 def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windows:
-    """Return the windows of a convolution with a kernel of ``extent`` rows, including dilation.
+    """Return output layout and input ranges of a convolution whose kernel spans ``extent`` rows, including dilation.
 
-    The rank that holds the middle of the window of output row j, input row ``j · stride − padding + (extent − 1) //
-    2``, computes it.
+    Output row j is computed by the rank that holds the middle of its window, which is input row
+    ``j · stride − padding + (extent − 1) // 2``.
 
     >>> convolution((4, 3), extent=3, stride=1, padding=1)
     Windows(layout=(4, 3), wanted=((-1, 5), (3, 8)))
@@ -88,12 +90,12 @@ def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windo
 
 @lru_cache(maxsize=4096)
 def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: int) -> Windows:
-    """Return the windows of a transposed convolution.
+    """Return output layout and input ranges of a transposed convolution.
 
-    Input row i adds to ``extent`` output rows from ``i · stride − padding``.
+    Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on.
 
     Args:
-        extra: ``output_padding``, rows after the last one that an input row adds to.
+        extra: ``output_padding``: number of output rows after the last one that an input row adds to.
 
     >>> transposed((2, 2), extent=4, stride=2, padding=1, extra=0)
     Windows(layout=(4, 4), wanted=((-1, 3), (1, 5)))
@@ -109,21 +111,24 @@ def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: in
 
 @dataclass(frozen=True)
 class Overlapped:
-    """Convolution in two steps: rows that need no halo, while the halo is in flight, then the rows at both edges."""
+    """A convolution in two steps: output rows that need no halo, computed while the halo is in flight, then those at
+    both edges.
+    """
 
     layout: Layout
-    middle: tuple[Range, ...]  # for each rank, its local rows that are middles of windows
-    padding: int  # rows of padding around ``middle`` in the first step
-    count: int  # output rows at each edge that the second step computes
-    top: tuple[Range | None, ...]  # for each rank, the input rows of its upper edge; None at the edge of the image
-    bottom: tuple[Range | None, ...]  # for each rank, the input rows of its lower edge; None at the edge of the image
+    middle: tuple[Range, ...]  # for each rank, the local rows that are the middle of an output row's window
+    padding: int  # padding of ``middle``, in rows, in the first step
+    count: int  # number of output rows at each edge for the second step
+    top: tuple[Range | None, ...]  # for each rank, the input rows for its upper edge; None at the image's edge
+    bottom: tuple[Range | None, ...]  # for each rank, the input rows for its lower edge; None at the image's edge
 
 
 @lru_cache(maxsize=4096)
 def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
-    """Return :func:`convolution` in two steps; None if it cannot be split.
+    """Return the two steps of :func:`convolution`; None if it cannot be computed in two steps.
 
-    It cannot if ``extent`` is even or 1, or if a rank has only rows that need a halo.
+    That is the case if ``extent`` is even or 1, if a rank has only rows that need a halo, or if the padding is wider
+    than half a window.
 
     >>> plan = overlapped((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom
@@ -136,17 +141,18 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
     middle, top, bottom = [], [], []
     for (start, stop), (first, last) in zip(held(output), held(layout), strict=True):
         begin, end = start * stride - padding + half, (stop - 1) * stride - padding + half + 1
-        if begin < first or end > last:  # The padding is wider than half of a window.
+        if begin < first or end > last:  # The padding is wider than half a window.
             return None
         middle.append((begin - first, end - first))
-        # At the edge of the image the local padding equals that of one device, so no halo is needed.
+        # At the edge of the image the operator pads as on one device, so this rank needs no halo there.
         top.append(None if begin == 0 else (begin - half, begin - half + (count - 1) * stride + extent))
         bottom.append(None if end == sum(layout) else (end + half - (count - 1) * stride - extent, end + half))
     return Overlapped(output, tuple(middle), half, count, tuple(top), tuple(bottom))
 
 
 def scaled(layout: Layout, total: int) -> Layout:
-    """Return the layout of an image resized to ``total`` rows; each rank keeps its part of the image up to rounding.
+    """Return the layout of an image resized to ``total`` rows, in which each rank keeps its part of the image up to
+    rounding.
 
     >>> scaled((4, 3), 14), scaled((4, 4), 4)
     ((8, 6), (2, 2))

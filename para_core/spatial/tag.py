@@ -1,4 +1,4 @@
-"""Tags of tensors that hold a part of the rows, and sizes that carry a layout."""
+"""Tags that mark a tensor as a part of sharded rows, and sizes that carry a layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TAG = "_para_core_rows"
 
 @dataclass(frozen=True)
 class RowTag:
-    """Sharding of a dim of a tensor over ranks.
+    """The sharding of one dim of a tensor over ranks.
 
-    Without sharding, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units. Rank r holds
-    ``layout[r]`` units of each run. A unit is a row, or a number of elements that belong to rows. Tokens of a video in
-    the order (T, H, W) have ``outer`` = T runs of H · W units.
+    In the full tensor, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units, and rank r holds
+    ``layout[r]`` units of each run. A unit is a row, or a fixed number of elements that belong to rows. For example,
+    video tokens in the order (T, H, W) have ``outer`` = T runs of H · W units.
     """
 
     dim: int
@@ -28,7 +28,7 @@ class RowTag:
 
     @property
     def total(self) -> int:
-        """Size of ``dim`` without sharding."""
+        """The size of ``dim`` in the full tensor."""
         return self.outer * sum(self.layout)
 
     def at(self, dim: int) -> RowTag:
@@ -36,30 +36,30 @@ class RowTag:
 
 
 def rows_of(x: Any) -> RowTag | None:
-    """Return the tag of ``x``; None if it is not a tensor, or not sharded."""
+    """Return the tag of ``x``; None if ``x`` is not a tensor or not sharded."""
     return getattr(x, _TAG, None) if isinstance(x, Tensor) else None
 
 
 def tagged(x: Tensor, rows: RowTag) -> Tensor:
-    """Mark ``x`` as this rank's part, sharded as ``rows`` says, and return it."""
+    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return it."""
     setattr(x, _TAG, rows)
     return x
 
 
 def untagged(x: Tensor) -> Tensor:
-    """Mark ``x`` as not sharded, and return it."""
+    """Remove the mark of :func:`tagged` from ``x``, and return it."""
     if hasattr(x, _TAG):
         delattr(x, _TAG)
     return x
 
 
 class ShardedSize(int):
-    """Number of all rows of a sharded tensor, with the layout. ``x.shape`` of a sharded tensor contains one.
+    """An int with the size of the full tensor along its sharded dim, which also carries the layout. Part of
+    ``x.shape``.
 
-    As an int it is the number of all rows, so code computes and decides with it as on one device, equally on every
-    rank. As an argument of a view, the mode replaces it by the number of this rank's rows (:func:`local_sizes`). A
-    multiple is a :class:`ShardedSize` again, and so is a quotient if every rank's number is divisible; any other result
-    is a plain number.
+    Model code that reads it computes and decides as on one device, equally on every rank. If it is an argument of a
+    view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a :class:`ShardedSize`
+    again, and so is a quotient if the number of each rank is divisible; any other result is a plain number.
 
     >>> rows = ShardedSize((3, 4), rank=0)
     >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
@@ -92,7 +92,9 @@ class ShardedSize(int):
 
 
 def local_sizes(value: Any) -> Any:
-    """Return ``value``, nested sizes, with each :class:`ShardedSize` replaced by this rank's number of rows."""
+    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by this rank's number of
+    rows.
+    """
     if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
@@ -101,9 +103,9 @@ def local_sizes(value: Any) -> Any:
 
 
 def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Return the index and layout of the :class:`ShardedSize` in ``shape``.
+    """Return the index and the layout of the :class:`ShardedSize` in ``shape``.
 
-    None if there is none, or several (a mask).
+    Returns None if there is none, or if there are several, as in the shape of an attention mask.
     """
     sharded = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
     return sharded[0] if len(sharded) == 1 else None

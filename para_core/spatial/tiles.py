@@ -1,8 +1,8 @@
-"""Tiles of an image distributed over ranks, with unchanged code for tiling and blending.
+"""Distribute the tiles of an image over ranks, without changing the code for tiling and blending.
 
-Such code computes one tile after the other, and reads none before all are computed. So each rank computes its own tiles
-only. Every tile is represented by a :class:`Pending`, whose values are not known yet. The first read of one exchanges
-all of them.
+That code computes one tile after the other, and reads none before all are computed. So each rank computes only its own
+tiles, and every tile is represented by a :class:`Pending`, whose value this rank may not have. The first read of a tile
+exchanges all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim
 
 
 class Tiles(TorchFunctionMode):
-    """Mode under which each call through :meth:`call` is computed by one rank, round-robin over tiles.
+    """Mode in which tiles are distributed round-robin over ranks: each call through :meth:`call` runs on one rank only.
 
     Args:
-        ranks: Ranks over which tiles are distributed.
+        ranks: The ranks over which tiles are distributed.
         mesh: The same ranks as a mesh, for the exchange of shapes.
     """
 
@@ -32,19 +32,19 @@ class Tiles(TorchFunctionMode):
         self.ranks, self.mesh = ranks, mesh
         self.tile = -1
         self.fresh = True
-        self._values: dict[int, Any] = {}  # outputs on this rank, by number of the call
+        self._values: dict[int, Any] = {}  # outputs that this rank has, by number of the call
         self._owners: list[int] = []
-        self._num_exchanged = 0  # calls whose outputs every rank has
+        self._num_exchanged = 0  # number of calls whose outputs every rank has
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
-        """Make the next call the first one of a tile, whatever its arguments are."""
+        """Make the next call start a new tile, even if it gets a cache of frames."""
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
-        """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its pending output.
+        """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its output as a pending tensor.
 
-        A call with a cache of frames continues the tile of the call before it.
+        A call that gets a cache of frames belongs to the same tile as the previous call.
         """
         has_cache = kwargs.get("conv_cache") is not None or (kwargs.get("feat_cache") is not None and not self.fresh)
         if not has_cache:
@@ -57,13 +57,15 @@ class Tiles(TorchFunctionMode):
         return Pending(lambda: self._value(number), lambda: self._values[number])
 
     def materialize(self, value: Any) -> Any:
-        """Return ``value`` with all pending tensors replaced by their values."""
+        """Return ``value`` with all pending tensors replaced by their values. Collective if some are not
+        exchanged yet.
+        """
         self._write()
         if isinstance(value, Pending):
             return value.value()
         if isinstance(value, tuple):
             return tuple([self.materialize(item) for item in value])
-        if isinstance(value, dict):  # an output class of diffusers
+        if isinstance(value, dict):  # a ModelOutput of diffusers
             return type(value)(**{name: self.materialize(item) for name, item in value.items()})
         return value
 
@@ -85,9 +87,9 @@ class Tiles(TorchFunctionMode):
             target[index] = pending.value()
 
     def _value(self, number: int) -> Any:
-        """Return the output of a call.
+        """Return the output of call ``number``.
 
-        If it was not exchanged yet, exchange all new outputs; every rank does so at the same read.
+        If it was not exchanged yet, all new outputs are exchanged. Every rank does so at the same read.
         """
         if number >= self._num_exchanged:
             self._exchange(range(self._num_exchanged, len(self._owners)))
@@ -96,7 +98,7 @@ class Tiles(TorchFunctionMode):
 
     def _exchange(self, numbers: range) -> None:
         local = {n: _tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
-        # Strides are kept, because a convolution rounds differently if channels come last in memory.
+        # Keep the strides, because a convolution rounds differently if channels come last in memory.
         shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in local.items()}
         sample = next(iter(local.values()), None)
         dtype = None if sample is None else str(sample.dtype).removeprefix("torch.")
@@ -116,17 +118,18 @@ class Tiles(TorchFunctionMode):
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return the tensor of a call's output. A cache that follows it is not exchanged."""
+    """Return the tensor of a call's output, which may be a tuple (tensor, cache). The cache is not exchanged."""
     x: Tensor = value[0] if isinstance(value, tuple) else value
     return x
 
 
 class Pending:
-    """Tensor that this rank may not have yet. Torch functions of it are pending as well; other uses exchange values.
+    """A tensor that this rank may not have yet. Torch functions of it return pending tensors; other uses exchange the
+    values.
 
     Args:
         get: Returns the value, after an exchange if necessary.
-        own: Returns the value without an exchange; only the rank that computed it calls this.
+        own: Returns the value without an exchange. Only called on the rank that computed it.
     """
 
     def __init__(self, get: Callable[[], Any], own: Callable[[], Any]) -> None:
@@ -154,7 +157,7 @@ class Pending:
         self.value()[index] = _value(value)
 
     def __iter__(self) -> Any:
-        """Yield the output and the cache of a call. The cache stays on the rank that computed it."""
+        """Yield the output and the cache of a call that returns both. The cache stays on the rank that computed it."""
         yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
         yield Pending(lambda: self.own()[1], lambda: self.own()[1])
 
@@ -172,7 +175,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 
 def _mapped(args: Any, read: Callable[[Any], Any]) -> Any:
-    """Return ``args`` with ``read`` applied to every item of nested lists and tuples."""
+    """Return ``args`` with ``read`` applied to each item, also in nested lists and tuples."""
     return type(args)([_mapped(item, read) for item in args]) if isinstance(args, (list, tuple)) else read(args)
 
 

@@ -1,4 +1,4 @@
-"""Rules for views, indexing, splitting and joining, which move the dim of the rows."""
+"""Rules for views, indexing, splitting and concatenation, which may change the index of the sharded dim."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Function = Callable[..., Any]
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``permute``, ``transpose``, ``squeeze`` and others that move, add or drop dims.
+    """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims.
 
-    The new dim of the rows is read from a meta tensor on which every dim has another size.
+    The new index of the sharded dim is found by running the function on a meta tensor in which every dim has another
+    size.
     """
     x, rows = only_first(func, args, kwargs)
-    # Dims of size 1 keep it, because they may be squeezed. The sharded dim must not be, even if this rank has a single
+    # Other dims of size 1 keep it, because squeeze may drop them. The sharded dim must stay, even if this rank has one
     # row.
     sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
     with torch.device("meta"):
@@ -33,7 +34,7 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` on the local sizes."""
+    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes."""
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
@@ -45,9 +46,10 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag after a reshape between local shapes; None if the rows do not stay in one dim.
+    """Return the tag of the output of a reshape from the local shape ``before`` to ``after``; None if rows do not stay
+    in one dim.
 
-    Rows may be merged with dims before them (frames) and after them (columns), and several units may become one.
+    Rows may be merged with dims before them (frames) and after them (columns), and several units may become one unit.
 
     >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
     RowTag(dim=1, layout=(30, 20), outer=1)
@@ -82,7 +84,9 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
 
 
 def _with_elements(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both shapes with sizes of 0 replaced, so that :func:`match` also works for a tensor without frames."""
+    """Return both shapes with sizes of 0 replaced by positive ones, so that :func:`match` also works for tensors
+    without frames.
+    """
     num_before, num_after = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
     return _without_zeros(before, max(1, num_after // num_before)), _without_zeros(
         after, max(1, num_before // num_after)
@@ -95,7 +99,7 @@ def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
 
 
 def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function that splits or selects along another dim than the sharded one."""
+    """Run a function that splits or selects along a dim other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     name = name_of(func)
     position = 1 if name in ("unbind", "select", "narrow", "index_select") else 2
@@ -107,7 +111,9 @@ def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps one."""
+    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, as long as every rank keeps at least
+    one.
+    """
     x, index = args
     rows = rows_of(x)
     if rows is None:
@@ -119,7 +125,7 @@ def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Run ``x[...] = value`` for an index that keeps all rows."""
+    """Run ``x[...] = value`` with an index that keeps all rows."""
     x, index, value = args
     rows = rows_of(x)
     if rows is None:
@@ -135,9 +141,9 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 def _local_index(
     func: Function, x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
 ) -> tuple[tuple[Any, ...], Layout, int | None]:
-    """Return this rank's index, and the layout and the dim of the rows afterwards.
+    """Return the index for this rank's rows, and the layout and the index of the sharded dim in the result.
 
-    The dim is None if the rows do not stay together.
+    The latter is None if the index does not keep consecutive rows together in one dim.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
@@ -162,7 +168,7 @@ def _local_index(
         elif isinstance(part, int):
             if dim == rows.dim:
                 return (), layout, None
-        else:  # A single index tensor of one dim keeps the position of its dim.
+        else:  # An index tensor with one dim, if it is the only one, leaves its dim where it is.
             num_tensors += 1
             if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
                 return (), layout, None
@@ -174,7 +180,10 @@ def _local_index(
 
 
 def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
-    """Return the layout of the rows in the slice ``part``, and each rank's slice; None if a rank would keep no row."""
+    """Return the layout of the rows that the slice ``part`` keeps, and each rank's local slice.
+
+    Returns None if a rank would keep no row, or the slice has a step.
+    """
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None
@@ -189,7 +198,7 @@ def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
 
 
 def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``cat`` or ``stack`` along another dim than the sharded one."""
+    """Run ``cat`` or ``stack`` along a dim other than the sharded one."""
     tensors = list(argument(args, kwargs, "tensors", 0))
     dim = argument(args, kwargs, "dim", 1, kwargs.get("axis", 0))
     lead, rows = next((x, tag) for x in tensors if (tag := rows_of(x)) is not None)
@@ -197,7 +206,7 @@ def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     dim = dim % (lead.ndim + stacks)
     if not stacks and dim == rows.dim:
         raise unknown(func, rows, "it appends other rows")
-    # cat accepts tensors without elements in any shape.
+    # cat accepts tensors without elements, whatever their shape, so pass them on.
     parts = [x if x.numel() == 0 else aligned(ranks, func, x, rows, rows.dim - lead.ndim) for x in tensors]
     if any(x.numel() and x.ndim == lead.ndim and x.shape[rows.dim] != lead.shape[rows.dim] for x in parts):
         raise unknown(func, rows, "one of the tensors has a single row")
@@ -205,7 +214,7 @@ def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
 
 
 def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``expand``, ``repeat`` or ``tile`` along other dims than the sharded one."""
+    """Run ``expand``, ``repeat`` or ``tile`` along dims other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     if name_of(func) in ("expand", "broadcast_to"):
         args = local_sizes(tuple(args))
@@ -214,7 +223,7 @@ def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``repeat_interleave`` along any dim, with an int for ``repeats``."""
+    """Run ``repeat_interleave`` with an int for ``repeats``, along any dim."""
     x, rows = only_first(func, args, kwargs)
     repeats, dim = argument(args, kwargs, "repeats", 1), argument(args, kwargs, "dim", 2)
     if dim is None or not isinstance(repeats, int):
@@ -232,7 +241,7 @@ def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: di
 
 
 def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``expand_as``; the output has the rows of the other tensor."""
+    """Run ``expand_as``. The output is sharded like the other tensor."""
     x, other = args
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
@@ -241,7 +250,7 @@ def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def _checked(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Tag ``out``, or raise :class:`MixesRows` if its size does not fit ``rows``."""
+    """Tag ``out`` with ``rows`` and return it; raise :class:`MixesRows` if its size does not fit."""
     if out.shape[rows.dim] != rows.outer * rows.layout[ranks.index]:
         raise unknown(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
     return tagged(out, rows)
