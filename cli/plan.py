@@ -16,7 +16,7 @@ from para_core.cli.options import flag, option
 from para_core.fleet.outputs import require_file
 
 if TYPE_CHECKING:
-    from para_core.adapters.components import Quantize, TextEncoders
+    from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
     from para_core.planner.mesh_plan import MeshPlan
 
 
@@ -31,6 +31,7 @@ def plan(
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
     compiled: Annotated[bool, flag("--compiled/--eager", "Whether the transformer is compiled.")] = True,
     text_encoders: options.TextEncoders = None,
+    vae_placement: options.VaePlacement = None,
     quantize: options.Quantize = None,
     measured: Annotated[
         Path | None, option("JSON of `para_core doctor`, whose figures replace the table's.", "FILE")
@@ -64,6 +65,7 @@ def plan(
         steps=steps,
         compiled=compiled,
         text_encoders=cast("TextEncoders | None", text_encoders),
+        vae_placement=cast("VaePlacement | None", vae_placement),
         quantize=cast("Quantize | None", quantize),
         measured=measured,
     )

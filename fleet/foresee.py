@@ -107,7 +107,7 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
     work = workload(pipe, height=side, width=side)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = recipe.resident_blocks if recipe.offload == "blocks" else None
-    placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize)
+    placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")
     if recipe.quantize is not None and work.weights.in_8_bits is not None:
         work = replace(work, weights=work.weights.in_8_bits)
     own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]

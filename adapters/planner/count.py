@@ -154,11 +154,12 @@ def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
 
 
 def weights_of(
-    transformer: nn.Module, encoders: Sequence[nn.Module], *, other: float, transformers: int = 1
+    transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
     """Return the bytes of a pipeline with ``transformers`` transformers like this one.
 
     Args:
+        vae (`float`): Bytes of all autoencoders.
         other (`float`): Bytes of all other modules.
     """
     no_stages = why_no_stages(transformer)
@@ -177,6 +178,7 @@ def weights_of(
             transformers,
             _tensor_bytes(transformer, in_8_bits=quantized),
             all_encoders,
+            vae,
             other,
             () if no_stages else tuple((x.cost, bytes_of(x.block, in_8_bits=quantized)) for x in stack_of(transformer)),
             no_stages=no_stages,

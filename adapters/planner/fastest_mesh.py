@@ -35,6 +35,7 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
             compiled=False,  # it may be compiled later, or not at all
             weights=sharing,
             text_encoders=placed,
+            vae_placement="replicate",
             offload=False,
         )
     except UnknownModelError as error:

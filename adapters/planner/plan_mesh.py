@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from para_core.adapters.components import Quantize, TextEncoders
+from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
 from para_core.adapters.planner.workload import require_positive, workload
+from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import Choices, MeshPlan, make_plan, require_ranks
+from para_core.planner.mesh_plan import MeshPlan, make_plan, require_ranks
 from para_core.planner.prediction import SHARING, Sharing
 from para_core.weights.pipefusion import PipeFusion
 
@@ -30,6 +31,7 @@ def plan_mesh(
     compiled: bool = True,
     weights: Sequence[Sharing] = SHARING,
     text_encoders: TextEncoders | None = None,
+    vae_placement: VaePlacement | None = None,
     offload: bool = True,
     quantize: Quantize | None = None,
     pipefusion: PipeFusion | None = None,
@@ -56,6 +58,8 @@ def plan_mesh(
         text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Placement of the text encoders,
             as in :func:`parallelize_pipe`. Defaults to its default, and to ``"first"`` (on one rank ``"offload"``) for
             meshes that do not fit otherwise.
+        vae_placement (`"replicate"`, `"offload"` or `"first"`, *optional*): The same for the VAE. Defaults to
+            ``"replicate"``, and to ``"first"`` (on one rank ``"offload"``) if no mesh fits otherwise.
         offload (`bool`, defaults to `True`): Whether meshes that do not fit may keep transformer blocks in host memory.
         quantize (`str`, *optional*): Scheme of quantized weights (docs/weights.md), which is not exact. Its bytes are
             predicted, its speed is not. Defaults to exact weights, and to ``"int8"`` if no mesh fits otherwise.
@@ -72,7 +76,7 @@ def plan_mesh(
         ValueError: If a name, device, link or size is invalid.
     """
     require_ranks(ranks)
-    choices = Choices(weights, text_encoders, offload, quantize, pipefusion)
+    choices = Choices(weights, text_encoders, vae_placement, offload, quantize, pipefusion)
     if ranks_per_host is not None:
         require_positive("ranks_per_host", ranks_per_host)
     accelerator, host = device_named(device), Host()

@@ -25,6 +25,7 @@ from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.planner.pipeline_defaults import default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
+from para_core.adapters.weights.vaes import vaes_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.prediction import Workload
 
@@ -89,7 +90,7 @@ def _published_workload(name: str, sizes: GenerationSizes, steps: int) -> Worklo
         calls=calls,
         branches=model.branches,
         steps=steps,
-        weights=weights_of(transformer, [encoder], other=bytes_of(vae), transformers=model.transformers),
+        weights=weights_of(transformer, [encoder], vae=bytes_of(vae), other=0.0, transformers=model.transformers),
         encoder=encoder_operations(encoder, sizes.text) * model.prompts,
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
@@ -125,14 +126,17 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
     guides = default_guidance(pipe, transformer) is not None and plan is not None and not plan.batched
     modules = {name: uncompiled(x) for name, x in pipe.components.items() if isinstance(x, nn.Module)}
     encoders = [module for name, module in components_of(pipe).items() if name not in transformers]
-    inside = {id(x) for x in (*transformers.values(), *encoders)}
+    vaes = vaes_of(pipe).values()
+    inside = {id(x) for x in (*transformers.values(), *encoders, *vaes)}
     other = sum(bytes_of(x) for x in {id(x): x for x in modules.values() if id(x) not in inside}.values())
     return Workload(
         name=f"{original_class(pipe).__name__}, {_size(sizes)}",
         calls=calls,
         branches=2 if guides else 1,
         steps=steps or default_steps,
-        weights=weights_of(transformer, encoders, other=other, transformers=len(transformers)),
+        weights=weights_of(
+            transformer, encoders, vae=sum(map(bytes_of, vaes)), other=other, transformers=len(transformers)
+        ),
         encoder=0.0,
         decoder=0.0,
         heads=number_of_heads(transformer) or 1,

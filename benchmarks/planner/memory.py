@@ -111,7 +111,7 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     transformer = transformer_of(stack)
     with without_data(stack.sizes.dtype):
         calls = count_calls(transformer, stack.sizes)
-    work = Workload("", calls, 1, 1, weights_of(transformer, [], other=0.0), 0.0, 0.0, 1)
+    work = Workload("", calls, 1, 1, weights_of(transformer, [], vae=0.0, other=0.0), 0.0, 0.0, 1)
     return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work, calls[1].parts[0], passes=1)
 
 

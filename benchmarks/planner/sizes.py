@@ -25,9 +25,10 @@ from para_core.adapters.components import blocks_of
 from para_core.adapters.planner import encoders
 from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import tensor_plan_for
+from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import Choices, duration, make_plan
+from para_core.planner.mesh_plan import duration, make_plan
 from para_core.planner.prediction import MeshPrediction, Workload, predict
 from para_core.planner.weights import Placement
 from para_core.plans.module_matching import matching_modules

@@ -6,13 +6,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape
 from para_core.planner.prediction import (
-    SHARING,
     MeshPrediction,
-    Sharing,
     Workload,
     default_text_encoders,
     most_resident,
@@ -20,7 +19,6 @@ from para_core.planner.prediction import (
     shapes,
 )
 from para_core.planner.weights import Placement
-from para_core.weights.pipefusion import PipeFusion
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +32,6 @@ _PRINTED_ROWS = 14
 # Smallest and largest ratio of published to predicted seconds, by whether the transformer was compiled, of other
 # runtimes on several devices (benchmarks/results/planner_check.json).
 PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.66, 3.75)}
-# Schemes of adapters/weights/quantize.py.
-QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
@@ -275,44 +271,6 @@ def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
     return f"{text}: {1e3 * most:+.3g} ms per step"
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Choices of a plan besides the sizes of a mesh. The defaults choose among all exact ways.
-
-    Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights. ``"fsdp"`` is tried if they do not fit otherwise.
-        text_encoders (`str`, *optional*): Placement of the text encoders. None takes what ``parallelize_pipe`` chooses,
-            or host memory if the weights do not fit otherwise.
-        offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
-        quantize (`str`, *optional*): Scheme of quantized weights. None takes exact weights, or int8 if no mesh fits.
-        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates.
-
-    Raises:
-        ValueError, TypeError: If a value is not one of those.
-    """
-
-    sharing: Sequence[Sharing] = SHARING
-    text_encoders: Literal["replicate", "fsdp", "offload", "first"] | None = None
-    offload: bool = True
-    quantize: str | None = None
-    pipefusion: PipeFusion | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
-            raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
-        if self.text_encoders not in (None, "replicate", "fsdp", "offload", "first"):
-            raise ValueError(
-                f"text_encoders is {self.text_encoders!r}; expected 'replicate', 'fsdp', 'offload' or 'first'."
-            )
-        if self.quantize not in (None, *QUANTIZE):
-            raise ValueError(f"quantize is {self.quantize!r}; expected one of {', '.join(QUANTIZE)}.")
-        if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
-            raise TypeError(
-                f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
-                "alone."
-            )
-
-
 def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> MeshPlan:
     """Predict all meshes of ``ranks`` ranks.
 
@@ -340,9 +298,12 @@ def require_ranks(ranks: Any) -> None:
 
 def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
     """Return the predicted meshes: those that run first, by seconds, each with the reason why it loses."""
-    rows = _placed_rows(work, machine, ranks, choices)
-    if choices.quantize is None and not any(_runs(row, machine) for row in rows) and work.weights.in_8_bits is not None:
-        rows += _placed_rows(work, machine, ranks, replace(choices, quantize="int8"))
+    rows = list[MeshPrediction]()
+    for placed in choices.fallbacks(work.weights, ranks):
+        # Meshes that cannot run are listed once.
+        rows += [row for row in _placed_rows(work, machine, ranks, placed) if not rows or row.problem is None]
+        if any(_runs(row, machine) for row in rows):
+            break
     # Of two equally fast meshes, the one that needs fewer kinds of process groups comes first.
     order = sorted(
         rows,
@@ -376,7 +337,11 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
 
 def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
     """Predict a mesh with the text encoders on the device, or in host memory if they do not fit."""
-    usual = Placement(choices.text_encoders or default_text_encoders(shape), quantize=choices.quantize)
+    usual = Placement(
+        choices.text_encoders or default_text_encoders(shape),
+        quantize=choices.quantize,
+        vae=choices.vae_placement or "replicate",
+    )
     row = predict(shape, work, machine, usual)
     # A pipeline without text encoders, and a mesh that cannot run, gain nothing.
     if choices.text_encoders is not None or row.problem or _fits(row, machine) or not work.weights.encoders.total:

@@ -101,6 +101,8 @@ class MeshPrediction:
         words += ["PipeFusion (not exact)"] * (shape.pipefusion is not None)
         if placement.text_encoders != default_text_encoders(shape):
             words.append(f"text encoders {placement.text_encoders}")
+        if placement.vae_waits:
+            words.append(f"VAE {placement.vae}")
         if placement.resident is not None:
             words.append(f"blocks offloaded ({placement.resident} resident)")
         if placement.quantize is not None:
@@ -117,6 +119,8 @@ class MeshPrediction:
             options["weights"] = "fsdp" if shape.fsdp else "tensor"
         if self.placement.text_encoders != default_text_encoders(shape):
             options["text_encoders"] = self.placement.text_encoders
+        if self.placement.vae_waits:
+            options["vae_placement"] = self.placement.vae
         if self.placement.resident is not None:
             options |= {"offload": "blocks", "resident_blocks": self.placement.resident}
         if shape.pipefusion is not None:
@@ -244,6 +248,8 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
     encoder += encoding_seconds(work.encodings, work.weights, shape, placement, machine)
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
+    if placement.vae_waits:
+        decoder += work.weights.vae / device.host_bandwidth
     denoising = step.total * (work.steps - exact_steps) + exact_step.total * exact_steps
     return MeshPrediction(
         shape,

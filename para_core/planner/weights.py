@@ -19,11 +19,18 @@ class Placement:
         resident (`int`, *optional*): Number of first blocks on the device; the others wait in host memory. None if all
             blocks are on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
+        vae (`"replicate"`, `"offload"` or `"first"`): As ``vae_placement`` of ``parallelize_pipe``.
     """
 
     text_encoders: Literal["replicate", "fsdp", "offload", "first"] = "replicate"
     resident: int | None = None
     quantize: str | None = None
+    vae: Literal["replicate", "offload", "first"] = "replicate"
+
+    @property
+    def vae_waits(self) -> bool:
+        """Whether the VAE is in host memory while it does not run."""
+        return self.vae != "replicate"
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class Weights:
         transformer (`ModuleBytes`): One transformer.
         tensor (`int`): Bytes of one transformer that tensor ranks split.
         encoders (`ModuleBytes`): All text encoders.
+        vae (`float`): Bytes of all autoencoders.
         other (`float`): Bytes of all other modules.
         blocks (`tuple[tuple[float, int], ...]`): Cost (in any unit) and bytes of each block of a transformer, in order.
         in_8_bits (`Weights`, *optional*): The same pipeline with the linear layers of its transformers in 8 bits.
@@ -71,6 +79,7 @@ class Weights:
     transformers: int = 1
     tensor: int = 0
     encoders: ModuleBytes = ModuleBytes()
+    vae: float = 0.0
     other: float = 0.0
     blocks: tuple[tuple[float, int], ...] = ()
     in_8_bits: Weights | None = None
@@ -79,7 +88,8 @@ class Weights:
 
     def at_rest(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes that the rank with the most holds on its device all the time."""
-        return self._transformers(shape, placement) + self._encoders(shape, placement) + self.other
+        vae = 0.0 if placement.vae_waits else self.vae
+        return self._transformers(shape, placement) + self._encoders(shape, placement) + vae + self.other
 
     def while_denoising(self, shape: MeshShape) -> float:
         """Return the bytes that a rank holds in addition while a transformer runs, without activations."""
@@ -94,7 +104,8 @@ class Weights:
     def in_host_memory(self, placement: Placement) -> float:
         """Return the bytes that each rank keeps in host memory."""
         encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0
-        return encoders + self.transformers * self.copied(placement)
+        vae = self.vae if placement.vae_waits else 0.0
+        return encoders + vae + self.transformers * self.copied(placement)
 
     def copied(self, placement: Placement) -> int:
         """Return the bytes of one transformer that wait in host memory, and that each call copies to the device."""

@@ -66,7 +66,7 @@ def test_a_terminal_shows_the_rows_in_its_width(capsys, monkeypatch):
     assert [line.split()[2] for line in lines if re.match(r" *[0-9.]+ s ", line)] == figures
 
 
-def test_quantized_weights_and_text_encoders_are_those_of_the_options(capsys):
+def test_quantized_weights_and_placements_are_those_of_the_options(capsys):
     assert run(["plan", "--ranks", "1", "--device", "RTX 4090", "--quantize", "int8"]) == 0
     expected = plan_mesh("FLUX.1-dev", ranks=1, device="RTX 4090", quantize="int8")
     out = capsys.readouterr().out
@@ -74,6 +74,10 @@ def test_quantized_weights_and_text_encoders_are_those_of_the_options(capsys):
     assert "--quantize int8" in out
     assert run(["plan", "--text-encoders", "fsdp"]) == 0
     assert plan_mesh("FLUX.1-dev", ranks=8, text_encoders="fsdp").markdown() in capsys.readouterr().out
+    assert run(["plan", "--ranks", "2", "--vae-placement", "first"]) == 0
+    out = capsys.readouterr().out
+    assert plan_mesh("FLUX.1-dev", ranks=2, vae_placement="first").markdown() in out
+    assert "--vae-placement first" in out
     assert run(["plan", "--quantize", "int3"]) == 2
     assert "--quantize is 'int3'" in capsys.readouterr().err
 

@@ -116,9 +116,12 @@ def test_memory_is_weights_plus_share_of_pixels():
     assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)
     assert alone.bytes_of(alone.pixels) <= 1e9 < alone.bytes_of(alone.pixels + 1)
     assert [alone.problem(alone.pixels + more) is None for more in (0, 1)] == [True, False]
-    on_host = predict_memory(empty, replace(recipe, text_encoders="first"), {"batch": 1, "ring": 1, "ulysses": 1}, 1e9)
-    encoders = sum(x.numel() * 4 for e in (pipe.text_encoder, pipe.text_encoder_2) for x in e.parameters())
-    assert alone.fixed - on_host.fixed == pytest.approx(encoders, rel=0.01)
+    placed = {"text_encoders": (pipe.text_encoder, pipe.text_encoder_2), "vae_placement": (pipe.vae,)}
+    for option, modules in placed.items():
+        first = replace(recipe, **{option: "first"})
+        on_host = predict_memory(empty, first, {"batch": 1, "ring": 1, "ulysses": 1}, 1e9)
+        waiting = sum(x.numel() * 4 for module in modules for x in module.parameters())
+        assert alone.fixed - on_host.fixed == pytest.approx(waiting, rel=0.01)
     # No room for the weights, which are there all the same: the prediction is wrong, and limits nothing.
     assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
 

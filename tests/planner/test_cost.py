@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core.adapters import plan_mesh
+from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape, Runtime, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import (
     DEVICES,
@@ -26,7 +27,7 @@ from para_core.planner.hardware import (
     link_named,
     measured_figures,
 )
-from para_core.planner.mesh_plan import PUBLISHED_RATIOS, Choices, make_plan
+from para_core.planner.mesh_plan import PUBLISHED_RATIOS, make_plan
 from para_core.planner.prediction import Workload, divisors, predict, shapes
 from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, ModelCall, Product, Tokens
 from para_core.planner.weights import ModuleBytes, Placement, Weights
@@ -302,6 +303,45 @@ def test_int8_is_considered_if_nothing_exact_fits_and_said():
     assert plan.best.placement.quantize == "int8"
     assert plan.runs(plan.best)
     assert "not exact" in str(plan)
+
+
+def work_with_vae(transformer):
+    """Work whose blocks are not described, so no mesh of one rank saves memory of the transformer. A VAE has 4 GiB."""
+    return replace(work(), weights=Weights(ModuleBytes(transformer << 30), vae=4 << 30))
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "offload"), (2, "first")])
+def test_vae_waits_in_host_memory_where_nothing_else_fits(ranks, placement):
+    plan = make_plan(work_with_vae(66), machine(), ranks)
+    best = plan.best
+    assert plan.runs(best)
+    assert best.options == {"vae_placement": placement}
+    assert f"VAE {placement}" in str(best) and best.call in str(plan)
+    on_device = make_plan(work_with_vae(66), machine(), ranks, Choices(vae_placement="replicate"))
+    whole = next(row for row in on_device.rows if row.shape == best.shape)
+    assert not on_device.runs(whole)
+    assert whole.memory - best.memory == best.host_memory == 4 << 30
+    assert best.decoder - whole.decoder == pytest.approx((4 << 30) / DEVICES["H100"].host_bandwidth)
+    # Meshes that cannot run are listed once, and a smaller transformer leaves the VAE where it is.
+    assert len({str(row) for row in plan.rows}) == len(plan.rows)
+    assert not any(row.placement.vae_waits for row in make_plan(work_with_vae(60), machine(), ranks).rows)
+
+
+def test_vae_waits_before_int8_is_considered():
+    def best(transformer, in_8_bits):
+        some = work_with_vae(transformer)
+        quantized = replace(some.weights, transformer=ModuleBytes(in_8_bits << 30))
+        placement = make_plan(replace(some, weights=replace(some.weights, in_8_bits=quantized)), machine(), 1)
+        return placement.best.placement.vae, placement.best.placement.quantize
+
+    assert best(66, 33) == ("offload", None)
+    assert best(80, 40) == ("replicate", "int8")
+    assert best(132, 66) == ("offload", "int8")
+
+
+def test_unknown_placement_of_a_vae_is_refused():
+    with pytest.raises(ValueError, match=r"'fsdp'.*'first'"):
+        Choices(vae_placement="fsdp")
 
 
 def test_a_way_out_is_named_where_nothing_runs():

@@ -100,7 +100,9 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
     pipe = flux_pipe()
     plan = plan_mesh(pipe, ranks=2, height=64, width=64)
     assert "64 × 64" in str(plan)
-    assert plan.work.weights.transformer.total == bytes_of(pipe.transformer)
+    weights = plan.work.weights
+    assert weights.transformer.total == bytes_of(pipe.transformer)
+    assert (weights.vae, weights.other) == (bytes_of(pipe.vae), 0)
     assert plan_mesh(pipe, ranks=2, height=128, width=128).work.calls[1].inputs != plan.work.calls[1].inputs
 
 

@@ -1,0 +1,67 @@
+"""Choices of a plan besides the sizes of a mesh, and what is tried next if no mesh fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from para_core.planner.prediction import SHARING, Sharing
+from para_core.planner.weights import Weights
+from para_core.weights.pipefusion import PipeFusion
+
+# Schemes of adapters/weights/quantize.py.
+QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices of a plan besides the sizes of a mesh. The defaults choose among all exact ways.
+
+    Args:
+        sharing (`Sequence[Sharing]`): Ways to shard weights. ``"fsdp"`` is tried if they do not fit otherwise.
+        text_encoders (`str`, *optional*): Placement of the text encoders. None takes what ``parallelize_pipe`` chooses,
+            or host memory if the weights do not fit otherwise.
+        vae_placement (`str`, *optional*): Placement of the VAE. None takes the device, or host memory if no mesh fits
+            otherwise.
+        offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
+        quantize (`str`, *optional*): Scheme of quantized weights. None takes exact weights, or int8 if no mesh fits.
+        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates.
+
+    Raises:
+        ValueError, TypeError: If a value is not one of those.
+    """
+
+    sharing: Sequence[Sharing] = SHARING
+    text_encoders: Literal["replicate", "fsdp", "offload", "first"] | None = None
+    vae_placement: Literal["replicate", "offload", "first"] | None = None
+    offload: bool = True
+    quantize: str | None = None
+    pipefusion: PipeFusion | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
+            raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
+        if self.text_encoders not in (None, "replicate", "fsdp", "offload", "first"):
+            raise ValueError(
+                f"text_encoders is {self.text_encoders!r}; expected 'replicate', 'fsdp', 'offload' or 'first'."
+            )
+        if self.vae_placement not in (None, "replicate", "offload", "first"):
+            raise ValueError(f"vae_placement is {self.vae_placement!r}; expected 'replicate', 'offload' or 'first'.")
+        if self.quantize not in (None, *QUANTIZE):
+            raise ValueError(f"quantize is {self.quantize!r}; expected one of {', '.join(QUANTIZE)}.")
+        if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
+            raise TypeError(
+                f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
+                "alone."
+            )
+
+    def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
+        """Yield these choices, then those to try in this order if no mesh fits. What is not exact comes last."""
+        in_host_memory: Literal["first", "offload"] = "first" if ranks > 1 else "offload"
+        placements = [self.vae_placement]
+        placements += [in_host_memory] if self.vae_placement is None and weights.vae else []
+        schemes = [self.quantize, *["int8"] * (self.quantize is None and weights.in_8_bits is not None)]
+        for quantize, placement in product(schemes, placements):
+            yield replace(self, quantize=quantize, vae_placement=placement)
