@@ -1,25 +1,26 @@
-"""Attention2D: the ranks of a ring as rows × columns (arXiv:2503.15758). Queries are sent along rows, keys and values
-along columns.
+"""Attention2D: attention over a ring whose ranks form a grid of rows and columns (arXiv:2503.15758).
 
-Each rank computes attention of the queries of its row to the keys of its column. Partial results return along the row
-to the ranks that own the queries, and merge by lse. Let the grid be r × c
-(:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries (including replicated ones) and T_i
-sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over the ring's group,
+Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the queries of
+its row to the keys of its column. Partial results return along the row to the ranks that own the queries, and merge by
+lse. Let the grid be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries (including
+replicated ones) and T_i sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over
+the ring's group,
 
     queries:          B · e · H · D · S_i · (c - 1)                             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)                  bytes
-    results:          B · H · (D_v · e + 4) · Σ S_j over the others of its row  bytes (lse: 4, of float64 8)
+    results:          B · H · (D_v · e + 4) · Σ S_j over the others of its row  bytes (4 for lse; 8 if it is float64)
 
-With r = c = √R that is 2 · (√R - 1) blocks of each kind; a ring sends R - 1 blocks of keys and of values. A rank holds
-the blocks of its row and of its column in memory. With one column (R is prime, or there are few key heads) queries
-stay, and only the second collective runs. In each all-to-all the parts for ranks outside the row or column are empty,
-so no further process groups are needed.
+With r = c = √R these are 2 · (√R - 1) blocks of queries or results, and as many of keys or values; a ring sends R - 1
+blocks of keys and of values. A rank holds the blocks of its row and of its column in memory. With one column (R is
+prime, or there are few key heads) queries are not sent, and only the second all-to-all runs. In each all-to-all the
+parts for ranks outside the row or column are empty, so no further process groups are needed.
 
-Communication overlaps with computation: own queries with own and replicated keys while queries are sent; the row's
-queries with own keys while keys are sent; own queries with the column's keys while results are sent.
+Communication overlaps with computation: the rank's own queries attend to its own keys while queries are sent; the other
+queries of the row attend to its own keys while keys are sent; its own queries attend to the other keys of the column
+while results are sent.
 
-In the backward, queries are sent together with out, its gradient and lse; keys as before. Gradients return in float32
-(4 bytes; float64 inputs: float64):
+In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward. Gradients
+return in float32 (4 bytes), or in float64 for float64 inputs:
 
     queries:  B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1),  back 4 · B · H · D · Σ S_j over the others of its row
     keys:     B · e · H_kv · (D + D_v) · T_i · (r - 1)
@@ -47,7 +48,7 @@ from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.layout import Run
 from para_core.distributed.mesh import MeshDim
 
-# -- sending: the token dim comes first, so that parts from several ranks are one contiguous block
+# All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous tensor.
 
 
 def _by_token(*tensors: Tensor) -> Tensor:
@@ -57,8 +58,10 @@ def _by_token(*tensors: Tensor) -> Tensor:
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`. The results are views if their rows begin at multiples of their width, as kernels
-    require.
+    """Undo :func:`_by_token`: split ``[S, B, H, sum of D_i]`` into tensors ``[B, H, S, D_i]``; ``widths`` are the D_i.
+
+    The results are views if all widths are equal. Otherwise they are copies, because kernels require rows that begin at
+    multiples of their width.
     """
     parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
@@ -67,7 +70,7 @@ def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
 
 
 class _Arriving(NamedTuple):
-    """An all-to-all that was started, and the shape ``[S, B, H, D]`` of what it receives, rank by rank."""
+    """An all-to-all that was started, and the shape ``[S, B, H, D]`` of its result: the parts of all peers in order."""
 
     started: Travelling
     shape: tuple[int, ...]
@@ -79,8 +82,9 @@ class _Arriving(NamedTuple):
 def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
-    """Start to send all of ``rows``, ``[S, B, H, D]``, to each of ``peers``, and to receive ``sizes[i]`` rows from peer
-    ``i``.
+    """Start an all-to-all that sends a copy of ``rows``, ``[S, B, H, D]``, to each of ``peers``.
+
+    ``sizes[i]`` rows are received from ``peers[i]``. With autograd the call depends on the ``earlier`` ones.
     """
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
@@ -94,8 +98,10 @@ def _give_back(
     dim: MeshDim,
     earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
-    """Start to send ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to peer ``i``, and to receive ``num_own`` rows from
-    each peer.
+    """Start an all-to-all that sends the next ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to ``peers[i]``.
+
+    This returns results for rows that came with :func:`_give`. From each peer this rank receives ``num_own`` rows, one
+    for each row that it gave. With autograd the call depends on the ``earlier`` ones.
     """
     return _start(rows, peers, sizes, [num_own] * len(peers), dim, earlier)
 
@@ -112,17 +118,14 @@ def _start(
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
     for peer, sent, received in zip(peers, send, receive, strict=True):
         send_sizes[peer], receive_sizes[peer] = sent * shape.numel(), received * shape.numel()
-    # With autograd, this makes the collectives of the backward run in reverse order on every rank.
+    # The dependency makes autograd run the collectives of the backward in reverse order, the same on every rank.
     buffer = add_autograd_dependency(rows.contiguous().view(-1), [arrival.started.buffer for arrival in earlier])
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
 def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return the rows ``first`` to ``first + length`` of ``mask``; all of it if it has one row."""
+    """Return the rows from ``first`` to ``first + length`` of a mask; the mask itself if it has one row or is None."""
     return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
-
-
-# -- forward
 
 
 def attention_2d(
@@ -135,13 +138,15 @@ def attention_2d(
     heads: Tensor | None = None,
     attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this ring block's queries to the keys of all ring blocks.
+    """Compute attention of this ring rank's queries to the keys of all ring ranks.
+
+    Except for ``mask`` and ``grid``, arguments and results are those of
+    :func:`~para_core.attention.ring.ring_attention`.
 
     Args:
-        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows are this rank's queries, then those of the other
-            ranks of its row.
-
-    The other arguments and the result are those of :func:`~para_core.attention.ring.ring_attention`.
+        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows belong to this rank's queries, followed by the
+            queries of the other ranks in the same row of the grid.
+        grid: The plan of the grid.
     """
     dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
     attention = partial(BlockAttention, spec=spec, heads=heads, attn_func=attn_func)
@@ -176,11 +181,11 @@ def attention_2d(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return ``out`` as ``[S, B, H, D_v]``, each row followed by the bytes of its lse.
+    """Return ``out`` as ``[S, B, H, D_v + n]``, in which each vector of ``out`` is followed by the bytes of its lse.
 
-    The dtype is that of the query, ``inputs[0]``; that of lse if any of ``inputs`` requires a gradient.
+    The dtype is that of the query, ``inputs[0]``; or that of lse if any of ``inputs`` requires a gradient.
     """
-    lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return any dtype.
+    lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _by_token(out.to(lse.dtype), lse[..., None])
     dtype = inputs[0].dtype
@@ -188,8 +193,11 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each of ``num_ranks`` the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]``, in ``dtype``, that it
-    packed by :func:`_pack`.
+    """Yield the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]`` that each of ``num_ranks`` packed by :func:`_pack`.
+
+    Args:
+        width: D_v.
+        dtype: The dtype of lse.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)
@@ -197,14 +205,12 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
         yield out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-# -- backward
-
-
 def attention_2d_backward(
     grad_out: Tensor, saved: Saved, mask: Tensor | None, grid: GridPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of mask. ``mask`` and
-    ``heads`` are those of :func:`attention_2d`.
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of ``mask`` (otherwise None).
+
+    ``mask``, ``grid`` and ``heads`` are those of :func:`attention_2d`.
     """
     query, key, value, out, lse = saved.query, saved.key, saved.value, saved.out, saved.lse
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
@@ -242,13 +248,13 @@ def attention_2d_backward(
 
 
 def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of ``lse`` as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
+    """Reinterpret the bytes of ``lse``, ``[B, H, S]``, as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
     return lse[..., None] if lse.dtype == dtype else lse[..., None].view(dtype)
 
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo :func:`_as_dtype`."""
-    # clone(), not contiguous(): a single row counts as contiguous at any offset, and view(dtype) demands an aligned
+    """Undo :func:`_as_dtype`; ``dtype`` is that of lse."""
+    # Use clone(), not contiguous(): a single row counts as contiguous at any offset, but view(dtype) demands an aligned
     # one.
     return (
         bits[..., 0] if bits.dtype == dtype else bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
@@ -261,5 +267,5 @@ def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor])
 
 
 def _summed(rows: Tensor, num_ranks: int) -> Tensor:
-    """Return the sum over ``num_ranks`` of ``rows``, which holds one ``[S, B, H, D]`` per rank."""
+    """Return the sum over ranks of ``rows``, ``[num_ranks · S, B, H, D]``: ``[S, B, H, D]``."""
     return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

@@ -1,4 +1,4 @@
-"""Options of attention over a mesh, independent of a call's tensors: one frozen value that writes itself as JSON."""
+"""The options of attention over a mesh that do not depend on a call's tensors, as a frozen value with a JSON form."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 from para_core.attention.block_mask import BlockMask
 
-# How keys reach the queries of other ring ranks: passed on from neighbour to neighbour, gathered at once, or in a grid
-# in which queries are sent along rows and keys along columns.
+# The ways in which keys reach the queries of other ring ranks: passed on from neighbour to neighbour; gathered at once;
+# or in a grid of ranks, in which queries are sent along rows and keys along columns.
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
-# By their names in the JSON of a graph.
+# The dtypes of the option comm_dtype, by their names in the JSON form of the options.
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Keep a share of the keys by SnapKV's criterion (:mod:`para_core.attention.approximate.snapkv`).
+    """Options of attention that keeps a share of the keys (not exact; see :class:`SparseKVAttnMode`).
 
     Args:
-        share: Share of the keys that each head keeps, 0 < share <= 1, rounded up to whole keys.
-        window: Number of observed queries, >= 1.
+        share: Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded up.
+        window: Number of queries whose attention weights decide which keys are kept, >= 1.
     """
 
     share: float
@@ -33,12 +33,13 @@ class KeptKeys:
 
     @property
     def fields(self) -> tuple[float, int]:
-        """The value as JSON values."""
+        """The fields of this value, in types that JSON has."""
         return self.share, self.window
 
     def observed(self, num_queries: int) -> list[int]:
-        """Return the positions of the observed queries: the middles of ``window`` equal parts of the sequence, or all
-        queries.
+        """Return the positions of the observed queries.
+
+        These are the middles of ``window`` equal parts of the sequence; all queries if there are no more than that.
 
         >>> KeptKeys(0.5, 3).observed(12)
         [2, 6, 10]
@@ -49,7 +50,7 @@ class KeptKeys:
 
 
 class AttnKeywords(TypedDict, total=False):
-    """The fields of :class:`AttnOptions`, for functions that take them one by one."""
+    """The fields of :class:`AttnOptions` as a type for keyword arguments, ``**options: Unpack[AttnKeywords]``."""
 
     ulysses_chunks: int
     rotate_method: RotateMethod
@@ -61,21 +62,22 @@ class AttnKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttnOptions:
-    """The options of a mode, a plan or a functional form.
+    """The options of attention over a mesh, for a mode, a plan or a function such as ``unified_attention``.
 
     Args:
         ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is
-            computed. Has no effect on calls that keep a gradient.
+            computed. Has no effect on calls that require a gradient.
         rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour
-            (``"alltoall"``), gathered at once (``"allgather"``), or in a grid (``"2d"``). The backward passes them on
-            unless it is ``"2d"``. ``block_mask`` and ``kept_keys`` send only what is seen, as with ``"alltoall"``.
-        comm_dtype: Not exact. The dtype to which tensors are rounded for sending, in calls that keep no gradient; None
-            to send them unchanged.
-        block_mask: Which blocks of queries see which blocks of keys; None for all.
-        kept_keys: Not exact. The criterion by which keys are kept; None to keep all.
-        backend: Computes local attention: a backend of PyTorch, ``"triton"``, a library (``"flash3"``, ``"flash4"``),
-            or None for the best one that the user's switches allow. ``"triton-int8"`` and ``"sage"`` are not exact: in
-            calls that keep no gradient they compute q·k in 8 bits.
+            (``"alltoall"``), gathered at once (``"allgather"``), or in a grid of ranks (``"2d"``). The backward of
+            ``"allgather"`` passes them on too. With ``block_mask`` or ``kept_keys`` ranks send only the keys that other
+            ranks need, as with ``"alltoall"``.
+        comm_dtype: The dtype to which tensors are rounded for sending, in calls that require no gradient (not exact);
+            None to send them unchanged.
+        block_mask: Which blocks of queries see which blocks of keys; None if every query sees every key.
+        kept_keys: How many keys each head keeps, and by which queries they are chosen (not exact); None to keep all.
+        backend: The implementation of local attention: a backend of PyTorch, ``"triton"``, a library (``"flash3"``,
+            ``"flash4"``), or None for the best one that ``sdpa_kernel(...)`` allows. ``"triton-int8"`` and ``"sage"``
+            are not exact: in calls that require no gradient they compute q·k in 8 bits.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
@@ -117,8 +119,9 @@ class AttnOptions:
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """The options for calls that keep a gradient, which round nothing. The same object if these options round
-        nothing.
+        """The options for calls that require a gradient: these options without rounding to 8 bits.
+
+        This is the same object if these options round nothing.
         """
         backend = self.backend
         exact = EXACT_FORM[backend] if backend is not None and backend in EXACT_FORM else backend
@@ -128,7 +131,7 @@ class AttnOptions:
 
     @property
     def by_name(self) -> dict[str, str]:
-        """The options that a user of a pipeline can set, for the comparison between ranks."""
+        """The options that a user of a pipeline can set, by name, as strings that ranks can compare."""
         return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
 
     def as_text(self) -> str:
@@ -168,6 +171,6 @@ def _to_json(
     kept_keys: tuple[float, ...] | None,
     backend: str | None,
 ) -> str:
-    # Dynamo cannot trace the JSON encoder, but the options are constants of a graph.
+    # This function is a constant for Dynamo, which cannot trace the JSON encoder. The options are constants of a graph.
     fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
     return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})

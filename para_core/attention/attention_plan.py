@@ -1,4 +1,4 @@
-"""The plan of one attention call: which algorithms its spec needs, and which rank sends what to which rank in each."""
+"""The plan of one attention call: which algorithms it needs, and which tokens each rank sends to which rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from para_core.distributed.cached_property import cached_property
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """The plans that follow from a spec. Each is computed at its first use and kept."""
+    """The communication plan of one attention call, derived from its ``spec``.
+
+    It has one part per algorithm (Ulysses, ring, Attention2D). Each part is computed at its first use and cached.
+    """
 
     spec: AttentionSpec
 
     @cached_property
     def with_gradients(self) -> AttentionPlan:
-        """The plan of this call if it keeps a gradient."""
+        """The plan of the same call if it requires a gradient, which rounds nothing to 8 bits."""
         spec = self.spec.with_gradients
         return self if spec is self.spec else AttentionPlan(spec)
 
@@ -32,7 +35,7 @@ class AttentionPlan:
 
     @cached_property
     def ulysses(self) -> UlyssesPlan | None:
-        """The plan of Ulysses. None without other Ulysses ranks; a block then equals the tensors that a rank holds."""
+        """The plan of the Ulysses exchange; None if there is only one Ulysses rank, so that no exchange is needed."""
         return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
 
     @cached_property
@@ -46,7 +49,7 @@ class AttentionPlan:
 
     @cached_property
     def grid(self) -> GridPlan | None:
-        """The plan of Attention2D. None unless ``rotate_method="2d"`` applies."""
+        """The plan of Attention2D. None unless ``rotate_method="2d"`` is set and keys have to be sent."""
         spec, options = self.spec, self.spec.options
         if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
             return None
@@ -54,8 +57,10 @@ class AttentionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether SDPA itself can compute a block: all keys are on this rank, in the order of the queries if that
-        matters.
+        """Whether plain SDPA can compute attention after the Ulysses exchange.
+
+        This is so if there is one ring rank, so that all keys are on this rank, if no option selects keys, and, for a
+        causal call, if queries and keys are in the order of the sequence.
         """
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False
@@ -66,9 +71,10 @@ class AttentionPlan:
 
 
 def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> AttentionPlan:
-    """Return the plan of the spec that :meth:`AttentionSpec.read` returns for these arguments."""
+    """Return the plan of the call that the arguments describe; see :meth:`AttentionSpec.read`."""
     return AttentionPlan(AttentionSpec.read(text, numbers, scale))
 
 
-# For operators at run time, with plain integers: a graph needs the same plan in every step.
+# The cached form of read_plan for operators at run time, whose arguments are plain integers: a graph needs the same
+# plan in every step.
 cached_plan = lru_cache(maxsize=256)(read_plan)

@@ -9,14 +9,15 @@ from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """Backends of local attention by step. **Not exact**: steps between the first and the last ones approximate.
+    """Backends of local attention by denoising step. **Not exact**: all but the first and last steps may approximate.
 
     Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
 
     Args:
-        middle (`str`): The backend of the steps in between, such as ``"sage"`` or ``"triton-int8"``.
-        first (`int`, *optional*, defaults to `4`): Number of first steps that ``exact`` computes.
-        last (`int`, *optional*, defaults to `4`): Number of last steps that ``exact`` computes.
+        middle (`str`): The backend of the steps between the first and the last ones, such as ``"sage"`` or
+            ``"triton-int8"``.
+        first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend ``exact``.
+        last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
         exact (`str`, *optional*): The backend of the first and last steps. Defaults to the choice of SDPA.
 
     Raises:
@@ -47,7 +48,7 @@ class AttentionSchedule:
                 raise ValueError(f"{name} is {value}; expected 0 or more steps.")
 
     def backend_at(self, step: int, num_steps: int) -> Backend | None:
-        """Return the backend of step ``step``, 0 for the first, of ``num_steps``; None for the choice of SDPA."""
+        """Return the backend of step ``step`` (0 is the first) of ``num_steps`` steps; None for the choice of SDPA."""
         return self.middle if self.first <= step < num_steps - self.last else self.exact
 
     @property

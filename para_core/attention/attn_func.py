@@ -1,4 +1,4 @@
-"""A user's own attention function, ``attn_func=``, as local attention of a call over a mesh."""
+"""Run a user's attention function (``attn_func=``) as the local attention of a call over a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from para_core.attention.local import local_attention_with_lse
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
 
-# SDPA or a user's own attention: (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
+# SDPA or a user's attention function:
+# (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
@@ -28,15 +29,16 @@ def run_attn_func(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ``attn_func`` as :func:`~para_core.attention.local.local_attention_with_lse` is called. Returns zeros for an
-    lse that it does not return: :func:`check_attn_func` has ensured that nobody reads them.
+    """Run ``attn_func`` like :func:`~para_core.attention.local.local_attention_with_lse`, and return out and lse.
+
+    If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs none.
     """
-    if 0 in query.shape or 0 in key.shape:  # Most kernels do not support empty tensors.
+    if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
         out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
         return add_autograd_dependency(out, [query, key, value]), lse
     mask, is_causal = fold_causal(mask, is_causal, query, key)
     if mask is not None:
-        # Many kernels return NaN for a row without keys. It gets all keys here, and its result is discarded below.
+        # Many kernels return NaN for a row without keys. Give such a row all keys, and discard its result below.
         empty_row = fully_masked_rows(mask)
         mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
     result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
@@ -49,8 +51,13 @@ def run_attn_func(
 
 
 def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
-    """Raise if ``attn_func`` cannot compute this call. Calls it with one token to see whether it returns lse, before
-    anything is sent.
+    """Raise if ``attn_func`` cannot compute this call over ``mesh``.
+
+    If the call needs an lse, ``attn_func`` is called with one token to see whether it returns one.
+
+    Raises:
+        ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.
+        RuntimeError: The call is in a compiled function and depends on the positions of tokens.
     """
     if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
         raise RuntimeError(

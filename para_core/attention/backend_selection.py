@@ -1,6 +1,4 @@
-"""Choose the backend of local attention: the one that the caller names, or the fastest one measured, or PyTorch's own
-choice.
-"""
+"""Choose the backend of local attention: the named one, else the one measured to be fastest, else PyTorch's choice."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ from para_core.torch_internals import math_sdp_enabled
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Backends that are not exact, with the exact backend that computes a call that keeps a gradient (None: the choice of
-# PyTorch). They are never chosen unless the user names them.
+# Backends that are not exact, each with the exact backend that replaces it in calls that require a gradient (None: the
+# choice of PyTorch). A backend of this table is used only if the user names it.
 EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
-# The fastest backend by (compute capability, head dim, causal), for 16 bits without a mask, if PyTorch would choose
-# another one. Rows come only from benchmarks/attention/single_device.py on that device. The benchmark has not run on a
-# device yet, so the table is empty: PyTorch's own order holds, and the Triton kernel computes only if it is named.
+# The fastest backend by (compute capability, head dim, causal) for 16-bit calls without a mask, if PyTorch would choose
+# another one. Entries must come from benchmarks/attention/single_device.py, run on such a device. It has not run on any
+# yet, so the table is empty: PyTorch chooses the backend, and the Triton kernel is used only if it is named.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 
 OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
-_OF_CUDA = ("efficient", "cudnn")  # PyTorch has none of these for CPUs.
+_OF_CUDA = ("efficient", "cudnn")  # PyTorch does not have these backends on a CPU.
 
 
 def resolve_backend(
@@ -48,13 +46,14 @@ def resolve_backend(
     """Return the backend for a call, or None if PyTorch chooses it.
 
     Args:
-        backend: The backend that the caller named. Without it, the table of measured backends is used, unless the user
-            has switched off a backend of PyTorch, and so chosen among the others.
+        backend: The backend that the caller named. If it is None, the table of measured backends decides. The table is
+            not used if the user has disabled a backend of PyTorch (``sdpa_kernel``), and so chosen among the others.
+        query, value: Tensors of the call. Only dtype, head dims, device and lengths matter.
         masked: Whether the call has a mask.
+        is_causal: Whether the call is causal.
 
     Raises:
-        RuntimeError: The named backend is switched off or does not support the call. This depends on dtype, head dims,
-            device and ``masked``, and on the lengths if the call is computed in one piece.
+        RuntimeError: The named backend is disabled, not installed or does not support the call.
     """
     if backend is None:
         return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
@@ -77,10 +76,10 @@ def resolve_backend(
 
 
 def _require_flash_of_cuda(query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` for calls that CUDA's FlashAttention would compute wrongly, without an error of its own.
+    """Raise ``RuntimeError`` for calls that PyTorch's FlashAttention operator on CUDA would silently compute wrongly.
 
-    It has no argument for a mask, and aligns a causal diagonal with the last key (transformers/cuda/sdp_utils.cpp,
-    check_flash_causal_non_square_seqlens).
+    The operator has no argument for a mask, and it aligns the causal diagonal with the last key
+    (transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
     """
     if masked:
         raise RuntimeError(
@@ -113,7 +112,7 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# Looked up at import, because Dynamo cannot trace find_spec.
+# Evaluated at import, because Dynamo cannot trace find_spec.
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -146,17 +145,14 @@ def _is_interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-# -- what the user's switches leave to PyTorch
-
-
 def require_backend(
     query: Tensor, value: Tensor, *, mask: Tensor | None = None, backend: Backend | None = None
 ) -> None:
-    """Raise ``RuntimeError`` unless the user's switches leave a backend for tensors like these, or the named one.
+    """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a call.
 
-    The decision depends on dtypes, head dims, device type and on whether there is a mask, not on the numbers of tokens
-    and heads, so it is equal on a rank that has nothing to compute. It costs nothing while the math backend is switched
-    on.
+    The decision depends on dtypes, head dims, device type and whether there is a mask, not on the numbers of tokens and
+    heads. It is therefore the same on a rank that has nothing to compute. It costs nothing while the math backend is
+    enabled.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -165,10 +161,11 @@ def require_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether the math backend computes the gradient of a 16-bit call like this, on every rank.
+    """Whether the math backend computes a 16-bit call like this and its gradient.
 
-    The decision depends on dtypes, head dims, device type and the user's switches, not on lengths. SDPA's own math
-    backend computes such a call in float32 (transformers/attention.cpp, ``_scaled_dot_product_attention_math``).
+    SDPA's math backend uses float32 for it (transformers/attention.cpp, ``_scaled_dot_product_attention_math``). The
+    decision depends on dtypes, head dims, device type and the enabled backends, not on lengths, so it is the same on
+    every rank.
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -178,7 +175,7 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 
 
 def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
-    """Return the backend that SDPA would choose for a small call like this; None if the user's switches leave none."""
+    """Return the ``SDPBackend`` value that SDPA would choose for a small call like this; None if none is enabled."""
     enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
     mask_dtype = None if mask is None else mask.dtype
     choice: int | None = _constant_choice(
@@ -189,8 +186,8 @@ def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_choice(*question: Any) -> int | None:
-    # Dynamo cannot trace the question. It would trace a function that lru_cache wraps, in spite of
-    # assume_constant_result.
+    # Dynamo cannot trace the choice, so this function is a constant for it. It is a separate function because Dynamo
+    # ignores assume_constant_result on one that lru_cache wraps.
     return _cached_choice(*question)
 
 
@@ -203,7 +200,10 @@ def _cached_choice(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> int | None:
-    """Return the choice for two tokens and one head. The user's switches, ``enabled``, are part of the cache's key."""
+    """Return the ``SDPBackend`` value that SDPA chooses for two tokens and one head; None if no backend can.
+
+    ``enabled``, the state of the backends that the user can disable, is only an argument to be part of the cache key.
+    """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     mask, _ = fold_causal(mask, False, query, query)

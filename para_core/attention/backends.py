@@ -36,21 +36,21 @@ MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# The switches of sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...). Dynamo treats these functions as
-# constants, but not the public functions that call them.
+# Functions that tell whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) enable a backend. They are
+# private functions of torch, because Dynamo treats them as constants, but not the public functions that call them.
 SWITCHES: Mapping[str, Callable[[], bool]] = {
     "flash": flash_sdp_enabled,
     "efficient": efficient_sdp_enabled,
     "cudnn": cudnn_sdp_enabled,
     "math": math_sdp_enabled,
 }
-# Operators are called by overload, because a mode takes a call without overload for attention of the model, which it
-# must refuse.
+# Call operators by overload: a mode takes a call of an attention operator without overload for one of the model, and
+# refuses it.
 _aten = torch.ops.aten
 
-# Backends that accept grouped heads: transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over
-# the group), transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention
-# on a CPU).
+# Backends that accept grouped heads (fewer key heads than query heads). Sources:
+# transformers/cuda/flash_attn/flash_api.cpp (mha_fwd; mha_bwd sums gradients over the group),
+# transformers/cuda/sdp_utils.cpp (can_use_cudnn_attention), transformers/sdp_utils_cpp.cpp (FlashAttention on a CPU).
 _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
@@ -60,8 +60,8 @@ class LocalAttentionCall(NamedTuple):
     query: Tensor  # [B, H, S_q, D]
     key: Tensor  # [B, H_kv, S_k, D]
     value: Tensor  # [B, H_kv, S_k, D_v]
-    mask: Tensor | None  # in a dtype that backends take
-    is_causal: bool  # only without a mask
+    mask: Tensor | None  # Bool or the dtype of query; on a CPU also float32.
+    is_causal: bool  # False if there is a mask.
     scale: float | None
 
     def as_taken_by(self, backend: int) -> LocalAttentionCall:
@@ -74,15 +74,16 @@ class LocalAttentionCall(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """``scale``, or its default 1 / √D."""
+        """The factor of the scores: ``scale``, or 1 / √D if it is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def bias(self) -> Tensor | None:
         """``mask`` as an additive mask ``[B or 1, H or 1, S_q or 1, S_k]`` in the dtype of query, with aligned rows.
 
-        Memory-efficient attention loads 16 bytes at a time (mem_eff/kernel_forward.h and kernel_backward.h,
-        ``check_supported``), and SDPA pads rows to 8 numbers for it (transformers/attention.cpp, ``preprocess_mask``).
+        Rows begin at multiples of 8 elements, because memory-efficient attention loads 16 bytes at a time
+        (mem_eff/kernel_forward.h and kernel_backward.h, ``check_supported``). SDPA pads them in the same way
+        (transformers/attention.cpp, ``preprocess_mask``).
         """
         query, mask, num_keys = self.query, self.mask, self.key.shape[-2]
         if mask is None or (mask.dtype == query.dtype and mask.shape[-1] == num_keys and _has_aligned_rows(mask)):
@@ -111,15 +112,15 @@ def _has_aligned_rows(x: Tensor) -> bool:
 
 
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the mask for FlashAttention on a CPU, which broadcasts and accepts any strides, but not bool."""
+    """Return ``mask`` as an additive mask for FlashAttention on a CPU, which accepts any strides but no bool masks."""
     return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
 
 
-# -- masks
-
-
 def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """Return ``mask`` and ``is_causal`` with at most one of them set, the mask in a dtype that the backends accept."""
+    """Return ``(mask, is_causal)`` with the causal mask merged into ``mask``, so that at most one of them is set.
+
+    The mask has a dtype that the backends accept. Without a mask both are returned unchanged.
+    """
     if mask is None:
         return None, is_causal
     if is_causal:
@@ -135,17 +136,14 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
     largest = torch.finfo(query.dtype).max
     if torch.finfo(mask.dtype).max <= largest:
         return mask.to(query.dtype)
-    # finfo(float32).min hides a key, but a row that has nothing else weighs all keys equally, so it must not become
-    # -inf. Half of the range, because kernels multiply scores by log2(e).
+    # finfo(float32).min must not become -inf: SDPA gives a row that is filled with it equal weights, but a row of -inf
+    # has no keys. Use half of the range, because kernels multiply scores by log2(e).
     return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
 
 
 def fully_masked_rows(mask: Tensor) -> Tensor:
-    """Return which rows of ``mask`` hide every key: ``[B or 1, H or 1, S_q or 1]``, bool."""
+    """Return a bool tensor ``[B or 1, H or 1, S_q or 1]`` that is True for rows of ``mask`` that hide every key."""
     return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
-
-
-# -- forward
 
 
 def _scores(problem: LocalAttentionCall) -> Tensor:
@@ -165,7 +163,8 @@ def _scores(problem: LocalAttentionCall) -> Tensor:
 def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(problem)
     lse = torch.logsumexp(scores, dim=-1)
-    # Not exp(scores - lse): if finfo.min masks a whole row, lse cannot hold the log(n) next to such large scores.
+    # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, lse is too large to represent the added
+    # log(n), and the weights would not sum to 1.
     weights = torch.softmax(scores, dim=-1)
     return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
@@ -178,7 +177,7 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         )
         return result
     head_dim = query.shape[-1]
-    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes; SDPA pads them as well.
+    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads them, too.
         query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out[..., :head_dim] if head_dim % 8 else out, lse
@@ -192,21 +191,21 @@ def _memory_efficient(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     out, lse, *_ = efficient_attention(
         *problem[:3], problem.expanded_bias, True, 0.0, problem.is_causal, scale=problem.scale
     )
-    # Rows are padded to a multiple of 32 (mem_eff/kernel_forward.h, kAlignLSE).
+    # The kernel pads lse to a multiple of 32 queries (mem_eff/kernel_forward.h, kAlignLSE).
     return out, lse[..., : problem.query.shape[-2]]
 
 
 def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    # Heads are not expanded: SDPA does not do it either, and the operator expands the other dims.
+    # Do not expand the mask over heads: SDPA does not, and the operator expands the other dims itself.
     out, lse, *_ = cudnn_attention(*problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale)
-    # [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
+    # cuDNN returns lse as [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
     return out, lse.view(problem.query.shape[:-1])
 
 
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 
-# -- backward: gradients of query, key and value; the math backend also has that of the mask
+# The backward functions return the gradients of query, key and value. Only the math backend also returns that of mask.
 
 
 def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
@@ -232,8 +231,8 @@ def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
     head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
     if head_dim % 8:
         tensors, scale = [_padded(x) for x in tensors], problem.factor
-    # Neither seed nor offset is read without dropout (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd); the
-    # operator itself makes grad_out and out contiguous (transformers/cuda/attention_backward.cu).
+    # Without dropout the kernel reads neither seed nor offset (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
+    # The operator itself makes grad_out and out contiguous (transformers/cuda/attention_backward.cu).
     grads = flash_attention_backward(
         *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
     )
@@ -245,7 +244,7 @@ def _memory_efficient_backward(
 ) -> Sequence[Tensor]:
     query, unread = problem.query, _unread(problem.query)
     if query.shape[-2] % 32:
-        # The kernel reads whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
+        # The kernel reads lse in whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
     tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _dense(lse))
     grads: Sequence[Tensor] = efficient_attention_backward(
@@ -255,11 +254,11 @@ def _memory_efficient_backward(
 
 
 def _with_packed_rows(out: Tensor) -> Tensor:
-    """Return ``out``, in 16-bit dtypes with the memory layout ``[B, S, H, D]``, which the kernel assumes without
-    checking.
+    """Return ``out``, ``[B, H, S, D_v]``; in 16-bit dtypes with the memory layout ``[B, S, H, D_v]``.
 
-    In 16 bits the kernel sums grad_out ∘ out itself, and steps from row to row of ``out`` by H · D_v: it takes no
-    stride for rows (mem_eff/kernel_backward.h, ``o_strideM`` and ``kKernelComputesDelta``).
+    The memory-efficient backward assumes this layout without checking it: in 16 bits the kernel itself sums grad_out ∘
+    out, and steps from row to row of ``out`` by H · D_v instead of a stride (mem_eff/kernel_backward.h, ``o_strideM``
+    and ``kKernelComputesDelta``).
     """
     _, heads, num_queries, head_dim = out.shape
     packed = out.stride(3) == 1 and (out.stride(2) == heads * head_dim or num_queries == 1)
@@ -279,19 +278,17 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 
 
 def _lying_like(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the dtype and strides of the forward's result.
+    """Return ``x`` with the dtype and strides of ``query``, which cuDNN's forward gives its result.
 
-    cuDNN builds its graph with the strides of ``out`` and ``grad_out``, but caches it by those of query, key and value
-    alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). Another layout would be read with the strides of the first one.
+    cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
+    and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read wrongly.
     """
     like = torch.empty_like(query)
     return x if x.dtype == like.dtype and x.stride() == like.stride() else like.copy_(x)
 
 
 def _dense(lse: Tensor) -> Tensor:
-    """Return ``lse`` contiguous and aligned: kernels do not take all of its strides, and some load 16 bytes at a
-    time.
-    """
+    """Return ``lse`` contiguous and aligned: kernels ignore some of its strides, and some load 16 bytes at once."""
     if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
         return lse
     return lse.clone(memory_format=torch.contiguous_format)
@@ -303,19 +300,20 @@ def _unread(query: Tensor) -> Tensor:
 
 
 def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
-    """Return the backend for the backward of a call that ``backend`` computed: the same one, if its backward supports
-    the head dims on all GPUs.
+    """Return the ``SDPBackend`` value for the backward of a call that ``backend`` computed.
 
-    Otherwise the memory-efficient backend, whose backward accepts the ``out`` and ``lse`` of any backend, or math.
+    This is the same backend if its backward supports the head dims on all GPUs. Otherwise it is the memory-efficient or
+    the math backend, whose backward accepts the ``out`` and ``lse`` of any backend.
     """
     head_dim = query.shape[-1]
     if query.is_cpu:
         return backend
     if backend == FLASH and 192 < head_dim <= 224:
-        # transformers/cuda/sdp_utils.cpp, check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+        # Some GPUs do not support this: transformers/cuda/sdp_utils.cpp,
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
         return MATH if head_dim % 8 else EFFICIENT
     if backend == CUDNN and (head_dim > 128 or head_dim != value.shape[-1]):
-        # transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim
+        # Some GPUs do not support this: transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim.
         return EFFICIENT
     return backend
 
@@ -323,15 +321,13 @@ def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
 BACKWARD = {MATH: _math_backward, FLASH: _flash_backward, EFFICIENT: _memory_efficient_backward, CUDNN: _cudnn_backward}
 
 
-# -- PyTorch's choice
-
-
 def choose_backend(problem: LocalAttentionCall) -> int:
     """Return the value of the ``SDPBackend`` that SDPA would choose if key and value had as many heads as query."""
     query, key, value, mask, is_causal, scale = problem
     heads = query.shape[1]
     if key.shape[1] != heads:
-        # With enable_gqa SDPA excludes memory-efficient attention, which may be the best one after heads are expanded.
+        # Ask for expanded key heads: with enable_gqa SDPA excludes memory-efficient attention, which may be the best
+        # backend once the heads are expanded.
         key, value = (x[:, :1].expand(-1, heads, -1, -1) for x in (key, value))
     try:
         choice: int = fused_sdp_choice(query, key, value, mask, 0.0, is_causal, scale=scale)
@@ -339,11 +335,11 @@ def choose_backend(problem: LocalAttentionCall) -> int:
         if math_sdp_enabled():
             raise
         raise no_backend(query, value, mask) from error
-    return choice if choice in FORWARD else MATH  # Backends of other devices return no lse.
+    return choice if choice in FORWARD else MATH  # Backends of other device types return no lse.
 
 
 def no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    # SDPBackend(value).name would do, but Dynamo cannot trace it.
+    # Dynamo cannot trace SDPBackend(value).name, so build the names.
     enabled = ["MATH" if name == "math" else f"{name.upper()}_ATTENTION" for name, is_on in SWITCHES.items() if is_on()]
     masked = "" if mask is None else f" with a mask of {mask.dtype}"
     return RuntimeError(

@@ -1,8 +1,7 @@
-"""Block masks: which blocks of queries see which blocks of keys. Integer arithmetic, except for reading a user's
-tensor.
+"""Block masks: which blocks of queries see which blocks of keys.
 
 Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole
-sequence, whatever ranks hold the tokens.
+sequence, whatever ranks hold the tokens. A user's tensor is read once; everything else is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from para_core.distributed.mesh import SequenceMesh
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A block mask as rows of bits: bit j of row i says whether query block i sees key block j.
+    """A block mask as one integer per query block: bit j of row i says whether query block i sees key block j.
 
     Args:
         query_block, key_block: Tokens per block. The last block of a sequence may be shorter.
-        bits: The rows in hexadecimal, joined by commas. Text, because Dynamo treats it as a constant and operators
-            accept it.
+        bits: The rows in hexadecimal, joined by commas. It is a string because Dynamo treats strings as constants, and
+            operators accept them.
     """
 
     num_query_blocks: int
@@ -47,8 +46,9 @@ class BlockMask:
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
-        """Return the positions of the keys that query block ``row`` sees, ascending. The last run may exceed the
-        sequence.
+        """Return the positions of the keys that query block ``row`` sees, as ascending runs ``(start, length)``.
+
+        The last run may end after the end of the sequence.
         """
         bits, runs, block = self.rows[row], [], 0
         while bits:
@@ -61,12 +61,13 @@ class BlockMask:
         return runs
 
     def keys_of(self, query: int) -> list[Run]:
-        """Return the positions of the keys that the query at position ``query`` sees."""
+        """Return the positions of the keys that the query at position ``query`` sees; see :meth:`runs_seen`."""
         return self.runs_seen(query // self.query_block)
 
     def equal_runs(self, *, is_causal: bool) -> list[Run]:
-        """Return runs of queries that see the same keys. With ``is_causal`` they are split at every query block and key
-        block.
+        """Split the queries into runs ``(start, length)``, such that all queries of a run see the same keys.
+
+        With ``is_causal`` they are also split at the edges of all query blocks and key blocks.
         """
         rows = self.rows
         edges = [row * self.query_block for row in range(len(rows) + 1)]
@@ -77,7 +78,7 @@ class BlockMask:
         return [(first, last - first) for first, last in itertools.pairwise(edges)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any query at these positions sees any key at these positions."""
+        """Whether any query of these runs of positions sees any key of these runs of positions."""
         held = 0
         for first, last in _blocks(keys, self.key_block):
             held |= (1 << (last + 1)) - (1 << first)
@@ -104,20 +105,21 @@ class BlockMask:
 
 
 def _blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
-    """Return the first and the last block that each run overlaps."""
+    """Return ``(first, last)``, the indices of the blocks of ``block`` tokens that each run overlaps."""
     return [(start // block, (start + length - 1) // block) for start, length in runs if length]
 
 
 def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> BlockMask:
-    """Return a user's block mask as a value.
+    """Convert a user's tensor to a :class:`BlockMask`.
 
     Args:
-        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. On another device than the
-            CPU it is copied once.
-        block_size: Tokens per block, of queries and keys, or a pair ``(query block, key block)``.
+        block_mask: Bool ``[query blocks, key blocks]``; True for blocks that are computed. If it is not on the CPU, the
+            host waits for a copy.
+        block_size: Tokens per block of queries and of keys, or a pair ``(of queries, of keys)``.
 
     Raises:
-        TypeError, ValueError: An argument has another type, dtype or shape.
+        TypeError, ValueError: An argument has a wrong type, dtype or shape.
+        RuntimeError: The call is inside a compiled function.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(

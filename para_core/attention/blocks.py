@@ -1,6 +1,4 @@
-"""Attention of one block of queries to a sequence of key blocks, on one device. Rings and Attention2D are built on
-it.
-"""
+"""Attention of one rank's queries to key blocks that arrive one after the other, as in a ring and in Attention2D."""
 
 from __future__ import annotations
 
@@ -18,28 +16,29 @@ from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
 from para_core.distributed.layout import Run
 
-# A user's attention: (query, key, value, *, mask, is_causal, scale) -> (out, lse).
+# Local attention in place of a backend: (query, key, value, *, mask, is_causal, scale) -> (out, lse).
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
-Block = tuple[Tensor, Tensor]  # keys and values
+Block = tuple[Tensor, Tensor]  # The keys and the values of a block.
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
-    """Return the columns of ``mask`` for the keys at ``positions``; ``mask`` itself if it has one column."""
+    """Return the columns of ``mask`` at the runs ``(start, length)``; ``mask`` itself if it has one column."""
     return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: ``heads[i]`` for query head ``i``. Without
-    ``heads``, ``x``.
+    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: key head ``heads[i]`` for query head ``i``.
+
+    If ``heads`` is None, return ``x`` itself.
     """
     return x if heads is None else x.index_select(1, heads)
 
 
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """Return ``x``, with each of ``received`` as an input whose gradient is 0 if it requires one.
+    """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd; their gradient is 0.
 
-    A rank that does not use what it received would otherwise not run the backward of that collective, and the others
-    would hang.
+    Without this, a rank that does not use a tensor that it received would not run the backward of the collective, and
+    the other ranks would hang.
     """
     if not torch.is_grad_enabled():
         return x
@@ -51,7 +50,7 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors of an attention call that its backward needs: those of a ring block, ``[B, H_local, S_block, …]``."""
+    """The tensors that the backward of a call needs, after the Ulysses exchange: ``[B, H_local, S_block, …]``."""
 
     query: Tensor
     key: Tensor
@@ -61,16 +60,16 @@ class Saved:
 
 
 class BlockAttention:
-    """Attention of a block of queries to key blocks that are added one by one, merged by lse.
+    """Attention of one set of queries to key blocks that are added one by one. Partial results are merged by lse.
 
     Args:
         query: ``[B, H, S_q, D]``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole
-            sequence.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows are in the order of ``query``, columns are positions in
+            the whole sequence.
         tiling: Which queries see which keys of each block.
-        spec: Gives the scale and the backend.
+        spec: The specification of the call; its scale and backend are used.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
-        attn_func: Computes local attention instead of the backend.
+        attn_func: Computes local attention in place of the backend, if it is not None.
     """
 
     def __init__(
@@ -91,14 +90,16 @@ class BlockAttention:
         )
         self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
         self._merged = [Merged() for _ in self._queries]
-        # If the lse of partial results has to be corrected, a kernel must not merge them itself.
+        # A kernel may merge its result with the previous ones itself, unless the lse must be corrected before merging.
         self._continues = attn_func is None and finite_rows is None
         self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
-        """Attend to the keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]`` of the tiling's ``step``.
+        """Compute attention to one more key block and merge it into the result.
 
         Args:
+            block: Keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]``.
+            step: The index of the block in the tiling.
             is_last: Whether no other block follows, so that the result may be rounded to the dtype of query.
         """
         by_position = self._tiling.by_position
@@ -106,7 +107,7 @@ class BlockAttention:
         if by_position or self._heads is not None:
             k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
         if not by_position and self._continues and self._rows[0] is None:
-            # A single tile contains all keys of the block, in their order.
+            # All queries see all keys of the block, so one call computes it.
             continued_attention(
                 self._merged[0], self._queries[0], k, v, scale=self._scale, backend=self._backend, is_last=is_last
             )
@@ -140,7 +141,7 @@ class BlockAttention:
         """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
 
         Args:
-            key, value: Any block. Gives shape and dtype for queries that no key block was added for.
+            key, value: Keys and values of any block; for queries that saw no key, they give shape and dtype.
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
@@ -153,7 +154,7 @@ class BlockAttention:
 
 
 def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | None]:
-    """Return the rows of ``mask`` for each piece of the queries."""
+    """Split ``mask`` by rows into one part for each piece of the queries; None for each piece if it is None."""
     return [None] * len(tiling.pieces) if mask is None else tiling.split(mask)
 
 
@@ -161,8 +162,9 @@ class BlockGradients:
     """The backward of :class:`BlockAttention`, one key block at a time.
 
     Args:
-        grad_out, out: ``[B, H, S_q, D_v]``.
-        lse: ``[B, H, S_q]``. ``out`` and ``lse`` are those over all keys, including the keys of other ranks.
+        grad_out: The gradient of out, ``[B, H, S_q, D_v]``.
+        out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, the final results over the keys of all ranks.
+        query, mask, tiling, spec, heads: The arguments of :class:`BlockAttention`.
         mask_gradient: Whether to compute the gradient of ``mask``.
     """
 
@@ -200,8 +202,9 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """Return the gradients of the keys and values of a block, in the dtype of lse. Accumulates those of query and
-        mask.
+        """Return the gradients of a block's keys and values, and accumulate its part of those of query and mask.
+
+        All gradients have the dtype of lse. ``step`` is the index of the block in the tiling.
         """
         order = self._tiling.keys[step]
         key, value = (order.arrange(x) for x in block)
@@ -229,7 +232,7 @@ class BlockGradients:
         return [order.restore(grad) for grad in grads]
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of query and, with ``mask_gradient``, of mask, in the dtype of lse."""
+        """Return the accumulated gradients of query and mask in the dtype of lse; None for mask if not computed."""
         grad_query = self._tiling.join([piece.grad_query for piece in self._pieces])
         of_rows = [piece.grad_mask for piece in self._pieces if piece.grad_mask is not None]
         if not of_rows:
@@ -239,7 +242,10 @@ class BlockGradients:
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """Queries that see the same keys of every block. Gradients accumulate in place, in the dtype of lse."""
+    """The tensors of some queries that see the same keys of every block, and their gradients so far.
+
+    Gradients are accumulated in place, in the dtype of lse.
+    """
 
     query: Tensor
     grad_out: Tensor
@@ -250,7 +256,7 @@ class _QueryGroup:
     grad_mask: Tensor | None
 
     def add_to_mask(self, grad: Tensor | None, positions: Sequence[Run]) -> None:
-        """Add ``grad``, ``[B, H, S_q, S_k]``, to the gradient of the mask's columns at ``positions``, if it is kept."""
+        """Add ``grad``, ``[B, H, S_q, S_k]``, to the columns at ``positions`` of ``grad_mask``, if both exist."""
         if self.grad_mask is None or grad is None:
             return
         if self.grad_mask.shape[3] == 1:

@@ -1,5 +1,7 @@
-"""The exchange at the start of an eager attention call: what must be equal on all ranks, and what each rank states
-about its part.
+"""The exchange between ranks at the start of an eager attention call.
+
+Ranks compare what must be equal on all of them (:func:`call_signature`), and tell each other about their own parts,
+such as the size of their mask (:class:`OwnPart`). All ranks then reach the same verdict (:func:`settle_call`).
 """
 
 from __future__ import annotations
@@ -41,11 +43,8 @@ EQUAL_PARTS = (
 )
 
 
-# -- what must be equal
-
-
 def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
-    """Return the signature of everything except the mask that must be equal on all ranks."""
+    """Return a comparable record of the call with everything that must be equal on all ranks, except for the mask."""
     tensors = {"query": query, "key": key, "value": value}
     options = spec.options
     blocks = options.block_mask
@@ -63,15 +62,16 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "comm_dtype": str(options.comm_dtype),
             "ulysses_chunks": options.ulysses_chunks,
             "rotate_method": options.rotate_method,
-            # The backward has collectives of its own, which every rank must run.
+            # Must be equal, because the backward has collectives of its own, which every rank must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Return an error message that says how the calls of the ranks differ. Collective: it also exchanges the shapes of
-    the masks.
+    """Return an error message that says how the calls of the ranks differ.
+
+    This is a collective call: ranks also exchange the shapes of their masks.
     """
     masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
@@ -88,11 +88,11 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
 
 
 def difference_of_lengths(records: list[Record]) -> str:
-    """Return an error message that names the first field in which ranks differ, with the way out if it is a length."""
+    """Return an error message that names the first field in which ranks differ; for a length also what to do."""
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if "lengths" not in field:
         return first_difference(records)
-    # The length that each rank holds itself says more than the lengths that it assumed for the others.
+    # Show only the length that each rank holds itself. Its record also contains lengths that it assumed for others.
     held = [record[field][rank] for rank, record in enumerate(records)]
     return f"the ranks disagree about {field}: they hold {held}. {EQUAL_PARTS}"
 
@@ -107,29 +107,27 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
     )
 
 
-# -- what each rank states about its own part
-
-
-# Layout of the flags: dtype and gradient of the mask, which of its leading dims are larger than 1, the review of its
-# rows (48 bits up), and whether the calling module is causal.
+# Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for each
+# leading dim that is larger than 1; from bit 48 the review of its rows; bit 56 if the calling module is causal.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
 
 class OwnPart(NamedTuple):
-    """The statement of one rank about its part: five integers of 64 bits, as
+    """The information that one rank gives the others about its part of a call, as five 64-bit integers.
+
     :func:`~para_core.distributed.consistency.check_consistent` exchanges them.
     """
 
-    rows: int  # Of the mask; -1 without one.
-    columns: int
+    rows: int  # Number of rows of the mask; -1 without a mask.
+    columns: int  # Number of columns of the mask; -1 without a mask.
     flags: int
-    digest: int  # Of query and key, if the call asks whether every rank holds the same tokens; else 0.
-    mask_digest: int  # Of the mask's rows, if the call asks whether they are this rank's; else 0.
+    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 if not needed.
+    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not needed.
 
     @property
     def mask_code(self) -> int:
-        """The result of :func:`_mask_code` for the mask."""
+        """The part of ``flags`` that describes the mask, as :func:`_mask_code` encodes it."""
         return self.flags & (1 << _REVIEW_SHIFT) - 1
 
     @property
@@ -141,13 +139,15 @@ class OwnPart(NamedTuple):
         return self.flags & _CAUSAL_CALLER != 0
 
 
-# A call without a mask and without digests.
+# The OwnPart of a call without a mask and without digests.
 NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 
 
 def _mask_code(mask: Tensor, num_leading: int) -> int:
-    """Return a number for the dtype, the gradient and the leading dims of ``mask``, broadcast to ``num_leading``
-    leading dims.
+    """Encode the dtype, the ``requires_grad`` and the leading dims of ``mask`` as one integer, which ranks compare.
+
+    Of the leading dims (all but the last two) the integer tells which are larger than 1. ``num_leading`` is the number
+    of leading dims of the query, to which those of the mask are broadcast.
     """
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
@@ -157,13 +157,13 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
 
 
 def _dtype_of(mask_code: int) -> torch.dtype | None:
-    """Return the dtype in a number from :func:`_mask_code`; None for a dtype that is not in ``_DTYPES``."""
+    """Return the dtype that an integer from :func:`_mask_code` contains; None if it is not one of ``_DTYPES``."""
     number = mask_code & (1 << _DTYPE_BITS - 1) - 1
     return _DTYPES[number - 1] if number <= len(_DTYPES) else None
 
 
 def last_two(mask: Tensor) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a mask, which may have fewer than two dims."""
+    """Return the numbers of rows and columns of a mask. A mask with fewer than two dims counts as broadcast."""
     rows, columns = [1, 1, *mask.shape][-2:]
     return rows, columns
 
@@ -171,16 +171,17 @@ def last_two(mask: Tensor) -> tuple[int, int]:
 def settle_call(
     spec: AttentionSpec, mesh: SequenceMesh, query: Tensor, mask: Tensor | None, parts: Sequence[OwnPart]
 ) -> tuple[Tensor | None, MaskExtents | None]:
-    """Return the mask of this rank and the extents of its dims, from what all ranks stated.
+    """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all ranks.
 
-    A rank without a mask gets one that hides nothing, if the other ranks have a mask of their own keys.
+    Both are None if no rank has a mask. If only the other ranks have a mask, which covers their own keys, this rank
+    gets a mask that hides nothing.
 
     Raises:
         ValueError: The masks of the ranks do not fit together. Raised on every rank.
     """
     layout = spec.query_layout
     require_no_copies([part.digest for part in parts], spec)
-    # A mask with a row for this token and a column per key of the sequence states what is hidden.
+    # A causal module is no problem if its mask has a column for each key, because the mask then hides later keys.
     if any(part.is_of_causal_module and part.columns <= 1 for part in parts):
         require_causal_known(layout)
     codes = {part.mask_code for part in parts if part.rows >= 0}
@@ -219,11 +220,12 @@ def own_part(
     *,
     look_for_copies: bool,
 ) -> OwnPart:
-    """Return what this rank states about its part of a call.
+    """Return what this rank tells the others about its part of a call.
 
     Args:
-        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. Waits
-            for the device.
+        reviews: The cache of mask reviews.
+        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. The
+            host then waits for the device.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
@@ -260,10 +262,9 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the mask of each rank is a key mask: equal rows for its queries, columns for its own keys, and some key
-    hidden.
+    """Whether the masks of all ranks are key masks: with equal rows, over the rank's own keys, and hiding some key.
 
-    A mask that hides nothing may instead be a block of a larger mask, cut along both dims.
+    Masks that hide nothing may instead be parts of a larger mask that was cut along both dims.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
@@ -273,11 +274,12 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes of all ranks. A rank without a mask gets one row for its own keys, if the masks of the
-    others are like this.
+    """Return the mask sizes ``(rows, columns)`` of all ranks, with sizes filled in for ranks without a mask.
+
+    Such a rank gets one row with a column for each of its own keys, if the masks of the other ranks have this form.
 
     Raises:
-        ValueError: The masks of the other ranks have another form, so a mask for this rank is unknown.
+        ValueError: The masks of the other ranks have another form, so the missing mask cannot be guessed.
     """
     held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
@@ -287,7 +289,13 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """Return a mask that hides nothing, with the dtype and the leading dims that the other ranks state in ``code``."""
+    """Return a mask that hides nothing, for a rank without a mask.
+
+    Args:
+        code: The result of :func:`_mask_code` on the other ranks: gives dtype, ``requires_grad`` and leading dims.
+        query: The query of this rank.
+        last: The numbers of rows and columns.
+    """
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
     shape = (*leading, *last)
@@ -299,13 +307,21 @@ def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
 def _with_broadcast_rows(
     mask: Tensor | None, sizes: list[tuple[int, int]], layout: SequenceLayout, rank: int
 ) -> tuple[Tensor | None, list[tuple[int, int]]]:
-    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all queries."""
+    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all queries.
+
+    Args:
+        mask: The mask of this rank.
+        sizes: The mask sizes ``(rows, columns)`` of all ranks.
+
+    Returns:
+        The mask of this rank and the sizes of all ranks, both unchanged in any other case.
+    """
     held = layout.sizes()
     without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]
     if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
-        return mask, sizes  # One row may then be the row of a rank's only query.
+        return mask, sizes  # If no rank holds several queries, one row may belong to a rank's only query.
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))
     return mask, [(1, columns) for _, columns in sizes]

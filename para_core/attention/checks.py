@@ -13,7 +13,7 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 
 def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``TypeError`` unless all three are plain, dense tensors of this rank."""
+    """Raise ``TypeError`` unless query, key and value are dense tensors, neither nested tensors nor DTensors."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
@@ -68,8 +68,9 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether two shapes are equal. A comparison that is unknown while tracing counts as equal, because lengths may
-    depend on data.
+    """Whether two shapes are equal.
+
+    While tracing, lengths may depend on data; sizes whose comparison is then unknown count as equal.
     """
     if len(shape) != len(other):
         return False
@@ -78,13 +79,15 @@ def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Conditions on the lengths of the whole sequences, checked when the layouts are known.
+    """Conditions that a FlashAttention call puts on the lengths of the whole sequences.
+
+    They are checked later, when the layouts of queries and keys are known.
 
     Args:
         name: Name of the calling function, for error messages.
         lower_right: Whether the causal mask is aligned with the last query and the last key, as in FlashAttention.
-            SDPA's ``is_causal`` is aligned with the first ones, so both lengths must be equal.
-        num_queries, num_keys: Total lengths that the caller was given, or None.
+            SDPA's ``is_causal`` is aligned with the first ones, so both lengths must then be equal.
+        num_queries, num_keys: The lengths that the call states (``cu_seqlens``), or None if it states none.
     """
 
     name: str
@@ -109,7 +112,10 @@ class LengthCheck:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    """Raise ``ValueError`` unless all dims of ``mask`` but the last two broadcast to those of ``query``."""
+    """Raise ``ValueError`` for a mask with a wrong dtype or device, or whose leading dims do not broadcast to query's.
+
+    The last two dims are not checked here, because they depend on the layouts.
+    """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
@@ -137,10 +143,10 @@ def refuse_dropout(dropout_p: float) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def refuse_transforms() -> bool:
-    """Raise ``RuntimeError`` inside a transform of ``torch.func`` that collectives do not support, and in forward-mode
-    AD.
+    """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
 
-    While a graph is traced this runs once, inside the transforms that are traced.
+    Otherwise return True, because Dynamo needs a constant result: while a graph is traced, this runs once, inside the
+    transforms that are traced.
     """
     interpreter = innermost_transform()
     kind = None if interpreter is None else interpreter.key()

@@ -1,4 +1,4 @@
-"""Detect calls in which every rank holds the same tokens, because the inputs were never sharded."""
+"""Detect attention calls in which every rank holds the same tokens, because the user never sharded the inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens that a digest reads.
+# Maximum number of tokens of query and of key that a digest reads.
 _READ = 16
 
 
 def tokens_digest(query: Tensor, key: Tensor) -> int:
-    """Return a digest of some tokens of this rank; 0 if it would prove nothing, because there is one token or all
-    tokens are equal.
+    """Return a digest of some of this rank's tokens, to compare with those of other ranks.
+
+    Return 0 if the comparison would prove nothing (there is one token, or all tokens are equal), or if the values
+    cannot be read (meta tensors, transforms, CUDA graph capture).
     """
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
@@ -38,8 +40,9 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
 
 
 def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Raise ``ValueError`` if every rank holds the same tokens in a causal call. Log a warning in another call, which
-    is correct but wasteful.
+    """Raise ``ValueError`` or log a warning if all ranks have the same digest, so that all hold the same tokens.
+
+    A causal call raises, because its result would be wrong. Any other call is correct but wasteful, and only warns.
     """
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return

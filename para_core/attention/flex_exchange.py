@@ -1,12 +1,11 @@
-"""Token exchange around one call of flex attention: each rank gets some heads of its Ulysses group's queries and of all
-keys.
+"""The exchange of tokens before and after one call of flex attention over a mesh.
 
-:func:`enter` gives a rank the heads that Ulysses assigns to it. Its queries are those of its Ulysses group; its keys
-and values are those of the whole sequence, gathered over the ring. Both are in the order of the sequence, so
-``score_mod`` and ``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` returns
-outputs to the ranks that hold the tokens.
+:func:`enter` gives a rank the heads that Ulysses assigns to it: of the queries of its Ulysses group, and of the keys
+and values of the whole sequence, gathered over the ring. Both are in the order of the sequence, so ``score_mod`` and
+``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` returns outputs to the ranks
+that hold the tokens.
 
-Both are operators with a gradient, in eager code and in graphs. They take a call as JSON, like
+Both are differentiable operators, in eager code and in graphs. They take the call as JSON, like
 :mod:`para_core.attention.operator`.
 """
 
@@ -27,30 +26,36 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values, each in the order of
-    the sequence.
+    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values of the sequence.
+
+    Tokens are in the order of the sequence.
 
     Args:
-        query, key, value: ``[B, H, S_local, D]``, in the layouts of ``plan``.
+        query, key, value: ``[B, H, S_local, D]``, all heads of this rank's tokens, in the layouts of ``plan``.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
     return query, key, value
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return all heads of this rank's tokens. ``out`` is ``[B, H_local, S, D]``, in the order of the queries from
-    :func:`enter`.
+    """Return all heads of this rank's tokens, ``[B, H, S_local, D]``.
+
+    Args:
+        out: This rank's heads of its Ulysses group's tokens, ``[B, H_local, S, D]``, in the order of the queries that
+            :func:`enter` returned.
     """
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]
 
 
 def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
-    """Return the positions of the queries from :func:`enter`, ascending: one run per segment, or two if it is balanced.
+    """Return the positions of the queries that :func:`enter` returns, as ascending runs ``(start, length)``.
 
-    Lengths may be symbolic, so they are not compared.
+    There is one run per segment, or two if the segment is balanced for a causal mask. Lengths may be symbolic, so they
+    are not compared.
     """
-    # A rank that works alone (``SequenceMesh.alone``) has a mesh of one rank, but holds one of ``layout.ranks`` parts.
+    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.alone``) has a mesh
+    # of one rank, but holds only one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
         return [(0, layout.total)]
     first = mesh.ring.index * mesh.ulysses.size
@@ -61,7 +66,8 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
             rows.append((before, segment.total))
         else:
             parts = [segment.runs(rank, layout.ranks) for rank in ranks]
-            # The last rank holds the first of the back parts of a balanced segment.
+            # In a balanced segment rank i holds the i-th part from the front and the i-th from the back, so the back
+            # parts of the group begin with that of its last rank.
             for index, first_rank in ((0, 0), (1, -1))[: 1 + segment.balanced]:
                 start = parts[first_rank][index][0]
                 rows.append((before + start, sum([part[index][1] for part in parts])))
@@ -69,16 +75,14 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     return rows
 
 
-# -- reordering tokens between the order of a block and the order of the sequence
-
-
 def _query_order(plan: AttentionPlan) -> TokenOrder:
     return TokenOrder(own_runs(plan.spec.query_layout, plan.spec.mesh), ascending=True)
 
 
 def _key_order(plan: AttentionPlan) -> TokenOrder:
-    """Return the order of the keys as gathered over the ring: the block of each ring rank, then the replicated
-    tokens.
+    """Return the mapping between the order of the gathered keys and the order of the sequence.
+
+    Keys gathered over the ring are the sharded tokens of each ring rank, followed by the replicated tokens.
     """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     runs = own_runs(layout, mesh)
@@ -89,8 +93,9 @@ def _key_order(plan: AttentionPlan) -> TokenOrder:
 
 
 def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the replicated tokens of a block of keys. Without other Ulysses ranks the block is in the order of its
-    layout; otherwise they are its last tokens.
+    """Return the replicated tokens of a ring rank's keys ``x``, ``[B, H, S_block, D]``.
+
+    After a Ulysses exchange they are the last tokens. With one Ulysses rank, tokens are in the order of the layout.
     """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
@@ -99,8 +104,8 @@ def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
     return x[:, :, :0] if replicated is None else replicated
 
 
-# -- implementation of the operators: ``*call`` is the spec as text, its numbers, and the last argument of
-# define_collective
+# The functions below implement the operators. ``*call`` is the spec as text, its numbers, and the argument ``after``
+# that define_collective adds.
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
@@ -113,7 +118,7 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
         query, key, value = plan.ulysses.start_enter((query, key, value))()
     query = _query_order(plan).arrange(query)
     blocks = [_key_order(plan).arrange(_all_gather_ring(x, plan)) for x in (key, value)]
-    # Copies, because the result of an operator must not be a view of its input.
+    # Return copies, because the result of an operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 
@@ -139,7 +144,7 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
 
 
 def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs of :func:`_enter`, from those of its outputs."""
+    """Return the gradients of the inputs of :func:`_enter`. The arguments are the gradients of its outputs."""
     plan = _plan_of(*call)
     query = _query_order(plan).restore(query)
     key, value = (_scattered(_key_order(plan).restore(x), plan) for x in (key, value))
@@ -149,7 +154,7 @@ def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tu
 
 
 def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
-    """Sum the gradients of this rank's keys over all ring ranks: the transpose of :func:`_all_gather_ring`."""
+    """Return the gradients of this rank's keys, summed over ring ranks: the transpose of :func:`_all_gather_ring`."""
     if not plan.ring.rotates:
         return grad
     sizes, ring = plan.ring.block_sizes, plan.ring.dim
@@ -200,9 +205,6 @@ def _leave_backward_shape(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     rows = sum([length for _, length in query_rows(plan.spec.query_layout, plan.spec.mesh)])
     heads = plan.heads.of_query[plan.spec.mesh.ulysses.index][1]
     return grad.new_empty(grad.shape[0], heads, rows, grad.shape[3]), done(grad)
-
-
-# -- their gradients
 
 
 def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,15 +1,15 @@
-"""Attention to the keys that a few observed queries attend to most, and to no others. Not exact.
+"""Sparse attention: each head attends only to the keys that a few observed queries attend to most. Not exact.
 
-The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the votes of a key are the attention weights of the
-observed queries to it, summed, and each head keeps the keys with most votes. SnapKV observes the end of a prompt. Here
-every query sees every key, so the observed queries are spread evenly over the sequence. Votes are not pooled over
-neighbouring keys.
+The criterion is SnapKV's (Li et al. 2024, arXiv:2404.14469, §4): the *vote* of a key is the sum of the attention
+weights that the observed queries give it, and each head keeps the keys with the largest votes. SnapKV observes the end
+of a prompt. Here every query sees every key, so the observed queries are spread evenly over the sequence. Votes are not
+pooled over neighbouring keys.
 
 Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D
 + 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and computed.
 
-The host waits for the device once per call, to read how many keys each block keeps; not at all if a mask hides the
-other keys instead.
+The host waits for the device once per call, to read how many keys each block keeps. If instead a mask hides the other
+keys (see :func:`sparse_attention`), the host does not wait.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from para_core.distributed.layout import Run
 def select_keys(
     kept: KeptKeys, query: Tensor, key: Tensor, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None
 ) -> Tensor:
-    """Return which keys each head keeps: bool ``[B, H, S_k]``, by position in the whole sequence, equal on all ring
-    ranks.
+    """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
-    The arguments are those of :func:`~para_core.attention.ring.ring_attention`. A key that the mask or ``is_causal``
-    hides from an observed query gets no vote from it.
+    It is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query gets no vote from
+    this query. Except for ``kept``, the arguments are those of :func:`~para_core.attention.ring.ring_attention`.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -69,14 +68,14 @@ def select_keys(
 
 
 def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``key`` with one head per query head."""
+    """Return ``key`` with one head per query head: head ``heads[i]`` for query head i, or evenly grouped heads."""
     if heads is not None or key.shape[1] == query.shape[1]:
         return expand(key, heads)
     return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
 def _most(votes: Tensor, number: int) -> Tensor:
-    """Return True for the ``number`` largest votes along the last dim. Between equal votes the earlier key wins."""
+    """Return a bool tensor, True for the ``number`` largest votes along the last dim; of equal ones the first."""
     chosen = votes.sort(dim=-1, descending=True, stable=True).indices[..., :number]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, chosen, True)
 
@@ -93,14 +92,15 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return rows of integers of equal length as a tensor, without waiting for the device, as ``torch.tensor(device=)``
-    does.
+    """Return lists of integers of equal length as one int64 tensor on ``device``.
+
+    The host does not wait for the device, as it would with ``torch.tensor(rows, device=device)``.
     """
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
 def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
-    """Return the offset of each position in the concatenation of ``runs``; None if no run contains it.
+    """Return the offset of each position in the concatenation of ``runs``; None if no run ``(start, length)`` has it.
 
     >>> _offsets([4, 0, 7], [(6, 2), (4, 1)])
     [2, None, 1]
@@ -117,16 +117,16 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
 
 
 def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
-    """Return the indices of the positions ``wanted`` in ``held``, which contains all of them."""
+    """Return for each position in ``wanted`` its index in ``held``, a tensor of positions that contains all of them."""
     ascending, order = held.sort()
     return order[torch.searchsorted(ascending, wanted)]
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """Return on all ring ranks the rows of ``x``, ``[B, H, S_block, …]``, at these positions."""
+    """Gather the rows of ``x``, ``[B, H, S_block, …]``, at ``positions`` of the whole sequence on all ring ranks."""
     dim, layout = plan.dim, plan.spec.query_layout
     runs = sharded_runs(layout, plan.spec.mesh, dim.index)
-    if dim.index == 0:  # All ranks hold replicated tokens, so only one of them contributes.
+    if dim.index == 0:  # All ranks hold the replicated tokens, so only one rank contributes them.
         runs = [*runs, *layout.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
@@ -134,20 +134,18 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     held = _offsets([positions[index] for index in own_indices], plan.query_runs)
     to, source = _on_device([own_indices, held], x.device)
     rows.index_copy_(2, to, numbers.index_select(2, source))
-    # A sum, because ranks that do not hold a row contribute zeros.
+    # Summing selects the rank that holds a row, because the others contribute zeros.
     all_rows = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
     return all_rows.bool() if x.dtype == torch.bool else all_rows
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
-    """Return the positions of the keys whose votes a ring rank counts: its sharded keys, and on the first rank also the
-    replicated ones.
+    """Return the positions of the keys whose votes ring rank ``index`` counts, as runs ``(start, length)``.
+
+    These are its sharded keys. The first rank also counts the votes of the replicated keys, which all ranks hold.
     """
     runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
     return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
-
-
-# -- attention to the kept keys
 
 
 def sparse_attention(
@@ -162,11 +160,11 @@ def sparse_attention(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`~para_core.attention.ring.ring_attention` over the kept keys.
+    """Compute :func:`~para_core.attention.ring.ring_attention` over the kept keys only.
 
-    Only kept keys are sent and computed, unless one of these holds: ``save`` is True (for a gradient), one key head
-    serves several query heads (which keep different keys), or positions or the rows of the mask matter. The other keys
-    are then hidden by a mask.
+    Usually only kept keys are sent and computed. All keys are sent, and a mask hides those that are not kept, if
+    ``save`` is True (a gradient is needed), if one key head serves several query heads (which keep different keys), if
+    the call is causal, or if the mask has a row per query.
     """
     is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, is_kept)
@@ -182,8 +180,11 @@ def sparse_attention(
 
 
 def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
-    """Return ``mask``, ``[B or 1, H or 1, S_q or 1, S_k or 1]``, with all keys hidden for which ``is_kept``,
-    ``[B, H, S_k]``, is False.
+    """Return a mask that hides the keys for which ``is_kept`` is False, in addition to those that ``mask`` hides.
+
+    Args:
+        mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``, bool or float; or None.
+        is_kept: Bool ``[B, H, S_k]``.
     """
     is_kept = is_kept[:, :, None]
     if mask is None:
@@ -194,10 +195,10 @@ def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
 def _kept_blocks(
     key: Tensor, value: Tensor, is_kept: Tensor, mask: Tensor, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the kept keys and values of each ring block, this rank's first, and a mask, because heads keep different
-    numbers of keys.
+    """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values only.
 
-    The next block is in flight while the caller computes.
+    The mask is needed because heads keep different numbers of keys of a block. The next block is in flight while the
+    caller computes. Received buffers that autograd has to follow are appended to ``received``.
     """
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
@@ -222,9 +223,14 @@ def _kept_blocks(
 
 
 def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each block the offsets of the keys that each head keeps: ``[B, H, maximum over all heads]``.
+    """Return for each block the offsets of the keys that each head keeps, ``[B, H, n]``.
 
-    Heads that keep fewer keys get more offsets, which the mask hides. Waits for the device once, to read the maxima.
+    n is the largest number of keys that a head keeps of the block. For a head that keeps fewer, the remaining offsets
+    are those of other keys, which the mask must hide. The host waits for the device once, to read all n.
+
+    Args:
+        is_kept: Bool ``[B, H, S_k]``.
+        blocks: The positions of the keys of each block.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
     filled = [block for block in flags if block.numel()]
@@ -238,12 +244,16 @@ def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _take(x: Tensor, chosen: Tensor) -> Tensor:
-    """Return ``x``, ``[B, H, S, D]``, at the offsets ``chosen``, ``[B, H, n]``."""
+    """Return the rows of ``x``, ``[B, H, S, D]``, at the offsets ``chosen``, ``[B, H, n]``: ``[B, H, n, D]``."""
     return x.gather(2, chosen[..., None].expand(*chosen.shape, x.shape[3]))
 
 
 def _mask_of(mask: Tensor, positions: Tensor, chosen: Tensor) -> Tensor:
-    """Return the columns of ``mask``, ``[B, H, 1, S_k]``, for the offsets ``chosen`` of a block with these
-    positions.
+    """Return the columns of ``mask`` for the chosen keys of a block: ``[B, H, 1, n]``.
+
+    Args:
+        mask: ``[B, H, 1, S_k]``.
+        positions: The positions of the block's keys in the sequence.
+        chosen: Offsets in the block, ``[B, H, n]``.
     """
     return mask.index_select(3, positions).gather(3, chosen[:, :, None])

@@ -1,7 +1,7 @@
-"""``comm_dtype``: tensors are sent in 8 bits, with a scale per token and head. Not exact; forward only.
+"""The option ``comm_dtype``: send tensors in 8 bits, with one scale per token and head. Not exact; forward only.
 
-Each token and head, ``[D]``, is D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With Triton, rounding and
-packing is one launch, and unpacking is one launch, for any number of ranks.
+A vector ``[D]`` of one token and head is sent as D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With
+Triton, rounding and packing is one launch, and unpacking is one launch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RoundedWire:
     dtype: torch.dtype
 
     def row_size(self, head_dim: int) -> int:
-        """Return the number of bytes per token and head."""
+        """Return the number of bytes that are sent per token and head: the values and their scale."""
         return head_dim + SCALE_BYTES
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
