@@ -1,1 +1,3 @@
-"""Comparison of a model on virtual ranks (threads of this process) with the unmodified model."""
+"""``check_parallel``: compare a model on virtual ranks, which are threads of this process, with the unmodified
+model.
+"""

@@ -1,4 +1,4 @@
-"""Validation of the arguments of ``check_parallel``, and the choice of inputs, dims and lengths to check."""
+"""Validate the arguments of ``check_parallel``, and choose which inputs, dims and lengths it checks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
 
 
 def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """Return ``total`` and a shorter length, one of them divisible by ``ranks`` and the other not.
+    """Return the lengths to check: ``total`` and a shorter one, so that ``ranks`` divides one of them and not the
+    other.
 
-    The shorter length is omitted if it is less than ``ranks``, because many models fail on an empty part.
+    The shorter length is left out if it is less than ``ranks``, because many models fail on an empty part.
     """
     shorter = total - 1 if total % ranks == 0 else total - total % ranks
     return (total, shorter) if shorter >= ranks else (total,)
 
 
 def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
-    """Return the token dim of each sharded input, by its index among all leaves of the inputs.
+    """Return the token dim of each input that is to be sharded, keyed by the index of the input among all leaves.
 
     Args:
         module: The model.
         inputs: The arguments of its call.
-        dim: The dim of the tokens, or a dim for each parameter name. None means dim 1.
+        dim: The dim of the tokens, or a dim for each parameter name. Defaults to dim 1.
 
     Raises:
         TypeError: ``dim`` has the wrong type.
@@ -77,14 +78,15 @@ def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[st
 
 
 def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int, int]:
-    """Return the token dim of each input that ``plan`` splits, by its index among all leaves of the inputs.
+    """Return the token dim of each input that ``plan`` splits, keyed by the index of the input among all leaves.
 
-    Inputs that belong to a segment of the attention sequence come first. The result is empty if the
-    plan shards inside the model only.
+    Inputs that are tokens of a segment come first, inputs that only accompany tokens, such as positions, last. Empty if
+    the plan shards tensors inside the model only.
     """
     leaves, named = inputs.leaves(), _named_leaves(module, inputs)
     splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
-    # Inputs with a segment come first, because the first entry determines the length of the attention sequence.
+    # Inputs with tokens of a segment come first, because the first entry of the result gives the length of the
+    # sequence.
     order = sorted(splits, key=lambda name: splits[name].segment is None)
     return {
         index: splits[name].dim % leaves[index].ndim
@@ -95,7 +97,7 @@ def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int
 
 
 def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]]:
-    """Return the indices of each argument's leaves among all leaves, by the parameter's name."""
+    """Return, by parameter name, the indices of the argument's leaves among all leaves of the inputs."""
     bound = inspect.signature(module.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}

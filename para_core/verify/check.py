@@ -1,4 +1,4 @@
-"""``check_parallel``: compare a model on virtual ranks with the unmodified model, in one process."""
+"""``check_parallel``: run a model on virtual ranks in one process, and compare its output with the unmodified model."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from para_core.verify.virtual_ranks import device_of, first_error
 
 Method = Literal["ring", "ulysses"]
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
-# The largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype in which the model computes.
+# Defaults of tolerance=: the largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype of the model's computation.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# Maximum number of characters of an error in a line of the report; the first difference contains the whole error.
+# A line of the report shows this many characters of an error. The first difference contains the whole error.
 _WIDTH = 100
 
 
 @dataclass(frozen=True)
 class CheckedCase:
-    """One run on virtual ranks, compared with the unmodified model.
+    """The result of one run on virtual ranks, compared with the unmodified model.
 
     Args:
-        method (`"ring"` or `"ulysses"`): The parallel method.
+        method (`"ring"` or `"ulysses"`): How the ranks shared attention.
         ranks (`int`): Number of ranks.
         tokens (`int`, *optional*): Length of the sharded sequence; None if nothing was sharded.
-        error (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors; None if the run failed.
+        error (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors; None if there is a
+            ``failure``.
         failure (`str`, *optional*): The error that ended the run, or the reason why its output cannot be compared.
     """
 
@@ -57,7 +58,7 @@ class CheckedCase:
 
 @dataclass(frozen=True)
 class ParallelCheck:
-    """The result of :func:`check_parallel`. Its ``str`` is a report; its truth value is :attr:`exact`.
+    """The result of :func:`check_parallel`. ``str()`` gives a report, and ``bool()`` gives :attr:`exact`.
 
     Args:
         model (`str`): Name of the model's class.
@@ -81,7 +82,7 @@ class ParallelCheck:
 
     @property
     def error(self) -> float:
-        """The largest error of all cases; infinite if one failed."""
+        """The largest error of all cases; infinite if a case failed."""
         return max((float("inf") if case.error is None else case.error for case in self.cases), default=float("inf"))
 
     def is_exact(self, case: CheckedCase) -> bool:
@@ -112,13 +113,13 @@ def check_parallel(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> ParallelCheck:
-    """Compare ``model`` on virtual ranks with the unmodified model.
+    """Run ``model`` on virtual ranks, and compare the output with that of the unmodified model.
 
-    Each number of ranks is checked with ring and with Ulysses, at an even and an uneven length. The ranks are threads
-    of this process, so neither a process group nor several devices are needed. Each rank runs a copy of the model that
-    shares its weights, in eval mode and without gradients. The model itself, its buffers and the random state do not
-    change. A wrong result is traced to the first module whose output differs. An error on a rank does not raise; it is
-    part of the report.
+    Each number of ranks is checked with ring and with Ulysses attention, at a length that the ranks divide evenly and
+    at one that they do not. The ranks are threads of this process, so neither a process group nor several devices are
+    needed. Each rank runs a copy of the model that shares its weights, in eval mode and without gradients. The model
+    itself, its buffers and the random state do not change. A wrong result is traced to the first module whose output
+    differs. An error on a rank is not raised but reported.
 
     Use the numbers of ranks and the lengths of your real runs, because some models compute differently depending on the
     length that a rank holds. In float16 and bfloat16 only large differences can be detected; check a float32 copy if
@@ -127,11 +128,11 @@ def check_parallel(
     Args:
         model (`nn.Module`): The model. Its weights must not be zeros, because zeros hide errors.
         inputs, kwargs (`Any`): The arguments of the call. ``model(*inputs, **kwargs)`` is the reference.
-        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The token dim of the inputs that
-            are sharded with ``cp.shard`` under ``UnifiedAttnMode``. With an int, every tensor that has the length of
-            the first tensor along this dim is sharded. With a dict, the named arguments are sharded, and every rank
-            gets all others whole.
-        plan (:class:`Plan` or `_cp_plan`, *optional*): A plan to apply instead of entering the mode.
+        dim (`int` or `dict` of parameter names to `int`, *optional*, defaults to `1`): The dim along which inputs are
+            sharded, with ``cp.shard`` of a ``UnifiedAttnMode`` ``cp``. An int shards every input tensor that is as long
+            along this dim as the first tensor. A dict shards the named arguments only; every rank gets all of the
+            others.
+        plan (:class:`Plan` or `_cp_plan`, *optional*): A plan to check instead of ``UnifiedAttnMode``.
         forward (`Callable`, *optional*): A function that replaces the call of the model, for a model that creates its
             tokens itself. It is called as ``forward(cp, model, *inputs, **kwargs)`` under the ``UnifiedAttnMode``
             ``cp``, and shards and gathers with ``cp.shard`` and ``cp.gather``. It must take all tensors from its
@@ -141,7 +142,7 @@ def check_parallel(
             float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16.
 
     Returns:
-        :class:`ParallelCheck`, true if every case is exact.
+        A :class:`ParallelCheck`, which is true if every case is exact.
 
     Raises:
         TypeError: If ``model`` is not a module, or an argument has the wrong type.
@@ -171,15 +172,17 @@ def check_parallel(
 
 
 class _Checker:
-    """The state of one :func:`check_parallel` call: the reference output of each length, and notes."""
+    """The state of one :func:`check_parallel` call: the unmodified model's output for each length, and notes for the
+    report.
+    """
 
     def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
         self._name = original_class(module).__name__
         self._references: dict[int | None, tuple[ModelInputs, list[Tensor]] | None] = {}
         self._notes: list[str] = []
-        # The token dims of the sharded leaves, and their length. If forward= or a plan shards inside the model, they
-        # are known only after the first run.
+        # The token dim of each sharded leaf, and the number of tokens. If forward= or a plan shards tensors inside the
+        # model, these are known only after the first run.
         self._dims: dict[int, int] = dict(run.dims)
         self._total = run.total(inputs)
 
@@ -187,7 +190,7 @@ class _Checker:
         cases: list[CheckedCase] = []
         wrong: tuple[CheckedCase, ModelInputs] | None = None
         for ranks in numbers:
-            # The full length comes first, because its run shows which inputs are sharded.
+            # Check the full length first, because that run shows which inputs are sharded and so can be shortened.
             for shorten in (False, True):
                 for method in _METHODS:
                     case, inputs = self._case(method, ranks, shorten)
@@ -238,9 +241,14 @@ class _Checker:
         return lengths[1] if len(lengths) > 1 else None
 
     def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return the inputs with their first ``length`` tokens, or all of them for None, and the model's output alone.
+        """Return the inputs with their first ``length`` tokens, and the output tensors of the unmodified model for
+        them.
 
-        Returns None if the model fails on the shorter inputs.
+        Args:
+            length: Number of tokens, or None for all.
+
+        Returns:
+            None if the model fails on the shorter inputs.
         """
         if length not in self._references:
             if length is None or self._total is None:
@@ -253,7 +261,9 @@ class _Checker:
         return self._references[length]
 
     def _shorter_reference(self, total: int, length: int) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return inputs with the first ``length`` tokens and the model's output for them; None if the model fails."""
+        """Return the inputs with their first ``length`` tokens and the unmodified model's output; None if the model
+        fails.
+        """
         error = None
         for only_tokens in (True, False):
             inputs = self._inputs.shortened(self._dims, total, length, only_tokens=only_tokens)
@@ -265,7 +275,7 @@ class _Checker:
         return None
 
     def _learn(self, result: RankRun) -> None:
-        """Store the inputs that the first run sharded, so that later runs can shorten them."""
+        """Remember which inputs the first run sharded, and their length, so that later runs can shorten them."""
         if result.sharded:
             _, _, total = result.sharded[0]
             self._total = total
@@ -290,7 +300,7 @@ class _Checker:
 
 
 def _mesh(method: Method, ranks: int) -> tuple[int, int]:
-    """Return the ring size and the Ulysses size."""
+    """Return (ring size, Ulysses size) of a mesh with all ``ranks`` along one dim."""
     return (ranks, 1) if method == "ring" else (1, ranks)
 
 
@@ -303,7 +313,7 @@ def _error_of(
         outputs: The output tensors of each rank.
         expected: The output tensors of the unmodified model.
         segments: The segments that were sharded or replicated.
-        some: Whether the ranks may return only some of the expected tensors.
+        some: Whether the ranks may return some of the expected tensors only, as ``forward=`` may.
     """
     if not outputs[0]:
         return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."

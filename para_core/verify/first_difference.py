@@ -1,4 +1,4 @@
-"""Find the first module whose output differs on several ranks, from recordings of one call, and describe it."""
+"""Find and describe the first module whose output differs on several ranks, from recordings of one model call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from para_core.verify.record import AttentionRecord, Digest, Event, Recording
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event in which a run on several ranks differs from the run alone.
+    """The first point at which a run on several ranks differs from a run of the unmodified model on one rank.
 
     Args:
         module (`str`): Name of the module, as in ``model.named_modules()``; "" for the model itself or for code
@@ -26,8 +26,8 @@ class Difference:
         reason (`str`): A description of the difference.
         facts (`tuple` of `str`, *optional*): Details for debugging: the module's attention calls, its settings that
             depend on lengths, and advice.
-        error (`float`, *optional*): The estimated relative error of the first event that differs; None if no tensors
-            were compared.
+        error (`float`, *optional*): The estimated relative error of the tensors at this point; None if no tensors were
+            compared.
     """
 
     module: str
@@ -51,9 +51,10 @@ def first_difference(
     tolerance: float,
     failure: str | None = None,
 ) -> Difference:
-    """Return the first event, in order of time, in which the ranks differ from the run alone.
+    """Return the first recorded event, in order of time, in which the ranks differ from the unmodified model.
 
-    If all events agree, the result describes ``failure``, or code outside of the modules.
+    If all events agree, the result describes ``failure``; without a failure it says that code outside of the modules
+    differs.
 
     Args:
         module: The unmodified model.
@@ -78,7 +79,7 @@ def first_difference(
         elif event.kind == "return" and event.module in running:
             del running[running.index(event.module) :]
     if failure is not None:
-        # A rank with modules that have not returned is one that failed.
+        # If a recording has modules that have not returned, its rank failed in the innermost of them.
         stopped = next((recording.running for recording in ranks if recording.running), [])
         return _of(module, stopped, failure, alone, ranks, None)
     reason = (
@@ -89,9 +90,9 @@ def first_difference(
 
 
 def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
-    """Return the events of each recording, without modules that were not called in all of them.
+    """Return the events of each recording, without those of modules that some recording never called.
 
-    ``forward=`` may call only parts of the model.
+    This is needed for ``forward=``, which may call only parts of the model.
     """
     called = [{event.module for event in recording.events if event.kind == "call"} for recording in recordings]
     common = set.intersection(*called)
@@ -102,13 +103,19 @@ def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
 
 
 def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segment]) -> float:
-    """Return the largest relative error of an event's tensors. Tensors with incompatible shapes count as equal."""
+    """Return the largest relative error of the tensors of ``event``. Tensors whose shapes do not fit count as equal.
+
+    Args:
+        event: The event of the unmodified model.
+        parts: The same event on each rank.
+    """
     if any(len(part.digests) != len(event.digests) for part in parts):
         return 0.0
     largest = 0.0
     for i, whole in enumerate(event.digests):
         if _is_mask(whole):
-            # A correct mask may have other numbers of rows or columns. A wrong mask shows in the attention output.
+            # Skip masks: a correct one may have other numbers of rows or columns, and a wrong one shows in the
+            # attention output.
             continue
         error = _digest_error(whole, [part.digests[i] for part in parts], segments)
         largest = max(largest, error or 0.0)
@@ -116,7 +123,7 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
 
 
 def _is_mask(x: Digest) -> bool:
-    """Whether a tensor may be an attention mask: ``[..., S_q, S_k]``, bool or additive."""
+    """Whether a tensor may be an attention mask ``[..., S_q, S_k]``: bool, or additive with one head."""
     if x.dtype == torch.bool:
         return len(x.shape) >= 2
     return len(x.shape) == 4 and x.shape[1] == 1 and x.dtype.is_floating_point
@@ -126,7 +133,7 @@ def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Seg
     dim = sharded_dim([part.shape for part in parts], whole.shape)
     if dim is None:
         return None
-    dim = max(dim, 0)  # of equal shapes, the rows along any dim
+    dim = max(dim, 0)  # -1 if shapes are equal; then any dim will do
     return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments)
 
 
@@ -181,7 +188,7 @@ def _attention_of(name: str, recording: Recording) -> list[AttentionRecord]:
 
 
 def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
-    """Return attributes of the module and of its config that affect which tokens see each other, as text."""
+    """Return settings of the module and of its config that may limit attention, such as windows, as lines of text."""
     facts = []
     config = getattr(module, "config", None)
     of_config = vars(config) if hasattr(config, "__dict__") else {}

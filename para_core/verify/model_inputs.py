@@ -1,4 +1,4 @@
-"""Inputs of a model that can be shortened along their token dims."""
+"""The arguments of a model call, which can be copied, and shortened along their token dims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from para_core.torch_internals import crop_block_mask, tree_flatten, tree_unflat
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Arguments of a model: ``args`` by position and ``kwargs`` by name."""
+    """The arguments of a model call: ``args`` by position and ``kwargs`` by name."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -24,25 +24,28 @@ class ModelInputs:
         return tree_flatten((self.args, dict(self.kwargs)))[0]
 
     def with_leaves(self, change: Callable[[int, Any], Any]) -> ModelInputs:
-        """Return these inputs with each leaf replaced by ``change(index, leaf)``."""
+        """Return inputs in which each leaf (a tensor or other value in nested containers) is ``change(index,
+        leaf)``.
+        """
         leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
         args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
         return ModelInputs(args, kwargs)
 
     def copied(self) -> ModelInputs:
-        """Return these inputs with all leaves copied, because a model may change its inputs."""
+        """Return inputs with all leaves copied, because a model may change its inputs in place."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
     def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> ModelInputs:
-        """Return these inputs with the first ``length`` of ``total`` tokens.
+        """Return inputs with only the first ``length`` of ``total`` tokens.
 
         Args:
             dims: The token dim of each sharded leaf, by its index. Other tensors are shortened along all dims of size
                 ``total``, such as the rows and columns of a mask.
             total: Number of tokens in these inputs.
             length: Number of tokens in the result.
-            only_tokens: Whether to shorten sharded tensors along their token dim only, because another dim of size
-                ``total`` may hold channels. If False, a mask with sharded rows has its columns shortened too.
+            only_tokens: Whether to shorten sharded tensors along their token dim only, for inputs with as many channels
+                as tokens. If False, they are shortened along every dim of size ``total``, as a mask with sharded rows
+                needs.
         """
 
         def shorten(index: int, leaf: Any) -> Any:
@@ -65,6 +68,6 @@ def _copied(leaf: Any) -> Any:
     try:
         return copy.deepcopy(leaf)
     except Exception:
-        # deepcopy may raise anything. An object that cannot be copied is passed on unchanged, which is what a call
-        # outside of this check does with it, too.
+        # deepcopy may raise any exception. Pass on an object that cannot be copied, as a call outside of this check
+        # would.
         return leaf

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' parts of a tensor with the whole tensor, including the search for their positions."""
+"""Compare the parts of a tensor on several ranks with the whole tensor, and find out which part each rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.distributed.layout import Segment, SequenceLayout
 
-# Maximum number of segments in a joint sequence. With more there would be too many orders to try.
+# Maximum number of segments in a joint sequence. More would give too many orders to try.
 _MOST_SEGMENTS = 3
 
 
@@ -28,13 +28,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
-    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity for NaN, None if the shapes do not fit.
+    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity if it is NaN, None if the shapes do not fit.
 
     Args:
         parts: The tensor of each rank: a copy of ``whole``, or the rank's part of it along one dim.
         whole: The whole tensor.
-        segments: The segments that were sharded or replicated. If several orders of concatenation fit, the smallest
-            error is returned.
+        segments: The segments that were sharded or replicated. The tensor may hold several of them, concatenated in any
+            order. If several orders fit, the smallest error is returned.
     """
     dim = sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
     if dim is None:
@@ -52,13 +52,17 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
 
 
 def largest_error(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` over all tensors; infinite if a shape differs or for NaN."""
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` over all tensors in both; infinity for NaN or unequal
+    shapes.
+    """
     errors = [relative_error([x], y, ()) for x, y in zip(tensors_in(out), tensors_in(expected), strict=True)]
     return max((float("inf") if error is None else error for error in errors), default=float("inf"))
 
 
 def sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """Return the dim in which shapes of parts differ from that of the whole: -1 for no dim, None for several dims."""
+    """Return the dim in which the shapes of parts differ from that of the whole: -1 if none differs, None if several
+    do.
+    """
     if any(len(part) != len(whole) for part in parts):
         return None
     dims = {dim for part in parts for dim, size in enumerate(part) if size != whole[dim]}
@@ -69,7 +73,7 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     difference = size = 0.0
     for part, whole in pairs:
         x, y = _comparable(part), _comparable(whole)
-        # Equal infinities are not an error: logits of forbidden tokens are -inf on one device too.
+        # Equal infinities are not an error: logits of forbidden tokens are -inf on a single device too.
         same = y.isinf() & (x == y)
         x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
         difference += float((x - y).norm()) ** 2
@@ -81,16 +85,16 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def _comparable(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x)
-    # Some devices do not support float64.
+    # float64 only on the CPU, because some devices do not support it.
     return x.to(torch.float64 if x.dtype == torch.float64 or x.device.type == "cpu" else torch.float32)
 
 
 def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment]) -> Iterator[list[Tensor]]:
-    """Yield each possible assignment of the ``total`` entries of a dim to ranks: the positions of every rank.
+    """Yield each possible assignment of the ``total`` entries of a dim to ranks, as the positions that each rank holds.
 
-    The entries are the tokens of one segment or of several concatenated segments, possibly repeated (``[B · S, C]``).
-    Besides the known segments, two unknown ones are tried: a sharded segment that covers all entries, and a replicated
-    segment that covers the entries besides those of one known sharded segment.
+    The entries are the tokens of one segment, or of several concatenated segments, possibly repeated (``[B · S, C]``).
+    Besides ``segments``, two unknown ones are tried: a sharded segment of all entries, and a replicated segment that is
+    next to one of the sharded ``segments`` and holds the remaining entries.
 
     Args:
         total: Number of entries of the whole dim.

@@ -1,4 +1,4 @@
-"""Record digests of the inputs and outputs of all modules and attention calls in one call of a model."""
+"""Record digests of all tensors that modules and attention calls get and return during one call of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.torch_internals import DisableTorchFunction, tree_leaves
 
-# Number of random projections of each row.
+# Number of random projections per slice.
 _PROBES = 4
 _LARGEST = 1e6
 
@@ -26,11 +26,11 @@ Kind = Literal["call", "return", "attention", "attended"]
 
 @dataclass(frozen=True)
 class Digest:
-    """A tensor's shape and dtype, and random projections of its rows along each dim.
+    """A summary of a tensor: shape, dtype, and random projections of its slices along each dim.
 
-    ``rows[dim]`` has shape ``[size of dim, probes]``; a 0-d tensor counts as one row. The rows of a rank's part can be
-    compared with those of the whole tensor without keeping either tensor. On average a projection preserves the ratio
-    of two norms.
+    ``rows[dim]`` has shape ``[size of dim, probes]``: one row per slice. The rows of a rank's part can be compared with
+    those of the whole tensor, without keeping either tensor, because on average a projection preserves the ratio of two
+    norms. A 0-d tensor counts as one slice.
     """
 
     shape: tuple[int, ...]
@@ -54,10 +54,11 @@ class AttentionRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """A call or return of a module, or of an attention call in it.
+    """The start or the end of a module's call, or of an attention call.
 
-    ``"attention"`` holds the digests of query, key and value, ``"attended"`` those of the output. ``module`` is the
-    innermost running module.
+    For a module, the kinds are ``"call"`` and ``"return"``, with digests of its inputs or outputs. For an attention
+    call they are ``"attention"``, with digests of query, key and value, and ``"attended"``, with that of the output;
+    ``module`` is then the innermost module that is running.
     """
 
     kind: Kind
@@ -68,13 +69,13 @@ class Event:
 
 @dataclass
 class Recording:
-    """The events of one call, in order of time.
+    """The events of one model call on one rank, in order of time.
 
     Args:
         events: The recorded events.
         running: Names of the modules that have not returned, the innermost last.
-        busy: Whether an attention call is being recorded.
-        at_each_event: A function to call before an event is recorded.
+        busy: Whether an attention call is being recorded at the moment.
+        at_each_event: A function that is called before each event is recorded.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -94,7 +95,7 @@ class Recording:
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """Return a context in which hooks record the calls of ``module`` and of its submodules."""
+        """Record the calls of ``module`` and of its submodules inside the ``with`` block, by hooks."""
         handles = [handle for name, submodule in module.named_modules() for handle in self._hooks(name, submodule)]
         try:
             yield
@@ -103,8 +104,8 @@ class Recording:
                 handle.remove()
 
     def _hooks(self, name: str, module: nn.Module) -> list[Any]:
-        # Enter the attention recorder in every module, because a plan enters its own modes around some modules, and
-        # only the innermost mode sees a call.
+        # Every module's hook enters the attention recorder again, because a plan enters its own modes around some
+        # modules, and only the innermost mode sees a call.
         modes: list[TorchFunctionMode] = []
         depths: list[int] = []
 
@@ -118,7 +119,7 @@ class Recording:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             modes.pop().__exit__(None, None, None)
             depth = depths.pop()
-            # This hook also runs during an exception. Then ``running`` is kept, to show which module failed.
+            # This hook also runs if the module raised. Then keep ``running``, which shows the module that failed.
             if output is not None or sys.exc_info()[0] is None:
                 del self.running[depth:]
                 self.note("return", name, output)
@@ -139,7 +140,8 @@ class _AttentionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs, recording = kwargs or {}, self._recording
         if func is F.multi_head_attention_forward and not recording.busy:
-            # A mode is off inside a function that it handles, so the attention in this one must be recorded here.
+            # Inside a function that a mode handles, the mode is off. So compute this function in parts, and record its
+            # attention.
             return multi_head_attention(self._record, *args, **kwargs)
         if func is not F.scaled_dot_product_attention or recording.busy:
             return func(*args, **kwargs)
@@ -150,7 +152,7 @@ class _AttentionRecorder(TorchFunctionMode):
         mask = None if sdpa.attn_mask is None else tuple(sdpa.attn_mask.shape)
         call = AttentionRecord(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
         name = recording.running[-1] if recording.running else ""
-        # The recorders of outer modules see the same call and must not record it again.
+        # The recorders of outer modules see the same call. `busy` keeps them from recording it again.
         recording.busy = True
         try:
             recording.note("attention", name, sdpa[:3], call)
@@ -175,7 +177,10 @@ def _digest(x: Tensor) -> Digest:
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
-    """Return ``[size of dim, probes]``: ``x`` with all other dims contracted with random vectors, one by one."""
+    """Return random projections of the slices of ``x`` along ``dim``, ``[size of dim, probes]``.
+
+    All other dims are contracted with random vectors, one after the other.
+    """
     x = x.movedim(dim, 0)
     if x.ndim == 1:
         return x[:, None]

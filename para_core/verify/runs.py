@@ -1,4 +1,4 @@
-"""Run a model alone, or on virtual ranks with a mode, a plan or a user's ``forward`` function."""
+"""Run a model on one rank, or on virtual ranks under a mode, a plan or a user's ``forward`` function."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_v
 
 @dataclass(frozen=True)
 class ParallelRun:
-    """The configuration of a run on several ranks.
+    """The settings of a run on several ranks.
 
     Args:
-        plan: The plan to apply, or None to enter a mode.
-        forward: The user's function to call in place of the model, or None.
-        dims: The token dim of each sharded leaf of the inputs, by its index.
+        plan: The plan to apply; None to shard inputs under a ``UnifiedAttnMode``.
+        forward: The user's function to call instead of the model, or None.
+        dims: The token dim of each sharded leaf of the inputs, keyed by the index of the leaf.
     """
 
     plan: Plan | None
@@ -36,20 +36,20 @@ class ParallelRun:
     dims: Mapping[int, int]
 
     def total(self, inputs: ModelInputs) -> int | None:
-        """Return the number of tokens of the first sharded input, or None if ``dims`` is empty."""
+        """Return the number of tokens of the first sharded input; None if ``dims`` is empty."""
         leaves = inputs.leaves()
         return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
 
 
 @dataclass
 class RankRun:
-    """The outcome and the record of one rank.
+    """The outcome and the records of one rank's run.
 
     Args:
         outcome: The return value or the exception.
         segments: The segments that were sharded or replicated.
-        sharded: For each tensor that was sharded through the mode, its index among the leaves of the inputs (None if it
-            is not an input), its dim and its number of tokens.
+        sharded: For each tensor that ``cp.shard`` sharded: its index among the leaves of the inputs (None if it is not
+            an input), its token dim and its number of tokens.
         recording: The recorded events.
     """
 
@@ -63,12 +63,12 @@ class RankRun:
 
 
 def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> RankOutcome:
-    """Return the outcome of one call of a copy of ``module`` on one rank; an exception becomes part of the outcome.
+    """Call a copy of ``module`` on one rank, and return its output or its exception.
 
     Args:
         module: The unmodified model.
         inputs: The arguments of the call, which are copied.
-        recording: Where to record the call, or None.
+        recording: The recording that gets the events of the call; None to record nothing.
     """
     copied = with_same_weights(module).eval()
 
@@ -79,16 +79,23 @@ def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | Non
                 stack.enter_context(recording.around(copied))
             return copied(*own_inputs.args, **own_inputs.kwargs)
 
-    # Run in a thread, as ranks do, because the recording hooks enter modes that must not leak into the caller's thread.
+    # Run in a thread, like ranks, because the recording hooks enter modes, which must not stay on in the caller's
+    # thread if the model raises.
     return outcomes_on_virtual_ranks(run, device=device_of(module, inputs.leaves()))[0]
 
 
 def run_parallel(
     module: nn.Module, inputs: ModelInputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
 ) -> list[RankRun]:
-    """Call a copy of ``module`` on each of ``ring × ulysses`` virtual ranks; return the result of each rank.
+    """Call a copy of ``module`` on each of ``ring × ulysses`` virtual ranks, and return the result of each rank.
 
-    Exceptions become part of the results. If ``record``, the events of each rank are recorded.
+    Exceptions are not raised but part of the results.
+
+    Args:
+        module: The unmodified model.
+        inputs: The arguments of the call, which are copied for each rank.
+        run: The settings of the run.
+        record: Whether to record the modules and attention calls of each rank.
     """
     copies = [with_same_weights(module).eval() for _ in range(ring * ulysses)]
     results = [RankRun() for _ in copies]
@@ -130,7 +137,7 @@ def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: M
 
 
 class _NotingMode(UnifiedAttnMode):
-    """A :class:`UnifiedAttnMode` that stores in ``result`` which tensors were sharded or replicated through it."""
+    """A :class:`UnifiedAttnMode` that notes in ``result`` which tensors it has sharded and which segments it knows."""
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:
         self._result, self._inputs = result, inputs
@@ -138,7 +145,7 @@ class _NotingMode(UnifiedAttnMode):
 
     def shard(self, x: Any, dim: int | None = None, **options: Any) -> Any:
         if dim is None:
-            # x is a BlockMask. It is not recorded, because its tokens are sharded as tensors too.
+            # x is a BlockMask. Do not note it, because its tokens are also sharded as tensors.
             return super().shard(x, **options)
         part = super().shard(x, dim, **options)
         index = next((i for i, leaf in enumerate(self._inputs.leaves()) if leaf is x), None)
@@ -154,5 +161,5 @@ class _NotingMode(UnifiedAttnMode):
         return super()._trace_safe(layout)
 
 
-# Error messages of the mode contain the name of its class.
+# Give it the original name, which appears in the mode's error messages.
 _NotingMode.__name__ = UnifiedAttnMode.__name__

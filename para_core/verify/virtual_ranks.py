@@ -1,10 +1,10 @@
 """Virtual ranks: threads of this process that exchange tensors in memory, to test a plan or a mode on one device.
 
-A rank that fails releases the others, and ranks that wait for each other in different collectives are detected at once.
-A wrong plan is therefore an error here, whereas on real ranks it may be a hang or an abort.
+If a rank fails, or if ranks wait for each other in different collectives, all waiting ranks raise at once. So a wrong
+plan is an error here, whereas on real ranks it may be a hang or an abort.
 
-Only one rank runs at a time, until it waits in a collective. Since torch 2.13, "compiling" is a state of the whole
-process, so ranks that ran while another one compiles would behave as if they were traced.
+Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where ``is_compiling()``
+is a state of the whole process: a rank that ran while another one compiles would behave as if it were traced.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _NAMES = itertools.count()
 
 
 class RanksDiffer(RuntimeError):
-    """The collectives of virtual ranks do not match, or another rank failed while this one waited."""
+    """Raised if the collectives of virtual ranks do not match, or if another rank failed while this one waited."""
 
 
 class _RankTurns:
-    """The shared state of all ranks of one run: the turn, and the numbers of running and of waiting ranks."""
+    """The state that all ranks of one run share: whose turn it is, and how many ranks are running and waiting."""
 
     def __init__(self, running: int) -> None:
-        # The running rank holds this lock. To avoid deadlock it is never acquired while ``changed`` is held.
+        # The rank whose turn it is holds this lock. A thread never acquires it while it holds ``changed``, to avoid
+        # deadlocks.
         self.turn = threading.Lock()
         self.changed = threading.Condition()
         self.running = running
@@ -47,13 +48,14 @@ class _RankTurns:
         self.failed = False
 
     def wait_in(self, meeting: _Meeting) -> bool:
-        """Wait until all ranks have arrived at ``meeting``.
+        """Wait until all ranks of ``meeting`` have arrived.
 
-        The caller must hold ``changed`` and the turn. This method releases the turn, and the caller must acquire it
-        again.
+        The caller must hold ``changed`` and the turn. This method gives up the turn, and afterwards the caller must
+        acquire it again.
 
         Returns:
-            True if all ranks have arrived. False if a rank failed, or if every running rank is waiting.
+            True if all ranks have arrived. False if a rank failed, or if all running ranks are waiting, so that none
+                can arrive.
         """
         generation = meeting.generation
         meeting.waiting += 1
@@ -64,7 +66,9 @@ class _RankTurns:
         return meeting.generation != generation
 
     def leave(self, *, failed: bool) -> None:
-        """Mark one rank as ended. If it failed, or all others are waiting, release the waiting ranks."""
+        """Record that one rank has ended. If it failed, or if all remaining ranks are waiting, release the waiting
+        ranks.
+        """
         with self.changed:
             self.running -= 1
             self.failed = self.failed or failed
@@ -72,7 +76,7 @@ class _RankTurns:
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Release all waiting ranks as if a rank had failed."""
+        """Release all waiting ranks, which then raise as if a rank had failed."""
         with self.changed:
             self.failed = True
             self.changed.notify_all()
@@ -84,7 +88,7 @@ class _RankTurns:
 
 
 class _Meeting:
-    """The meeting point at which the ranks of one group exchange values."""
+    """A barrier at which the ranks of one group exchange values."""
 
     def __init__(self, size: int, ranks: _RankTurns) -> None:
         self.sent: list[Any] = [None] * size
@@ -93,7 +97,8 @@ class _Meeting:
         self._ranks = ranks
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
-        """Call ``receive`` with the values of all ranks, in rank order, and return after all ranks have received.
+        """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait until all
+        have received.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
@@ -107,7 +112,7 @@ class _Meeting:
         ranks = self._ranks
         with ranks.changed:
             if self.waiting + 1 == len(self.sent):
-                # This rank is the last to arrive. The ranks that it releases must not count as waiting any longer.
+                # This rank is the last to arrive and releases the others, so they no longer count as waiting.
                 ranks.waiting -= self.waiting
                 self.waiting = 0
                 self.generation += 1
@@ -120,24 +125,26 @@ class _Meeting:
 
 
 class _Completed:
-    """The handle of a completed collective."""
+    """The work handle of a collective that has already completed."""
 
     def wait(self, *_: Any) -> bool:
         return True
 
 
-# Any, because torch declares overloads of these methods that _LocalGroup does not implement, which mypy rejects.
+# Typed as Any, because ProcessGroup declares overloads that _LocalGroup does not implement, which mypy rejects.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's process group over threads, with only the collectives of :mod:`para_core.distributed.collectives`."""
+    """One rank's process group over threads. It implements the collectives of :mod:`para_core.distributed.collectives`
+    only.
+    """
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))
         self._rank, self._meeting = rank, meeting
         self._name = f"virtual ranks {next(_NAMES)}"
-        # The CPU is included so that the small exchanges of eager code use this group and not a separate gloo group.
+        # Include the CPU, so that the small exchanges of eager code use this group and not a separate gloo group.
         self._devices = [torch.device(name) for name in dict.fromkeys(("cpu", device_type))]
 
     @property
@@ -184,7 +191,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         self._meeting.exchange(self._rank, tensors[0], receive)
         return _Completed()
 
-    # torch 2.11 uses other names for these collectives.
+    # The names of these two collectives in torch 2.11.
     all_to_all_single = alltoall_base
     _allgather_base = all_gather_single
 
@@ -198,7 +205,7 @@ def _copy(received: Tensor, sent: Tensor) -> None:
 
 
 class _VirtualMesh(SequenceMesh):
-    """A mesh of groups that are unknown to torch.distributed, so :meth:`check_alive` has nothing to check."""
+    """A mesh of groups that torch.distributed does not know, so :meth:`check_alive` checks nothing."""
 
     def check_alive(self) -> None:
         pass
@@ -206,7 +213,7 @@ class _VirtualMesh(SequenceMesh):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """The return value of a rank, or the exception that ended it."""
+    """The return value of a rank's function, or the exception that ended it."""
 
     output: Any = None
     error: Exception | None = None
@@ -215,10 +222,11 @@ class RankOutcome:
 def outcomes_on_virtual_ranks(
     run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
 ) -> list[RankOutcome]:
-    """Call ``run(mesh)`` on each of ``ring × ulysses`` virtual ranks, without gradients; return the outcomes by rank.
+    """Call ``run(mesh)`` without gradients on each of ``ring × ulysses`` virtual ranks, and return the outcomes by
+    rank.
 
-    Exceptions of ``run`` become part of the outcomes. The threads inherit the current device and stream, the autocast
-    state and the context variables of the caller.
+    Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and stream,
+    the autocast state and the context variables of the caller.
     """
     ranks = _RankTurns(ring * ulysses)
     meshes, groups = _meshes(ring, ulysses, device.type, ranks)
@@ -230,7 +238,7 @@ def outcomes_on_virtual_ranks(
         try:
             with inherited.entered(), torch.no_grad():
                 outcomes[rank] = RankOutcome(run(meshes[rank]))
-        # A model may raise any exception if it gets only a part of its tokens.
+        # A model may raise any exception if it gets a part of its tokens only.
         except Exception as error:
             outcomes[rank] = RankOutcome(error=error)
         finally:
@@ -253,9 +261,10 @@ def outcomes_on_virtual_ranks(
 
 
 def first_error(outcomes: Sequence[RankOutcome]) -> tuple[int, Exception] | None:
-    """Return the first rank that failed and its error, or None if no rank failed.
+    """Return the number and the error of the first rank that failed; None if no rank failed.
 
-    Ranks that failed only because another rank did (:class:`RanksDiffer`) count only if there are no others.
+    A rank that failed only because another one did (:class:`RanksDiffer`) is returned only if all failures are of this
+    kind.
     """
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     causes = [(rank, error) for rank, error in errors if not _merely_waited(error)]
@@ -275,10 +284,10 @@ def run_on_virtual_ranks(
 ) -> list[Any]:
     """Return the output of ``module(**inputs)`` under ``plan`` on each of ``ring × ulysses`` virtual ranks.
 
-    Each rank runs a copy that shares the weights of ``module``, without gradients. The module itself does not change.
+    Each rank runs a copy of ``module`` that shares its weights, without gradients. The module itself does not change.
 
     Raises:
-        Exception: The error that :func:`first_error` selects, if a rank failed.
+        Exception: A rank failed; its error, selected by :func:`first_error`.
     """
     copies = [with_same_weights(module) for _ in range(ring * ulysses)]
 
@@ -294,26 +303,28 @@ def run_on_virtual_ranks(
 
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
-    """Return the device of the first tensor among the module's weights, its buffers and ``inputs``; CPU if none."""
+    """Return the device of the first tensor among weights and buffers of ``module`` and ``inputs``; the CPU if there is
+    none.
+    """
     tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with containers copied but not tensors, because some models empty their input lists."""
+    """Return ``inputs`` with lists and dicts copied but not tensors, because some models empty their input lists."""
     copied: dict[str, Any] = tree_map(lambda x: x, dict(inputs))
     return copied
 
 
 def with_same_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` that shares its parameters but not its buffers, which a call may update.
+    """Return a copy of ``module`` with the same parameter objects, but with copies of buffers, which a call may update.
 
     Raises:
         RuntimeError: The module cannot be copied.
     """
     try:
         return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    # Copying an attribute of a model may raise any exception.
+    # Copying the attributes of a model may raise any exception.
     except Exception as error:
         raise RuntimeError(
             f"{original_class(module).__name__} cannot be copied for virtual ranks, because copy.deepcopy of it fails: "
@@ -324,7 +335,7 @@ def with_same_weights(module: nn.Module) -> nn.Module:
 def _meshes(
     ring: int, ulysses: int, device_type: str, ranks: _RankTurns
 ) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
-    """Return the mesh of each rank, and the groups of all meshes."""
+    """Return the mesh of each rank, and the process groups of all meshes."""
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
     meshes: list[SequenceMesh] = []
@@ -341,7 +352,7 @@ def _meshes(
 
 @contextmanager
 def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
-    """Return a context in which functional collectives can resolve the names of ``groups``."""
+    """Make the names of ``groups`` known to functional collectives inside the ``with`` block."""
     with ExitStack() as stack:
         for group in groups:
             register_group_name(group.group_name, group)
@@ -350,9 +361,9 @@ def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
 
 
 class _Inherited:
-    """The device, stream and autocast state of the constructing thread, which new threads do not inherit.
+    """The device, stream and autocast state of the thread that creates it, which new threads do not inherit.
 
-    :meth:`entered` applies the state in another thread.
+    :meth:`entered` applies this state in another thread.
     """
 
     def __init__(self, device: torch.device) -> None:
