@@ -1,1 +1,4 @@
-"""Many prompts, many requests: one group of ranks, or replicas on Ray. Only batch, group and serving import Ray."""
+"""Generation for many prompts or HTTP requests, on one group of ranks or on several replicas.
+
+Replicas run on Ray, which only ``batch``, ``group`` and ``serving`` import.
+"""

@@ -1,4 +1,4 @@
-"""Access to a server: API key, names of this host, and pages of other sites."""
+"""Access control of the server: the API key, the Host header, and requests from pages of other sites."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from para_core.fleet.limits import RequestError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16
-# RFC 9110: host and optional port. An IPv6 address is in brackets.
+# Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets.
 _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 
 
 class Access:
-    """Check of the API key, or without one, of the names by which a request reaches this host.
+    """Check whether a request may use the server: by its API key, or if there is none, by its Host header.
 
     Args:
-        api_key (`str`, *optional*): Key that requests must send. None accepts requests to loopback names only.
-        origins (`Sequence[str]`): Sites whose pages may use the server (CORS), or ``"*"``.
+        api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
+            ``127.0.0.1`` or ``::1`` are accepted.
+        origins (`Sequence[str]`): Sites whose pages may use a server without a key (CORS), or ``"*"`` for all.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:
@@ -31,13 +32,14 @@ class Access:
         self._origins = frozenset(origins)
 
     async def require(self, http: HttpRequest) -> None:
-        """Raise RequestError if the request may not use the server."""
+        """Raise RequestError if the request may not use the server, or its headers are too large or malformed."""
         if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
             raise RequestError(431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes.")
         host = require_host(http)
         if self._keys is not None:
             self._require_key(http)
-        # A page of another site, in a browser on this machine, can send requests to a name that resolves to loopback.
+        # DNS rebinding: a page of another site, in a browser on this machine, can send requests to its own host name
+        # after that name resolves to loopback. The Host header tells.
         elif host not in _LOOPBACK:
             raise RequestError(
                 403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."
@@ -47,7 +49,8 @@ class Access:
 
     def _require_key(self, http: HttpRequest) -> None:
         keys = self._keys or ()
-        # The scheme is case-insensitive (RFC 9110). Starlette decodes header bytes as Latin-1.
+        # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so encoding
+        # as Latin-1 restores the bytes that the client sent.
         scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
         sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         if not any(hmac.compare_digest(sent, key) for key in keys):
@@ -59,7 +62,8 @@ class Access:
             )
 
     def _require_own_page(self, http: HttpRequest) -> None:
-        # A form of another site may be sent to loopback without asking the server (a simple request of CORS).
+        # A browser sends the form of another site without asking the server first (a "simple request" of CORS), so the
+        # server must refuse it by the Origin header.
         origin = http.headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
@@ -85,7 +89,7 @@ def require_host(http: HttpRequest) -> str:
 
 
 def _encodings(key: str) -> tuple[bytes, ...]:
-    """Return the bytes by which clients may send ``key``: most use UTF-8, some Latin-1."""
+    """Return the byte strings as which clients may send ``key``: most encode headers in UTF-8, some in Latin-1."""
     encodings = [key.strip().encode()]
     with contextlib.suppress(UnicodeEncodeError):
         encodings.append(key.strip().encode("latin-1"))

@@ -1,4 +1,4 @@
-"""Answers of a server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL."""
+"""Responses of the server in the form of OpenAI's API: JSON bodies, server-sent events, and results by URL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from para_core.fleet.reading import Body
 from para_core.fleet.work import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
-# Limit on the results that are kept in memory to be fetched by their URL.
+# Size limit of :class:`StoredResults`. The latest result is kept even if it is larger.
 _STORED_BYTES = 256 * 2**20
 _NO_USAGE = {
     **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0),
@@ -26,23 +26,23 @@ _NO_USAGE = {
 
 
 class StoredResults:
-    """The latest results that were requested by URL, in memory."""
+    """In-memory store of the latest results whose requests asked for a URL instead of the data."""
 
     def __init__(self) -> None:
         self._results: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
 
     def add(self, id_: str, outputs: tuple[Output, ...]) -> None:
-        """Keep a result, and drop the oldest ones beyond the limit."""
+        """Store the files of request ``id_``, and drop the oldest results if the store exceeds its size limit."""
         self._results[id_] = outputs
         self._results.move_to_end(id_)
         while len(self._results) > 1 and sum(len(x.data) for o in self._results.values() for x in o) > _STORED_BYTES:
             self._results.popitem(last=False)
 
     def get(self, id_: str, index: str) -> Output:
-        """Return one file of a result.
+        """Return one file of the result of request ``id_``.
 
         Raises:
-            RequestError: If it is not kept.
+            RequestError: If the result was never stored or has been dropped, or has no file of this index.
         """
         outputs = {str(i): output for i, output in enumerate(self._results.get(id_, ()))}
         if index not in outputs:
@@ -51,21 +51,22 @@ class StoredResults:
 
 
 def media_type(output: Output) -> str:
-    """Return the media type of a file of a result."""
+    """Return the media type of a file, such as ``"image/png"``."""
     return MEDIA_TYPES[output.suffix.rpartition(".")[2]]
 
 
 def api_format(output: Output) -> str:
-    """Return the name of a file's format in OpenAI's API."""
+    """Return the name of a file's format in OpenAI's API, such as ``"jpeg"`` for ``.jpg``."""
     name = output.suffix.rpartition(".")[2]
     return "jpeg" if name == "jpg" else name
 
 
 def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any]:
-    """Return the JSON body for a result.
+    """Return the JSON body of the response to a finished request.
 
     Args:
-        base_url (`str`, *optional*): Address of the server, for URLs. Defaults to base64.
+        base_url (`str`, *optional*): Address of the server, with which the body has URLs of the files. Without it, the
+            body has the files as base64.
     """
     if base_url is not None:
         data = [{"url": f"{base_url}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))]
@@ -82,14 +83,18 @@ def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any
 async def answer_events(
     job: Job, waiting: asyncio.Future[Result], body: Body, kind: str, stored: StoredResults, base_url: str
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a job.
+    """Yield the server-sent events of a job, encoded.
 
-    These are partial images if the request asks for some, and for each result one ``completed``; or ``error``. If the
-    request asks for ``progress``, also ``accepted`` and ``progress`` after steps.
+    The last events are one ``completed`` for each file of the result, or one ``error``. Before them come
+    ``partial_image`` events if the request asks for previews, and if it asks for ``progress``, one ``accepted`` and a
+    ``progress`` with the number of finished steps.
 
     Args:
-        waiting (`asyncio.Future[Result]`): The result, or a :class:`RequestError`.
-        kind (`str`): Prefix of the events' types, such as ``"image_generation"``.
+        waiting (`asyncio.Future[Result]`): Gives the result, or raises :class:`RequestError`.
+        body (`Body`): The request.
+        kind (`str`): Prefix of the types ``partial_image`` and ``completed``, such as ``"image_generation"``.
+        stored (`StoredResults`): Receives the result if the request asks for URLs.
+        base_url (`str`): Address of the server, for these URLs.
     """
     if body.progress:
         yield _event({"type": "accepted", "id": job.id_})

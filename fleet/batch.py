@@ -1,4 +1,4 @@
-"""Generation of many prompts on the replicas of a fleet. Each replica takes the next line when it is free."""
+"""Generation of a prompt file on several replicas. Each replica takes the next line when it is free."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def generate_lines(
 ) -> list[Problem]:
     """Generate ``lines`` on ``replicas`` replicas on Ray.
 
-    A replica that dies is restarted, and its line is tried once more.
+    If a replica dies, it is restarted and tries its current line once more.
 
     Args:
-        write (`Callable`): Receives each line with its result, in this process.
+        write (`Callable`): Called in this process with each line and its result.
 
     Returns:
         One :class:`Problem` for each line without a result.

@@ -21,13 +21,14 @@ _KEY = "encode first"
 
 
 class EncodeFirst:
-    """Runs text encoders for a batch of requests before the denoisers (transformers or UNets) are on the device.
+    """Two phases for many requests: first text encoders run for a batch of requests, then denoisers.
 
-    Outputs of the text encoders wait in host memory. :func:`~para_core.fleet.recipe.build` attaches it to a pipeline
-    whose weights are not sharded or offloaded; without that, all requests are one batch and nothing changes.
+    Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
+    encoders wait in host memory. :func:`~para_core.fleet.recipe.build` attaches an instance to a pipeline whose weights
+    are neither sharded nor offloaded. An instance that is not attached changes nothing: all requests are one batch.
 
     Args:
-        max_bytes (`int`): Bytes of outputs after which a batch ends.
+        max_bytes (`int`): A batch ends when the outputs of text encoders exceed this number of bytes.
     """
 
     def __init__(self, max_bytes: int = 4 * 2**30) -> None:
@@ -36,12 +37,12 @@ class EncodeFirst:
 
     @property
     def bytes(self) -> int:
-        """Total size of the outputs that wait in host memory."""
+        """Total size of the text encoders' outputs that wait in host memory."""
         return 0 if self._encoded is None else self._encoded.bytes
 
     @staticmethod
     def fits(recipe: Recipe) -> bool:
-        """Whether the text encoders of ``recipe`` would stay on the device, with the whole transformer."""
+        """Whether ``recipe`` keeps text encoders and the whole transformer on the device: then phases save memory."""
         in_stages = dict(recipe.mesh).get("pipe", 1) > 1
         return recipe.weights == "replicate" and not (recipe.text_encoders or recipe.offload or in_stages)
 
@@ -49,7 +50,8 @@ class EncodeFirst:
         """Prepare ``pipe``, whose weights are in host memory. Does nothing without a text encoder or denoiser.
 
         Args:
-            park: Whether the denoisers' weights wait in host memory meanwhile.
+            device: Device on which the pipeline will run.
+            park: Whether the denoisers' weights stay in host memory while text encoders run.
         """
         encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **unets_of(pipe)}
         if not encoders or not denoisers:
@@ -70,12 +72,13 @@ class EncodeFirst:
     ) -> Iterator[Sequence[Line]]:
         """Yield batches of ``lines`` whose prompts are encoded. A collective call of the ranks of ``pipe``.
 
-        Lines whose encoding fails come last, with all weights on the device, so that they fail for the same reason.
+        Lines whose encoding failed are the last batch. All weights are then on the device, so that the caller gets the
+        same exception again.
 
         Args:
             run: Calls ``pipe`` for one request.
-            fails_alike: Is called on a rank where the encoding of a line failed, and returns whether it failed on all
-                ranks. If not, the error is raised, because the other ranks wait for this one.
+            fails_alike: Called on a rank where encoding a line raised; returns whether all ranks raised. If not, the
+                exception is raised at once, because the other ranks wait for this one.
         """
         if self._encoded is None:
             yield lines
@@ -102,13 +105,14 @@ class EncodeFirst:
         run: Callable[[Request], Any],
         fails_alike: Callable[[Line], bool],
     ) -> tuple[list[Line], list[Line]]:
-        """Encode the first of ``lines``, and return those that were encoded and those that failed."""
+        """Encode lines in order until ``max_bytes`` is exceeded. Return the encoded and the failed lines."""
         self._denoisers.park(self._device, keep=True)
         self._encoders.restore(self._device)
         encoded.clear()
         encoded.complete = False
         done, failed = list[Line](), list[Line]()
-        # The component itself: one that torch.compile wraps must stop before its graph begins.
+        # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
+        # compiled denoiser stops before its graph is entered.
         stopped = [getattr(pipe, name) for name in self._names]
         for module in stopped:
             wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
@@ -119,11 +123,11 @@ class EncodeFirst:
                 except _EncodedError:
                     done.append(line)
                 except Exception:
-                    # It is raised again when the line runs with all weights on the device.
+                    # If all ranks raised, the error is dropped here: the line runs again at the end and raises then.
                     if not fails_alike(line):
                         raise
                     failed.append(line)
-                else:  # The pipeline ran without a denoiser.
+                else:  # The pipeline finished without calling a denoiser.
                     done.append(line)
                 if encoded.bytes > self.max_bytes:
                     break
@@ -134,7 +138,7 @@ class EncodeFirst:
 
 
 class _EncodedError(Exception):
-    """Raised at the first call of a denoiser, when all prompts of a request are encoded."""
+    """Raised at the first call of a denoiser to stop the pipeline: all prompts of the request are encoded by then."""
 
 
 def _stop(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +146,10 @@ def _stop(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: 
 
 
 class _Weights:
-    """Weights that leave the device for a while. Their places keep device, dtype and shape, and take no memory."""
+    """Parameters of modules whose data can leave the device for a while.
+
+    Parked parameters keep device, dtype and shape, as an expanded scalar that takes no memory.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         parameters = (x for module in modules for x in uncompiled(module).parameters())
@@ -151,7 +158,7 @@ class _Weights:
         self._is_parked = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the weights, and keep them in host memory if ``keep``."""
+        """Free the device memory of the parameters. Their data moves to host memory if ``keep``, and else is lost."""
         if self._is_parked:
             return
         for x in self._parameters:
@@ -161,7 +168,7 @@ class _Weights:
         self._is_parked = True
 
     def restore(self, device: torch.device) -> None:
-        """Move the kept weights to ``device``."""
+        """Move the kept data of parked parameters to ``device``."""
         if not self._is_parked:
             return
         for x in self._parameters:

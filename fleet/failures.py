@@ -1,21 +1,21 @@
-"""Exceptions of a request that ends without a result, and error messages for users."""
+"""The exceptions of a request without a result, and the conversion of exceptions to error messages for users."""
 
 from __future__ import annotations
 
 
 class ReplicaDied(RuntimeError):
-    """Death of a replica: a rank ended, or no longer answers. The replica must be restarted."""
+    """Raised if a rank of a replica ended or no longer answers. The replica must be restarted."""
 
 
 class RequestFailed(RuntimeError):
-    """Failure of a request: the pipeline refused it, or failed with it, on every rank. The replica stays usable."""
+    """Raised if the pipeline raised for a request on every rank. The replica stays usable."""
 
 
 class RequestCancelled(RuntimeError):
-    """Cancellation of a request: all ranks stopped after the same step."""
+    """Raised if a request was cancelled before it began, or after a step that all ranks had finished."""
 
 
-# The extra that brings a module.
+# Import name of an optional dependency: the extra of para_core that installs it.
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "diffusers", "transformers", "accelerate", "peft"), "cli"),
     **dict.fromkeys(("PIL", "matplotlib", "imageio"), "cli"),
@@ -25,7 +25,11 @@ _EXTRAS = {
 
 
 def sentence(error: BaseException) -> str:
-    """Return an error message for users: the exception's text, with the type's name if it was not written for users."""
+    """Return an error message in one line for users.
+
+    It is the exception's text, after the name of its type unless the type's messages are written for users. A missing
+    optional dependency and a file error get messages of their own.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Predictions for a pipeline on ranks: the mesh sizes before anything is loaded, and how many pixels fit in memory."""
+"""Predictions for a pipeline on ranks before it generates: the mesh sizes, and how many pixels fit into memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from para_core.planner.weights import Placement
 
 logger = logging.getLogger(__name__)
 
-# Sides of two results whose activations show how memory grows. Every model can shard their latents.
+# Sides in pixels of two square results. Their predicted memory gives the bytes per pixel, as the slope of a line.
+# Latents of these sizes can be sharded for every model.
 _SIDES = (512, 1024)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted memory of one rank. Activations grow with the number of tokens, and so with the pixels.
+    """Predicted memory of one rank, as a linear function of the pixels of a result.
 
     Args:
-        fixed (`float`): Bytes of weights and of the text's activations.
+        room (`float`): Bytes that the rank may hold.
+        fixed (`float`): Bytes of weights and of activations of text tokens.
         per_pixel (`float`): Bytes of activations per pixel of an image or frame.
 
     >>> Memory(room=24e9, fixed=20e9, per_pixel=1000.0).pixels
@@ -50,15 +52,15 @@ class Memory:
 
     @property
     def pixels(self) -> int:
-        """Number of pixels that fit, over all images or frames."""
+        """Largest number of pixels that fits, summed over all images or frames."""
         return int((self.room - self.fixed) / self.per_pixel)
 
     def bytes_of(self, pixels: int) -> float:
-        """Return the bytes of a rank for a result of ``pixels`` pixels."""
+        """Return the bytes that a rank needs for a result of ``pixels`` pixels."""
         return self.fixed + pixels * self.per_pixel
 
     def problem(self, pixels: int) -> str | None:
-        """Return why a result of ``pixels`` pixels does not fit. None if it does."""
+        """Return an error message if a result of ``pixels`` pixels does not fit, else None."""
         if pixels <= self.pixels:
             return None
         return (
@@ -68,18 +70,25 @@ class Memory:
 
 
 def bytes_of_device() -> float:
-    """Return the bytes that a rank may hold on the current GPU; without one, the memory divided by the CPU cores."""
+    """Return the bytes that a rank may hold: those of the current GPU, less a reserve.
+
+    Without a GPU, the memory of the machine divided by the number of CPU cores.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
 
 
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
-    """Predict the memory of weights and transformer activations on a rank of ``mesh``. The VAE is not included.
+    """Predict the memory of weights and transformer activations on a rank. Activations of the VAE are not included.
+
+    Args:
+        mesh: Sizes of the mesh dims by name.
+        room: Bytes that the rank may hold.
 
     Returns:
-        The prediction. None if the planner does not know the pipeline, if components take turns on the device, or if
-        not even the weights are predicted to fit.
+        The prediction. None if the planner does not know the pipeline, if components take turns on the device
+        (``offload="model"``), or if not even the weights are predicted to fit.
     """
     if recipe.offload == "model":
         return None
@@ -94,7 +103,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     try:
         (less, few), (more, many) = (_bytes_at(pipe, recipe, shape, side) for side in _SIDES)
     except Exception as error:
-        # The pipeline's class or config may be the user's own, so counting may raise anything.
+        # The pipeline's class or config may be the user's own, so the planner may raise anything. That is no error.
         logger.debug("no memory is predicted for %s: %s", type(pipe).__name__, error)
         return None
     per_pixel = (more - less) / (many - few)
@@ -103,7 +112,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
 
 
 def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
-    """Return ``(bytes of a rank, pixels)`` of a result of this side, with the pipeline's default number of frames."""
+    """Return ``(bytes of a rank, pixels)`` for a square result with ``side``, with the default number of frames."""
     work = workload(pipe, height=side, width=side)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = recipe.resident_blocks if recipe.offload == "blocks" else None
@@ -115,9 +124,10 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
 
 
 def without_weights(model: Model, dtype: torch.dtype) -> Any:
-    """Make the pipeline of ``model`` from the configs of its components, in ``dtype`` and without weights.
+    """Return the pipeline of ``model`` with components on the meta device, made from their configs in ``dtype``.
 
-    Raises whatever a component of another library than diffusers and transformers raises.
+    Tokenizers, image processors, and components of other libraries than diffusers and transformers are None. Making a
+    component from its config may raise anything.
     """
     import diffusers
 
@@ -153,10 +163,13 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
-    """Return the mesh sizes that loading will choose for ``ranks`` ranks of one host.
+    """Return the mesh sizes by dim that :func:`~para_core.fleet.recipe.build` will choose for ``ranks`` ranks.
+
+    Args:
+        pipe: Pipeline, with or without weights. Unused if the recipe states a mesh or ``ranks`` is 1.
 
     Raises:
-        ValueError: If ``ranks`` exceeds what the recipe's mesh allows.
+        ValueError: If ``ranks`` exceeds the product of the mesh sizes that the recipe allows.
     """
     if recipe.mesh and ranks > 1:
         return given_mesh(recipe, ranks)
@@ -170,7 +183,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
 
 
 def require_mesh_fits(recipe: Recipe, ranks: int) -> None:
-    """Raise ValueError if ``ranks`` exceeds what the recipe's largest sizes of mesh dims allow."""
+    """Raise ValueError if ``ranks`` exceeds the product of the mesh sizes that the recipe allows."""
     if not recipe.mesh:
         return
     try:
@@ -180,10 +193,10 @@ def require_mesh_fits(recipe: Recipe, ranks: int) -> None:
 
 
 def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
-    """Return the mesh sizes that follow from the recipe's largest sizes.
+    """Return the mesh sizes for ``ranks`` ranks within the largest sizes that the recipe states.
 
     Raises:
-        ValueError: If ``ranks`` exceeds what they allow.
+        ValueError: If ``ranks`` exceeds the product of these sizes.
     """
     limits, left = dict(recipe.mesh), ranks
     outer: dict[str, int] = {}

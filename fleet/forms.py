@@ -1,4 +1,4 @@
-"""Multipart forms as bodies of requests, as OpenAI's clients send images."""
+"""Parsing of multipart forms: OpenAI's clients send images as files of a form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from para_core.fleet.limits import RequestError
 
 _MAX_FILES, _MAX_FIELDS = 32, 200
-# OpenAI's names of fields that pipelines call otherwise.
+# Field names of OpenAI's API, and the names that pipelines have for these fields.
 _NAMES = {"mask": "mask_image", "input_reference": "image"}
-# Fields besides prompts whose values are texts. Values of other fields are JSON.
+# Form fields whose values are taken as strings, as those of all fields with "prompt" in their name. Values of other
+# fields are parsed as JSON.
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
 
 
 async def read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the fields of a form, and its files by the text that stands for each in the fields.
+    """Return the fields of a multipart form, and its files.
+
+    A field that is a file has a placeholder string as its value, which is the key of the file's contents.
 
     Raises:
         RequestError: If the form is malformed.
@@ -62,7 +65,7 @@ async def _sort(form: FormData, fields: dict[str, Any], files: dict[str, bytes])
 
 
 def rename(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the pipelines' names for OpenAI's. References to images become their URLs."""
+    """Return ``fields`` with OpenAI's names replaced by those of pipelines, and image references by their URLs."""
     renamed = {_NAMES.get(name, name): value for name, value in fields.items()}
     reference = renamed.get("image")
     if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
@@ -78,7 +81,10 @@ def _json_or_text(text: str) -> Any:
 
 
 def _white_where_transparent(data: bytes) -> bytes:
-    """Return a mask whose white part is generated. OpenAI's masks are transparent there."""
+    """Convert OpenAI's mask, transparent where the image is to be generated, to diffusers' mask, white there.
+
+    Other images, such as those without an alpha channel, are returned unchanged.
+    """
     from PIL import Image, ImageChops
 
     try:
@@ -89,4 +95,4 @@ def _white_where_transparent(data: bytes) -> bytes:
         ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")
         return buffer.getvalue()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return data  # refused later, as any unreadable image
+        return data  # refused later, like any unreadable image

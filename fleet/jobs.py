@@ -1,4 +1,4 @@
-"""Accepted requests of a server: their number is limited, and each ends with a result, an error or a cancellation."""
+"""Accepted requests of a server, waiting or running: their number limit, retries, cancellation and metrics."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Interval of checks that the client is still connected.
+# Interval in seconds at which a waiting request checks that its client is still connected.
 _POLL_SECONDS = 0.2
 
 
 class Backend(Protocol):
-    """Replicas that each answer one request at a time."""
+    """Interface of what generates for a server: a queue in front of replicas."""
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
-        """Return the result of a request. Waits while all replicas are busy.
+        """Run a request as soon as a replica is free, and return its result.
 
         Args:
-            progress (`Callable[[int | Output], None]`): Receives the number of finished steps, and partial images.
+            progress (`Callable[[int | Output], None]`): Called with the number of finished steps, and with each partial
+                image.
 
         Raises:
-            RequestFailed: If the pipeline failed.
+            RequestFailed: If the pipeline raised on all ranks.
             RequestCancelled: If :meth:`cancel` was called.
             ReplicaDied: If the replica died.
         """
 
     def cancel(self, id_: str) -> None:
-        """End this request: at once if it waits, after its current step if it runs."""
+        """Cancel a request: at once if it waits, after its current step if it runs."""
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
@@ -46,7 +47,13 @@ class Backend(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits or runs. ``events`` receives numbers of finished steps and partial images."""
+    """A request that waits or runs.
+
+    Attributes:
+        task: Future of the result.
+        events: Queue of what has happened: an int is the number of finished steps, an :class:`Output` a partial image.
+        steps_done: Number of finished steps.
+    """
 
     id_: str
     request: Request
@@ -56,7 +63,7 @@ class Job:
 
 
 class Jobs:
-    """The requests that wait or run on ``backend``."""
+    """All requests of a server that wait or run on ``backend``, and its metrics."""
 
     def __init__(self, backend: Backend, limits: Limits, replicas: int) -> None:
         self._backend, self._limits, self._replicas = backend, limits, replicas
@@ -70,7 +77,7 @@ class Jobs:
         return len(self._jobs)
 
     def require_room(self) -> None:
-        """Raise RequestError if no request may be added now."""
+        """Raise RequestError (429) if as many requests wait or run as the limits allow."""
         room = self._replicas + self._limits.waiting
         if len(self._jobs) >= room:
             self.metrics.requests.labels("refused").inc()
@@ -85,7 +92,7 @@ class Jobs:
             id_ (`str`, *optional*): Name of the request. Defaults to a random one.
 
         Raises:
-            RequestError: If there is no room, or the name is in use or invalid.
+            RequestError: If too many requests wait already, or the name is in use or invalid.
         """
         self.require_room()
         id_ = id_ or uuid.uuid4().hex
@@ -110,14 +117,14 @@ class Jobs:
     async def wait(
         self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
     ) -> Result:
-        """Return the result of a job.
+        """Wait for a job, and return its result. The caller then calls :meth:`end`.
 
         Args:
-            disconnected (`Callable`, *optional*): Whether the client has left.
+            disconnected (`Callable`, *optional*): Returns whether the client has disconnected.
             seconds (`float`): Longest time to wait.
 
         Raises:
-            RequestError: If the job has no result, its client left, or its time ran out.
+            RequestError: If the job failed or was cancelled, its client disconnected, or its time ran out.
         """
         start = time.monotonic()
         outcome = "failed"
@@ -153,7 +160,7 @@ class Jobs:
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.id_, None)
         if not job.task.cancelled():
-            job.task.exception()  # retrieved, or asyncio would log that it never was
+            job.task.exception()  # or asyncio would log that the exception was never retrieved
 
     async def _run(self, job: Job) -> Result:
         def progress(event: int | Output) -> None:

@@ -1,4 +1,4 @@
-"""Limits of a server, and the error responses for requests that exceed them."""
+"""Limits of a server, and the error response for a request that it refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from para_core.fleet.foresee import Memory
 
-# Longest text of a request, in characters per token that the model reads. English has about 4. A tokenizer needs
-# minutes for a text of megabytes, although the model reads only its beginning.
+# Longest string of a request, in characters per token that the model reads (English has about 4 per token). The limit
+# exists because a tokenizer needs minutes for megabytes of text, although the model reads only the beginning.
 CHARACTERS_PER_TOKEN = 32
 
 
@@ -19,10 +19,13 @@ class Limits:
 
     Args:
         waiting (`int`): Requests that may wait while all replicas are busy.
-        pixels (`int`): Pixels of all images or frames of a request.
-        seconds (`float`): Seconds after which a request that a client waits for is cancelled, waiting included.
-        retries (`int`): How often a request is retried after its replica died.
-        memory (`Memory`, *optional*): Memory of a rank, which limits the size of results. None if it is unknown.
+        pixels (`int`): Largest number of pixels of a result, summed over all images or frames.
+        steps (`int`): Largest number of denoising steps.
+        body_bytes (`int`): Largest size of a request's body.
+        seconds (`float`): Seconds after which a request is cancelled, the time in the queue included. Asynchronous
+            videos have no such limit.
+        retries (`int`): How often a request is run again after its replica died.
+        memory (`Memory`, *optional*): Predicted memory of a rank, which also limits the pixels. None if unknown.
     """
 
     waiting: int = 8
@@ -43,14 +46,14 @@ class Limits:
 
 
 class RequestError(Exception):
-    """Error response to a request: an HTTP status, a code for programs and a message for people."""
+    """Raised to refuse a request. Holds the error response: HTTP status, code for programs, message for people."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the response, in the form of OpenAI's API."""
+        """Return the JSON body of the error response, in the form of OpenAI's API."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "code": self.code}}

@@ -1,4 +1,4 @@
-"""LoRAs of a pipeline that serves: each request may name one, and the most recently used stay loaded."""
+"""LoRAs of requests to a server: each request may name one, and the most recently used ones stay loaded."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Lora(NamedTuple):
-    """A LoRA of a request: a file or folder, and its scale."""
+    """The LoRA of a request: path of its file or folder, and scale."""
 
     path: str
     scale: float = 1.0
 
 
 class LoadedLoras:
-    """LoRAs of one pipeline. A request's LoRA joins those of the recipe, and is loaded when it is first used.
+    """The LoRAs of requests that are loaded into a pipeline, beside those of the recipe.
 
     Args:
-        keep (`int`): LoRAs that stay loaded. The least recently used one is unloaded.
-        encoded_prompts (`EncodedPrompts`, *optional*): Cleared if a LoRA changes text encoders.
+        keep (`int`): Largest number of LoRAs that stay loaded. Beyond it, the least recently used one is unloaded.
+        encoded_prompts (`EncodedPrompts`, *optional*): Cache of text embeddings. Cleared when the LoRA changes, if
+            LoRAs are loaded into text encoders.
 
     Attributes:
-        loads: Number of LoRAs that were loaded.
+        loads: Number of times a LoRA was loaded.
     """
 
     def __init__(self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None) -> None:
@@ -42,10 +43,10 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Make ``lora`` the only LoRA besides those of the recipe. None uses those of the recipe only.
+        """Activate ``lora`` and those of the recipe, and no other. Loads it if necessary. None activates the recipe's.
 
         Raises:
-            ValueError: If it cannot be loaded. The LoRA before stays in use.
+            ValueError: If ``lora`` cannot be loaded. The previous one then stays active.
         """
         if lora == self._active:
             return
@@ -69,11 +70,11 @@ class LoadedLoras:
         name = f"request_{self.loads}"
         try:
             with warnings.catch_warnings():
-                # peft warns that the model has several LoRAs.
+                # peft warns that the model has several LoRAs, which is intended here.
                 warnings.simplefilter("ignore")
                 self._pipe.load_lora_weights(lora.path, adapter_name=name)
         except Exception as error:
-            # A file of another model may raise anything, after it was loaded in part.
+            # A LoRA of another model may raise anything, after parts of it were loaded: these are deleted.
             with contextlib.suppress(Exception):
                 self._pipe.delete_adapters(name)
             raise ValueError(
@@ -88,24 +89,30 @@ class LoadedLoras:
 
 
 class LoraFolder:
-    """LoRAs that requests may name: files and folders in ``folder``. Those that are added while serving count."""
+    """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain any.
+
+    The folder is read at each call, so LoRAs can be added while the server runs.
+
+    Attributes:
+        default: Name of the LoRA for requests that name none, with an optional scale. None for no LoRA.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.default: str | None = None
 
     def names(self) -> list[str]:
-        """Return the names of the LoRAs, sorted."""
+        """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted(
             path.stem if path.suffix == ".safetensors" else path.name for path in paths if self._is_lora(path)
         )
 
     def find(self, text: str) -> Lora:
-        """Return the LoRA of a name with an optional scale, such as ``"style:0.8"``.
+        """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the folder has no LoRA of this name, or the scale is infinite.
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
@@ -114,10 +121,10 @@ class LoraFolder:
         raise ValueError(f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}.")
 
     def set_default(self, text: str | None) -> None:
-        """Set the LoRA of requests that name none.
+        """Set the LoRA for requests that name none. None for no LoRA.
 
         Raises:
-            ValueError: If there is none of this name.
+            ValueError: As :meth:`find`.
         """
         if text is not None:
             self.find(text)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 
 class Metrics:
-    """Counters of one server; their names begin with ``para_core_``."""
+    """Prometheus metrics of one server. Their names begin with ``para_core_``."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -20,7 +20,7 @@ class Metrics:
         self.deaths = Counter("replica_deaths", "Requests whose replica died.", **names)
 
     def mean_seconds(self) -> float:
-        """Return the mean seconds of ended requests; 1 before the first."""
+        """Return the mean duration in seconds of the requests that ended, 1 if none has."""
         samples = {sample.name: sample.value for sample in next(iter(self.seconds.collect())).samples}
         count = samples.get("para_core_request_seconds_count", 0)
         return samples["para_core_request_seconds_sum"] / count if count else 1.0

@@ -1,4 +1,4 @@
-"""Models by name: the index file of a folder or repository tells the pipeline, and the pipeline its fields."""
+"""Lookup of a model by name: its index file names the pipeline class, whose ``__call__`` gives a request's fields."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import para_core
 from para_core.fleet.models import Kind, Model, can_be_given
 
-# Part of the repository, but not of an installed package.
+# This folder exists in a checkout of the repository, but not in an installed package.
 TINY_FLUX = Path("zoo/flux/pipeline")
-# FLUX pads text to 512 tokens by default; this model was trained with at most 128.
+# FLUX pads prompts to 512 tokens by default, but this model was trained with at most 128.
 TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
 
-# The call of a video pipeline has one of these parameters.
+# A pipeline generates videos if its call has one of the parameters _FRAMES, else audio if it has one of _SOUND.
 _FRAMES = ("num_frames", "video_length")
 _SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 
 
 def find_tiny_flux() -> Path:
-    """Return the folder of the trained tiny FLUX, in the repository of para_core or in the current folder.
+    """Return the folder of the small trained FLUX, in the checkout of para_core or below the current folder.
 
     Raises:
-        FileNotFoundError: If neither has it.
+        FileNotFoundError: If it is in neither place.
     """
     for root in (Path(para_core.__file__).parents[1], Path.cwd()):
         if (root / TINY_FLUX / "model_index.json").is_file():
@@ -36,14 +36,16 @@ def find_tiny_flux() -> Path:
 
 
 def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
-    """Return the model of this name; for None, the tiny FLUX. A modular pipeline is told by its index file.
+    """Return the description of a model without loading its weights.
 
     Args:
-        trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
+        name (`str`, *optional*): Folder or Hub repository of a classical or modular pipeline. None for the tiny FLUX.
+        trust_remote_code (`bool`): Whether code in a modular pipeline's repository may run.
 
     Raises:
-        FileNotFoundError: If there is no such model.
-        ValueError: If it generates neither images nor videos, or has code of its own that is not trusted.
+        FileNotFoundError: If there is no such folder or repository.
+        ValueError: If this diffusers lacks the pipeline's class, the model generates neither images nor videos, or its
+            repository contains code that is not trusted.
     """
     defaults: Mapping[str, Any] = {}
     if name is None:
@@ -69,7 +71,10 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
 
 
 def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the model ``name`` whose pipeline class is ``cls``.
+    """Return the description of model ``name``, whose pipeline class is ``cls``.
+
+    Args:
+        defaults: Values of fields that requests omit.
 
     Raises:
         ValueError: If ``cls`` generates audio only.
@@ -82,7 +87,7 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     annotations = {
         key: parameters[key].annotation
         for key in fields
-        # Annotations are strings if the pipeline's module postpones them.
+        # Annotations are strings if the pipeline's module has `from __future__ import annotations`: left out.
         if not isinstance(parameters[key].annotation, str) and parameters[key].annotation is not inspect.Parameter.empty
     }
     return Model(name, cls.__name__, fields, kind, defaults, annotations)

@@ -1,4 +1,4 @@
-"""Properties of a model that are known without its weights: its location, its pipeline, and the call's fields."""
+"""Description of a model that is known without its weights: its name, its pipeline, and the fields of a request."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any, Literal
 
 Kind = Literal["image", "video"]
 _IMAGES = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
-# Parameters that JSON cannot express or that the caller may not set.
+# Parameters of a pipeline's call that a request may not set, because the command or server sets them itself.
 _OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline whose weights are not loaded.
+    """Description of a pipeline, without its weights.
 
     Args:
         name (`str`): Folder, or repository on the Hub.
-        fields (`Mapping[str, Any]`): Parameters of its call with their defaults (``inspect.Parameter.empty`` if none).
-        defaults (`Mapping[str, Any]`): Values of fields that a request omits.
+        pipeline (`str`): Name of the pipeline's class.
+        fields (`Mapping[str, Any]`): Parameters of the pipeline's call that a request may set, with their defaults
+            (``inspect.Parameter.empty`` if there is none). For a modular pipeline, inputs of its blocks.
+        kind (`"image"` or `"video"`): What the pipeline generates.
+        defaults (`Mapping[str, Any]`): Values of fields that a request omits, if they differ from the pipeline's.
         annotations (`Mapping[str, Any]`): Types of the parameters, as far as they are known.
-        modular (`bool`): Whether it is a modular pipeline, whose fields are the inputs of its blocks.
-        takes_loras (`bool`): Whether its class loads LoRAs.
-        required (`tuple[str, ...]`): Image fields without which nothing is generated.
+        modular (`bool`): Whether it is a modular pipeline.
+        takes_loras (`bool`): Whether the pipeline's class can load LoRAs.
+        required (`tuple[str, ...]`): Image fields that every request must set.
     """
 
     name: str
@@ -39,18 +42,18 @@ class Model:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Fields that take one or several images."""
+        """Names of the fields that take one or several images."""
         return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGES)
 
 
 def can_be_given(name: str) -> bool:
-    """Whether a request may set the parameter of this name."""
+    """Whether a request may set the parameter ``name``: no tensors, no callbacks, none that the program sets."""
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 
 
 def unknown_field(model: Model, name: str) -> str:
-    """Return the message of an unknown field, with the most similar known one."""
+    """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"Did you mean {close[0]}?" if close else f"It takes seed, size, steps, {', '.join(model.fields)}."
     return f"{model.pipeline} has no field {name!r} here. {hint}"

@@ -1,4 +1,4 @@
-"""Modular pipelines of diffusers: what their blocks take and generate, how they are loaded and how they are called."""
+"""Support for diffusers' modular pipelines: describe what they take and generate, load them, and call them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import torch
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
-# Outputs that are written to files, and the field of a classical pipeline's output that holds them.
+# Outputs of blocks that can be written to files: their kind, and the name of that output in a classical pipeline.
 _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
-# Inputs that one block passes to another. diffusers lists them because a block may also be called alone.
+# Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
+# them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
 _KEY = "callback of steps"
 
 
 def is_modular(pipe: Any) -> bool:
-    """Whether ``pipe`` is put together from blocks."""
+    """Whether ``pipe`` is a modular pipeline of diffusers."""
     from diffusers import ModularPipeline
 
     return isinstance(pipe, ModularPipeline)
 
 
 def has_modular_index(name: str) -> bool:
-    """Whether a folder or repository has the index of a modular pipeline, and none of a classical one."""
+    """Whether folder or repository ``name`` has the index file of a modular pipeline, and none of a classical one."""
     from diffusers import DiffusionPipeline, ModularPipeline
 
     for loader in (DiffusionPipeline, ModularPipeline):
@@ -42,10 +43,10 @@ def has_modular_index(name: str) -> bool:
 
 
 def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the modular pipeline of a folder or repository, without the components that have files.
+    """Return the modular pipeline of a folder or repository, without the components that are loaded from files.
 
     Raises:
-        ValueError: If this diffusers does not have its class, or if its blocks are code of its own that is not trusted.
+        ValueError: If this diffusers lacks its class, or its repository contains code of blocks that is not trusted.
     """
     import diffusers
     from diffusers import ModularPipeline, ModularPipelineBlocks
@@ -68,10 +69,10 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def describe_modular(name: str, pipe: Any) -> Model:
-    """Return the model ``name`` whose modular pipeline, with or without components, is ``pipe``.
+    """Return the description of model ``name``, whose modular pipeline is ``pipe``. Its components are not needed.
 
     Raises:
-        ValueError: If it generates neither images nor videos, or needs an input that has no form in JSON.
+        ValueError: If it generates neither images nor videos, or requires a video as input, which requests cannot give.
     """
     blocks, pipeline = _blocks(pipe), original_class(pipe)
     output = _output_of(blocks)
@@ -95,7 +96,7 @@ def describe_modular(name: str, pipe: Any) -> Model:
         modular=True,
         takes_loras=hasattr(pipeline, "load_lora_weights"),
     )
-    # Other required inputs may be set by a block that runs before.
+    # Only images are reported as required: other required inputs of a block may be set by a block that runs before.
     return replace(model, required=tuple(key for key in model.images if key in needed))
 
 
@@ -107,10 +108,10 @@ def _can_be_given(x: Any) -> bool:
 
 
 def guiders_of(pipe: Any) -> dict[str, str]:
-    """Return the guiders of a modular pipeline by the field that sets the scale.
+    """Return the names of guider components, by the request's field that sets their guidance scale.
 
-    The field ``guidance_scale`` sets that of ``guider``, ``guidance_scale_2`` that of ``guider_2``. Scales that are
-    inputs of blocks are not among them.
+    The field ``guidance_scale`` sets the scale of ``guider``, ``guidance_scale_2`` that of ``guider_2``. A field that
+    is also an input of a block is left out, because the block takes it.
     """
     inputs = {x.name for x in _blocks(pipe).inputs}
     names = {name.replace("guider", "guidance_scale"): name for name in pipe.components if "guider" in name}
@@ -121,16 +122,13 @@ def guiders_of(pipe: Any) -> dict[str, str]:
     }
 
 
-# -- loading
-
-
 def load_modular(
     name: str, *, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load the modular pipeline of a folder or repository, with all components that have files.
+    """Load the modular pipeline of a folder or repository, with its components.
 
     Args:
-        quantization (`Mapping[str, Any]`, *optional*): ``quantization_config`` of components by name.
+        quantization (`Mapping[str, Any]`, *optional*): ``quantization_config`` for components, by their names.
 
     Raises:
         RuntimeError: If a component cannot be loaded.
@@ -142,7 +140,7 @@ def load_modular(
     for part in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(part)
         if getattr(pipe, part) is None and spec.pretrained_model_name_or_path is not None:
-            # load_components only logs why. The same call raises it.
+            # load_components logs an error and leaves the component None. Loading it alone raises the error.
             try:
                 spec.load(dtype=dtype)
             except Exception as error:
@@ -151,7 +149,10 @@ def load_modular(
 
 
 def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, str | None], Any]) -> None:
-    """Give ``pipe`` components that ``make`` makes of (repository, subfolder, library, class)."""
+    """Fill the components of ``pipe`` with what ``make(repository, subfolder, library, class name)`` returns.
+
+    A component for which ``make`` returns None stays empty.
+    """
     for part in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(part)
         if spec.pretrained_model_name_or_path is None or spec.type_hint is None:
@@ -162,20 +163,20 @@ def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, 
             pipe.register_components(**{part: component})
 
 
-# -- calling
-
-
 def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
-    """Call a modular pipeline with the arguments of a classical one, ``callback_on_step_end`` among them.
+    """Call a modular pipeline with the arguments of a classical one.
+
+    Guidance scales are set on its guiders, ``callback_on_step_end`` is called after each scheduler step, and arguments
+    that are inputs of no block are ignored.
 
     Returns:
-        A namespace with ``images`` or ``frames``, as PIL images.
+        A namespace with ``images`` or ``frames``, like the output of a classical pipeline.
     """
     blocks, guiders = _blocks(pipe), guiders_of(pipe)
     inputs = {x.name for x in blocks.inputs}
     output = _output_of(blocks)
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
-    # diffusers fills in the default of an input that is left out, or None.
+    # Inputs that are missing here get their default from diffusers, or None.
     fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
     with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
@@ -186,10 +187,13 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Set the guiders of a modular pipeline to the scales in ``calls``, and return the calls without these fields.
+    """Set the guiders of a modular pipeline to the guidance scales in ``calls``. Return the calls without these fields.
+
+    Args:
+        calls: Arguments of several calls of the pipeline. Their scales must be equal.
 
     Raises:
-        ValueError: If calls differ in a scale.
+        ValueError: If the scales of two calls differ.
     """
     guiders = guiders_of(pipe)
     for field, name in guiders.items():
@@ -203,9 +207,10 @@ def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 @contextmanager
 def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[None]:
-    """Call ``callback`` after each step that the scheduler of ``pipe`` takes inside this context.
+    """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``.
 
-    Modular pipelines take no callback. Does nothing without a scheduler.
+    Modular pipelines take no callback argument, so the scheduler's ``step`` is wrapped. Does nothing without a
+    scheduler or callback.
     """
     scheduler = getattr(pipe, "scheduler", None)
     if scheduler is None or callback is None:
@@ -218,7 +223,7 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         nonlocal taken, last
         output = call(scheduler, *args, **kwargs)
         index = getattr(scheduler, "step_index", None)
-        # A step that the scheduler sets back and takes again counts once.
+        # If step_index is the same as after the previous call, that step was repeated. It counts once.
         if index is None or index != last:
             taken += 1
             latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", None)
@@ -235,7 +240,7 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
 
 @contextmanager
 def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
-    """Set the scales of these guiders inside this context."""
+    """Inside this context, set guiders (by component name) to these guidance scales."""
     guiders = {name: getattr(pipe, name) for name in scales}
     before = {name: guider.guidance_scale for name, guider in guiders.items()}
     try:
@@ -249,7 +254,7 @@ def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
 
 @contextmanager
 def _errors_raised_only() -> Iterator[None]:
-    """Stop diffusers from logging the traceback of an error once for each block that encloses it."""
+    """Inside this context, keep diffusers from also logging an exception that it raises, once per enclosing block."""
     blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
     before = blocks.level
     blocks.setLevel(logging.CRITICAL)
@@ -260,7 +265,7 @@ def _errors_raised_only() -> Iterator[None]:
 
 
 def _blocks(pipe: Any) -> Any:
-    # pipe.blocks is a copy, which costs more than a step of a small model.
+    # The public pipe.blocks makes a copy at each access, which takes longer than a step of a small model.
     return pipe._blocks
 
 

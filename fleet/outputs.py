@@ -1,4 +1,4 @@
-"""Results as files: formats, checks before generation, and atomic writing."""
+"""Files of results: choice of the format, checks of disk space before generation, encoding, and atomic writing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from para_core.fleet.models import Kind, Model
 from para_core.fleet.request import Request, estimated_pixels
 
 FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
-# A PNG of noise is slightly larger than its pixels. Videos compress well, GIFs least.
+# Upper estimates: a PNG of noise is slightly larger than its 3 bytes per pixel; videos compress better, GIF the least.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
-# Temporary names of write_atomically.
+# Names of the temporary files of write_atomically. A process that was killed leaves them behind.
 _HALF_WRITTEN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
@@ -32,6 +32,7 @@ class Output:
 
     Args:
         suffix (`str`): End of the file name: ``".png"``, or ``"-1.png"`` for the second of several images.
+        data (`bytes`): Contents of the file.
     """
 
     suffix: str
@@ -39,7 +40,7 @@ class Output:
 
 
 def choose_format(model: Model, format_: str | None) -> str:
-    """Return ``format_``, by default the usual format for what ``model`` generates.
+    """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
 
     Raises:
         ValueError: If the model's results cannot have this format, or its encoder is not installed.
@@ -68,7 +69,7 @@ def _writes_mp4() -> bool:
 
 
 def too_large(folder: Path, request: Request, model: Model, format_: str) -> str | None:
-    """Return why the result of ``request`` alone does not fit on the disk. None if it does."""
+    """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
     needed = int(estimated_pixels(request, model.kind) * _BYTES_PER_PIXEL[format_])
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -82,7 +83,7 @@ def _amount(number: int) -> str:
 
 
 def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
-    """Make the folder, and return the largest number of bytes that the results may take.
+    """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
     Raises:
         OSError: If the folder cannot be made or written to, or its disk has too little free space.
@@ -120,10 +121,13 @@ def require_file(path: Path | None) -> None:
 
 
 def encode(result: Any, format_: str, *, fps: int, quality: int | None = None) -> list[Output]:
-    """Encode the PIL images or frames of a pipeline's output as files. Equal pixels give equal bytes.
+    """Encode the PIL images or frames of a pipeline's output, one file for each image or video.
+
+    Equal pixels give equal bytes.
 
     Args:
-        quality (`int`, *optional*): 0 to 100, for JPEG and WebP images. Defaults to 95, and to lossless WebP.
+        fps (`int`): Frames per second of a video.
+        quality (`int`, *optional*): 0 to 100, for JPEG and WebP images. By default JPEG has 95, and WebP is lossless.
     """
     videos = getattr(result, "frames", None)
     if videos is not None:
@@ -135,7 +139,7 @@ def encode(result: Any, format_: str, *, fps: int, quality: int | None = None) -
 
 
 def encode_image(image: Any, format_: str, quality: int | None = None) -> bytes:
-    """Encode a PIL image as a file."""
+    """Return a PIL image encoded as ``"png"``, ``"jpg"`` or ``"webp"``. For ``quality`` see :func:`encode`."""
     buffer = io.BytesIO()
     lossy = {} if quality is None else {"quality": quality}
     options: dict[str, dict[str, Any]] = {
@@ -162,12 +166,13 @@ def _encode_video(frames: Sequence[Any], format_: str, fps: int) -> bytes:
 
 
 def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: Mapping[str, Any]) -> list[Path]:
-    """Write the files of a result, and then ``name.json``: if that file exists, all others are complete.
+    """Write the files of a result and its metadata, and return the paths of the files.
 
-    A PNG also holds the metadata, as the texts ``prompt`` and ``para_core`` (JSON).
+    The metadata go to ``name.json``, which is written last: if it exists, the other files are complete. A PNG also has
+    the metadata inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
 
     Raises:
-        FileExistsError: If one of the files exists. Nothing is overwritten.
+        FileExistsError: If one of the files exists. Nothing is written then.
     """
     paths = [folder / f"{name}{output.suffix}" for output in outputs]
     record_path = folder / f"{name}.json"
@@ -186,13 +191,13 @@ def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: M
 
 
 def _with_texts(png: bytes, **texts: str) -> bytes:
-    """Return the PNG file with these texts. Its pixels are not encoded again."""
+    """Return the PNG file ``png`` with these text chunks added. Its pixels are not encoded again."""
     from PIL.PngImagePlugin import PngInfo, putchunk
 
     info = PngInfo()
     for name, text in texts.items():
         info.add_itxt(name, text)
-    header = 33  # bytes of the signature and the first chunk, IHDR
+    header = 33  # bytes: the signature and the first chunk, IHDR
     file = io.BytesIO()
     file.write(png[:header])
     for kind, data, *_ in info.chunks:
@@ -201,14 +206,14 @@ def _with_texts(png: bytes, **texts: str) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the contents of ``path``. If the process or machine stops, the file has its old or its new contents."""
+    """Write ``data`` to ``path``, so that a crash at any moment leaves either the old or the new contents."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes files that only their owner can read.
+        # mkstemp makes a file that only its owner can read. The result should have the permissions of any new file.
         umask = os.umask(0)
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
@@ -222,14 +227,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` against other processes of this machine, and delete leftover temporary files.
+    """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary files.
+
+    On a file system without locks, nothing is locked.
 
     Raises:
         RuntimeError: If another process holds the lock.
     """
     import fcntl
 
-    # The folder itself is locked, so no lock file is left behind. The lock ends with the process.
+    # The folder itself is locked, so that no lock file can be left behind. The lock ends with the process.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -239,7 +246,7 @@ def alone_in(folder: Path) -> Iterator[None]:
                 f"another para_core generate writes to {folder}: wait for it, or use another folder with --out."
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # The file system has no locks.
         for path in folder.iterdir():
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink(missing_ok=True)

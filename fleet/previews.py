@@ -1,4 +1,4 @@
-"""Previews of an image while it is generated: the clean image that the latents of a step predict."""
+"""Previews of an image while it is generated: the latents of a step, extrapolated to the last step and decoded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Previews:
-    """Previews of one request, evenly spaced over its steps.
+    """Sender of the previews of one request, evenly spaced over its steps.
 
-    Pipelines whose latents cannot be decoded without knowledge of the pipeline, such as those of videos, have none.
+    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines.
 
     Args:
-        request (`Request`): Its delivery has the number of previews.
-        send (`Callable[[Output], None]`): Receives each of them.
-        decodes (`bool`): Whether this rank decodes. All ranks do if the VAE runs on several.
+        request (`Request`): The request. ``delivery.partial_images`` is the number of previews.
+        send (`Callable[[Output], None]`): Called with each preview.
+        format_ (`str`): Format of previews if the request states none.
+        decodes (`bool`): Whether this rank decodes previews. All ranks must if the VAE runs on several ranks.
     """
 
     def __init__(self, request: Request, send: Callable[[Output], None], *, format_: str, decodes: bool) -> None:
@@ -32,7 +33,7 @@ class Previews:
         self._last: Tensor | None = None
 
     def at_step(self, pipe: Any, step: int, latents: Tensor | None) -> None:
-        """Send a preview after this step, counted from 0, if one is due."""
+        """Send a preview after step ``step`` (counted from 0) if one is due. Called after every step."""
         steps = len(pipe.scheduler.timesteps)
         last, self._last = self._last, None if latents is None else latents.clone()
         due = {round((index + 1) * steps / (self._count + 1)) for index in range(self._count)}
@@ -41,14 +42,17 @@ class Previews:
         try:
             image = _decode(pipe, _predicted(pipe, step, last, latents), *self._sides)
         except Exception as error:
-            # Other pipelines keep latents in forms that this module does not know.
+            # The latents of an unknown pipeline may have any form. A missing preview is no error of the request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
             return
         self._send(Output(f".{self._format}", encode_image(image, self._format)))
 
 
 def _predicted(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
-    """Return the clean latents that the step's velocity points to. Without a velocity, the latents as they are."""
+    """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to sigma 0.
+
+    Other schedulers, and the first step, give ``latents`` unchanged.
+    """
     sigmas = getattr(pipe.scheduler, "sigmas", None)
     if last is None or sigmas is None or "FlowMatchEuler" not in type(pipe.scheduler).__name__:
         return latents
@@ -57,7 +61,7 @@ def _predicted(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Te
 
 
 def _decode(pipe: Any, latents: Tensor, height: int | None, width: int | None) -> Any:
-    """Return the first image."""
+    """Decode latents, and return the first image of the batch as a PIL image."""
     config = pipe.vae.config
     if hasattr(pipe, "_unpack_latents"):
         usual = pipe.default_sample_size * pipe.vae_scale_factor

@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object per line, each a request. An invalid line does not affect others."""
+"""Prompt files: each line is a request, as a JSON object or as the prompt alone. Invalid lines do not affect others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from para_core.fleet.request import Request, make_request, request_schema
 
 @dataclass(frozen=True)
 class Line:
-    """A request with the number of its line.
+    """A request of a prompt file, or of the command line as line 1.
 
     Args:
-        number (`int`): From 1.
-        digest (`str`): Digest of everything that decides the result's files.
-        file (`str`): Name of these files, without suffix. Empty for the number.
+        number (`int`): Number of the line, from 1.
+        request (`Request`): The request.
+        digest (`str`): See :func:`~para_core.fleet.names.digest`.
+        file (`str`): Name of the result's files, without suffix. If empty, they are named by the number.
     """
 
     number: int
@@ -36,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Problem:
-    """A line without a result, and the reason."""
+    """The number of a line that has no result, and the reason as a sentence."""
 
     number: int
     reason: str
@@ -45,20 +46,20 @@ class Problem:
 def read_prompts(
     path: Path, model: Model, common: Mapping[str, Any], *, seed: int = 0
 ) -> tuple[list[Line], list[Problem]]:
-    """Read the requests of a file. Returns the valid lines and the problems of invalid ones; empty lines are skipped.
+    """Read a prompt file. Return its valid lines, and a problem for each invalid line. Empty lines are skipped.
 
-    Each line of a ``.txt`` file is a prompt, of any other file a JSON object.
+    Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a request.
 
     Args:
-        common (`Mapping[str, Any]`): Fields for every line that does not set them.
-        seed (`int`, defaults to `0`): Seed of line 1 unless it sets one; each following line adds one.
+        common (`Mapping[str, Any]`): Fields for every line that does not set them itself.
+        seed (`int`, defaults to `0`): Seed of line 1. Line n has ``seed + n - 1``, unless it sets its own.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is not UTF-8, is one JSON array, or has no line.
+        ValueError: If the file is not UTF-8, is one JSON array, or has only empty lines.
     """
     try:
-        # splitlines() would also split at characters such as U+2028, which JSON texts may contain.
+        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error

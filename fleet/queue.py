@@ -1,4 +1,4 @@
-"""Requests that wait for a free replica: first come, first served. A cancelled one leaves at once.
+"""Queue of requests for the replicas of a server: first come, first served.
 
 Requests that differ only in prompt and seed may be generated as one batch.
 """
@@ -19,7 +19,12 @@ from para_core.fleet.work import Result
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request that waits or runs, with the future of its result."""
+    """A request that waits or runs.
+
+    Attributes:
+        progress: Called with the number of finished steps, and with each partial image.
+        answer: Future of the result. Its exception is one of :mod:`para_core.fleet.failures`.
+    """
 
     id_: str
     request: Request
@@ -28,7 +33,7 @@ class QueuedRequest:
 
 
 class Replicas(Protocol):
-    """Replicas that each answer one request at a time."""
+    """Interface of replicas that each run one batch at a time."""
 
     async def run(self, batch: Sequence[QueuedRequest]) -> None:
         """Run requests as one batch on a free replica, and set their answers.
@@ -37,19 +42,19 @@ class Replicas(Protocol):
         """
 
     def cancel(self, id_: str) -> None:
-        """End this running request after its current step."""
+        """Cancel a running request after its current step."""
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
 
 
 class RequestQueue:
-    """The backend of a server whose replicas answer one request at a time.
+    """Implementation of :class:`para_core.fleet.jobs.Backend`: a queue in front of replicas.
 
     Args:
         slots (`int`): Number of replicas.
         max_batch (`int`): Largest number of requests that are generated as one batch.
-        fits (`Callable`, *optional*): Whether these requests fit into memory as one batch.
+        fits (`Callable`, *optional*): Returns whether requests fit into memory as one batch. Defaults to True.
     """
 
     def __init__(
@@ -64,19 +69,19 @@ class RequestQueue:
         self._waiting: list[QueuedRequest] = []
         self._running: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        # When a client disconnects, Serve cancels every Ray task that was started in the request's context, including
-        # running ranks. Replicas are called in a copy of this context instead, and are cancelled between two steps.
+        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
+        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
         self._context = contextvars.copy_context()
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
-        """Return the result of a request. Waits while all replicas are busy."""
+        """Run a request as soon as a replica is free, and return its result."""
         entry = QueuedRequest(id_, request, progress, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         self._dispatch()
         return await asyncio.shield(entry.answer)
 
     def cancel(self, id_: str) -> None:
-        """End this request: at once if it waits, after its current step if it runs."""
+        """Cancel a request: at once if it waits, after its current step if it runs."""
         for entry in self._waiting:
             if entry.id_ == id_:
                 self._waiting.remove(entry)
@@ -94,13 +99,13 @@ class RequestQueue:
             self._free -= 1
             batch = self._next_batch()
             self._running.update(entry.id_ for entry in batch)
-            # A task of its own runs to its end even if nobody waits: a replica that died is restarted in it.
+            # A separate task also ends properly if no client waits any more: it restarts a replica that died.
             task = asyncio.get_running_loop().create_task(self._run(batch), context=self._context.copy())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _next_batch(self) -> list[QueuedRequest]:
-        """Take the first request from the queue, and those that can be generated with it."""
+        """Remove the first request from the queue, with the later ones that fit into a batch with it. Return them."""
         first = self._waiting.pop(0)
         batch, key = [first], batch_key(first.request)
         if self._max_batch > 1 and key is not None:

@@ -1,4 +1,4 @@
-"""One rank of a replica, as the object of a Ray actor: it runs its part of the pipeline, one request at a time."""
+"""One rank of a replica: the class of a Ray actor that runs the pipeline together with the other ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from para_core.fleet.recipe import Recipe, build, mesh_shape
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Result, Watch, generate_batch
 
-# The concurrency group of the actor's methods that run during a request.
+# Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
-# Environment variables that tell a process its rank. Ray's workers inherit them from the process that started Ray,
-# whose rank is not theirs.
+# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the process that
+# started Ray, but have ranks of their own.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
 _LAUNCHER_NAMES = frozenset(
     [
@@ -46,11 +46,11 @@ _LAUNCHER_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Kept:
-    """Data that a rank keeps from one request to the next.
+    """Amounts of data that a rank keeps from one request to the next.
 
     Args:
-        prompt_bytes (`int`): Host memory for outputs of text encoders. 0 keeps none.
-        loras (`int`): LoRAs of requests that stay loaded. 0 refuses LoRAs.
+        prompt_bytes (`int`): Bytes of host memory for cached outputs of text encoders. 0 disables the cache.
+        loras (`int`): Largest number of LoRAs of requests that stay loaded. 0 refuses requests with a LoRA.
     """
 
     prompt_bytes: int = 0
@@ -59,12 +59,14 @@ class Kept:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request on one rank.
+    """Outcome of a request on one rank.
 
     Args:
-        result (`Result`, *optional*): The result, on the first rank of a request that is done.
-        previews (`tuple[Output, ...]`): Partial images, those that were fetched before too.
-        reason (`str`): Why the request failed, or the step after which it was cancelled.
+        kind (`"done"`, `"failed"` or `"cancelled"`): How the request ended.
+        result (`Result`, *optional*): The result if ``kind`` is ``"done"``, on the first rank only.
+        reason (`str`): Sentence on why the request failed, or after which step it was cancelled.
+        steps (`int`): Number of finished steps.
+        previews (`tuple[Output, ...]`): All partial images, also those that :meth:`Rank.previews` returned.
     """
 
     kind: Literal["done", "failed", "cancelled"]
@@ -75,7 +77,7 @@ class Answer:
 
 
 class Rank:
-    """One of ``ranks`` processes that run one pipeline together."""
+    """Rank number ``rank`` of the ``ranks`` processes that run one pipeline together."""
 
     def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int, kept: Kept | None = None) -> None:
         self._kept = kept or Kept()
@@ -88,17 +90,21 @@ class Rank:
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._previews: list[Output] = []
-        # The memory that a failed request reserved is released before the next one.
+        # Whether to release the GPU memory that a failed request left reserved, before the next request begins.
         self._release_memory = False
 
     def open_store(self, host: str) -> int:
-        """Open the store on the first rank, and return its port on ``host``, at which the other ranks connect."""
+        """Open the TCP store to which all ranks connect, and return its port on ``host``. For the first rank."""
         timeout = timedelta(seconds=self._recipe.timeout)
         self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> dict[str, int]:
-        """Connect to the other ranks, load the pipeline, and return the sizes of its mesh dims. A collective call."""
+        """Connect to the other ranks, load the pipeline, and return the sizes of its mesh dims. A collective call.
+
+        Args:
+            host, port: Address of the first rank's store, see :meth:`open_store`.
+        """
         _forget_launcher()
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._ranks > 1:
@@ -112,20 +118,20 @@ class Rank:
         return mesh_shape(self._pipe)
 
     def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
-        """Predict the memory of a rank with ``room`` bytes, by default those of the device. For the first rank."""
+        """Predict the memory of a rank that may hold ``room`` bytes (None for its device's). See predict_memory."""
         return predict_memory(self._pipe, self._recipe, mesh, bytes_of_device() if room is None else room)
 
     def generate(self, id_: str, request: Request) -> Answer:
-        """Run one request. A collective call: all ranks of the replica get the same request."""
+        """Run one request. A collective call: all ranks of the replica are called with the same request."""
         return self.generate_batch([(id_, request)])[0]
 
     def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
-        """Run requests with the same ``batch_key`` as one call. A collective call.
+        """Run requests with the same ``batch_key`` as one call of the pipeline. A collective call.
 
-        The call ends early if all requests are cancelled. If it fails, all requests have failed.
+        The call ends early only if all requests are cancelled. If it raises, every request has failed.
         """
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # per thread, and Ray may call this method in any thread
+            torch.cuda.set_device(0)  # The device is set per thread, and Ray may call this method in any thread.
         if self._release_memory:
             self._release_memory = False
             torch.cuda.empty_cache()
@@ -145,9 +151,8 @@ class Rank:
         except Cancelled as error:
             return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]
         except Exception as error:
-            # The memory is released before the next request. cudaFree waits for the device's kernels, and a collective
-            # of this request may wait for a rank that has left: this rank would never answer, and the reason would be
-            # lost.
+            # Memory is released before the next request and not here: cudaFree waits for running kernels, among which
+            # may be a collective that waits for a rank that has raised. This rank would then never report the reason.
             self._release_memory = True
             return [Answer("failed", reason=sentence(error), steps=self.steps_done(id_)) for id_ in ids]
         finally:
@@ -168,26 +173,26 @@ class Rank:
             raise ValueError("this replica takes no LoRA of a request.")
 
     def steps_done(self, id_: str) -> int:
-        """Return the number of finished steps of a running request; 0 before the first."""
+        """Return the number of finished steps of a running request, 0 if there are none."""
         return self._steps_done.get(id_, 0)
 
     def previews(self, sent: int) -> list[Output]:
-        """Return the partial images of the running request after the first ``sent`` ones. For the first rank."""
+        """Return the partial images of the running request without the first ``sent`` ones. For the first rank."""
         return self._previews[sent:]
 
     def cancel(self, id_: str) -> None:
-        """Cancel this request, and no other, after its current step. For the first rank."""
+        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides for all."""
         self._cancelled.add(id_)
 
     def process(self) -> int:
-        """Return the process id."""
+        """Return the process id. The caller only needs an answer, to know that the rank lives."""
         return os.getpid()
 
 
 def _forget_launcher() -> None:
     """Remove the environment variables by which a launcher tells a process its rank.
 
-    An actor sees one GPU. ``init_device_mesh`` would select another one by the inherited ``LOCAL_RANK``.
+    A Ray actor sees one GPU, with index 0. By an inherited ``LOCAL_RANK``, ``init_device_mesh`` would select another.
     """
     for name in list(os.environ):
         if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):

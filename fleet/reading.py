@@ -1,4 +1,4 @@
-"""Requests read from HTTP bodies, within the limits of the server."""
+"""Reading and validation of HTTP bodies into requests, within the limits of the server."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ from para_core.fleet.request import (
 )
 
 _MAX_IMAGES = 16
-# Text encoders read fewer tokens, but a tokenizer would pad to any number.
+# Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any number.
 _MAX_TOKENS = 4096
-# Tokens of a text if the pipeline has no max_sequence_length: those of CLIP.
+# Number of tokens of a prompt if the pipeline has no max_sequence_length: CLIP's.
 _CLIP_TOKENS = 77
-# Nesting of a field that may have any JSON value. Sending it to a replica recurses.
+# Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
 _MAX_NESTING = 16
-# Fields of OpenAI's API that have no meaning for a pipeline.
+# Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
 _IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
 _FORMAT_NAMES = {"jpeg": "jpg"}
 
 
 class Body(NamedTuple):
-    """A request with the options of its answer."""
+    """A validated HTTP body: the request, and how to respond.
+
+    Attributes:
+        response_format: Whether the response has the files as base64 or URLs.
+        stream: Whether the response is a stream of server-sent events.
+        progress: Whether the stream also reports finished steps.
+    """
 
     request: Request
     response_format: Literal["b64_json", "url"]
@@ -50,7 +56,11 @@ class Body(NamedTuple):
 
 
 def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
-    """Return the pydantic model of a request body: the fields of a request, and those of OpenAI's images API."""
+    """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API.
+
+    Args:
+        loras: Whether a request may name a LoRA.
+    """
     limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
     options: dict[str, Any] = {
         "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
@@ -76,7 +86,7 @@ def _format_names(model: Model) -> tuple[str, ...]:
 
 
 class Content(NamedTuple):
-    """The body of an HTTP request: JSON, or the fields and files of a form."""
+    """The body of an HTTP request, not validated: either ``json``, or the ``fields`` and ``files`` of a form."""
 
     json: bytes = b""
     fields: Mapping[str, Any] | None = None
@@ -84,7 +94,7 @@ class Content(NamedTuple):
 
 
 async def read_content(http: Any, limits: Limits) -> Content:
-    """Return the body of the HTTP request ``http``, which is read no further than its limit.
+    """Receive the body of the HTTP request ``http``. Receiving stops if the body exceeds its limit.
 
     Raises:
         RequestError: If the body is too large, too slow, or neither JSON nor a form.
@@ -120,11 +130,12 @@ def read_request(
     fps: int = 16,
     loras: LoraFolder | None = None,
 ) -> Body:
-    """Return the request in ``content``. Images are decoded.
+    """Validate ``content``, and return its request and options. Images are decoded to validate them.
 
     Args:
-        fps (`int`): Frames per second, for ``seconds``.
-        loras (`LoraFolder`, *optional*): LoRAs that a request may name.
+        schema (`type[BaseModel]`): The result of :func:`body_schema`.
+        fps (`int`): Frames per second, by which the field ``seconds`` becomes a number of frames.
+        loras (`LoraFolder`, *optional*): LoRAs that a request may name. None refuses all.
 
     Raises:
         RequestError: If the body is not valid, or the request exceeds a limit.
@@ -170,7 +181,7 @@ def read_request(
 
 
 def _validated(content: Content, schema: type[BaseModel]) -> dict[str, Any]:
-    # OpenAI's clients send null for what they omit.
+    # exclude_none, because OpenAI's clients send null for a field that their user omits.
     if content.fields is not None:
         return schema.model_validate(content.fields).model_dump(exclude_unset=True, exclude_none=True)
     try:
@@ -178,7 +189,7 @@ def _validated(content: Content, schema: type[BaseModel]) -> dict[str, Any]:
     except ValidationError as error:
         if not error.errors(include_input=False)[0]["loc"]:
             raise
-        # The fields may have OpenAI's names.
+        # Some fields may have the names of OpenAI's API, so validate once more with the names of the pipeline.
         values = json.loads(content.json)
         valid = schema.model_validate(rename(values))
     return valid.model_dump(exclude_unset=True, exclude_none=True)
@@ -192,7 +203,7 @@ def _frames(seconds: str | float, fps: int) -> int:
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
-    """Raise RequestError if a tokenizer would get more characters than the model can read."""
+    """Raise RequestError if a string is much longer than the model can read: a tokenizer would take minutes."""
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
     tokens = tokens if isinstance(tokens, int) else _CLIP_TOKENS
@@ -213,7 +224,7 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
 
 
 def _require_flat(fields: dict[str, Any]) -> None:
-    """Raise ValueError if a field is nested more deeply than any pipeline's argument."""
+    """Raise ValueError if the value of a field is nested more than ``_MAX_NESTING`` levels deep."""
     for name, value in fields.items():
         level = [value]
         for _ in range(_MAX_NESTING):
@@ -247,7 +258,10 @@ def _require_size(request: Request, model: Model, limits: Limits) -> None:
 
 
 def _decode_image(text: str, max_pixels: int) -> bytes:
-    """Return the contents of a ``data:`` URL or of base64. Paths and addresses are never opened."""
+    """Return the contents of an image given as a ``data:`` URL or as base64.
+
+    Paths and other URLs raise ValueError: the server must not open files or addresses that a client chooses.
+    """
     encoded = text.partition(",")[2] if text.startswith("data:") else text
     try:
         data = base64.b64decode(encoded, validate=True)

@@ -1,4 +1,4 @@
-"""Recipes: how a pipeline is loaded and parallelized on the ranks of a group."""
+"""Recipes: options for loading and parallelizing a pipeline, and the functions that do it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Recipe:
     Args:
         model (`str`): Folder, or repository on the Hub.
         dtype (`str`): ``"auto"`` is bfloat16 on a GPU and float32 elsewhere.
-        mesh (`tuple[tuple[str, int], ...]`): Largest sizes of mesh dims by name (:data:`MESH_NAMES`). Empty to choose
-            the mesh by the pipeline.
-        rotate_method (`str`, *optional*): How keys travel along the ring, as in :func:`parallelize_pipe`. Defaults to
-            the choice made with the mesh.
+        mesh (`tuple[tuple[str, int], ...]`): Largest sizes of mesh dims, as pairs with a name of :data:`MESH_NAMES`.
+            Empty leaves the choice to :func:`parallelize_pipe`.
+        rotate_method (`str`, *optional*): How keys and values are exchanged along the ring, as in
+            :func:`parallelize_pipe`. Defaults to the choice made with the mesh.
         cache (`float` or `"default"`, *optional*): Threshold of First Block Cache; ``"default"`` is that of the model
             family. None disables it.
         compile (`"no"`, `"blocks"` or `"whole"`): Compile the transformer's blocks, with one graph for equal ones, or
@@ -61,11 +61,11 @@ class Recipe:
         weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
         text_encoders (`str`, *optional*): Placement of the text encoders, as in :func:`parallelize_pipe`. Defaults to
             ``"fsdp"`` if the weights are sharded, else to every rank's device.
-        offload (`"blocks"` or `"model"`, *optional*): What waits in host memory: the transformer's blocks, as in
-            :func:`parallelize_pipe`; or each component that does not run (``enable_model_cpu_offload``, CUDA only).
+        offload (`"blocks"` or `"model"`, *optional*): What stays in host memory until it runs: the transformer's
+            blocks, as in :func:`parallelize_pipe`; or whole components (``enable_model_cpu_offload``, CUDA only).
         resident_blocks (`int`): With offload ``"blocks"``, the number of first blocks that stay on the device.
-        pipefusion (`int`, *optional*): Number of patches of PipeFusion, with stages (a ``pipe`` mesh dim) or on one
-            rank. Not exact.
+        pipefusion (`int`, *optional*): Number of patches of PipeFusion, with pipeline stages (a ``pipe`` mesh dim) or
+            on one rank. Not exact. None disables it.
         quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
         backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
@@ -140,12 +140,12 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the options that decide the result. Mesh and compilation change it only by rounding."""
+        """16 hex digits, equal if results are equal up to rounding. So mesh and compilation do not count."""
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
         if self.pipefusion is not None:
             decisive = (*decisive, "PipeFusion", self.pipefusion, dict(self.mesh).get("pipe"))
         if self.quantize is not None:
-            # With fsdp, weights are quantized in another way.
+            # With fsdp, torchao quantizes weights in another way, so results differ.
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
@@ -155,7 +155,7 @@ class Recipe:
 
 
 def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Parse the sizes of mesh dims.
+    """Parse the option ``--mesh``: largest sizes of mesh dims.
 
     >>> read_mesh_sizes("batch=2,ring=4")
     (('batch', 2), ('ring', 4))
@@ -178,7 +178,7 @@ def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def read_lora(text: str) -> tuple[str, float]:
-    """Split a LoRA option into file or repository, and scale.
+    """Split a LoRA option into ``(file or repository, scale)``. The scale is 1 if it is omitted.
 
     >>> read_lora("style.safetensors:0.8")
     ('style.safetensors', 0.8)
@@ -188,7 +188,7 @@ def read_lora(text: str) -> tuple[str, float]:
         try:
             return name, float(scale)
         except ValueError:
-            pass  # The colon is part of a path.
+            pass  # No scale follows: the colon is part of the path.
     return text, 1.0
 
 
@@ -196,20 +196,20 @@ class LoadingOrder(Protocol):
     """Interface of :class:`~para_core.fleet.encode_first.EncodeFirst`."""
 
     def fits(self, recipe: Recipe) -> bool:
-        """Whether a pipeline of ``recipe`` can be attached."""
+        """Whether :meth:`attach` may be called for a pipeline of ``recipe``."""
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
-        """Prepare ``pipe``, whose weights are in host memory."""
+        """Prepare ``pipe``, whose weights are in host memory. For the arguments see the implementation."""
 
 
 def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
-    """Load the pipeline of ``recipe`` and parallelize it. A collective call on the default process group, if any.
+    """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group, if any.
 
     Args:
-        encode_first (`LoadingOrder`, *optional*): Is attached to the pipeline if the recipe fits, and then decides when
+        encode_first (`LoadingOrder`, *optional*): Attached to the pipeline if it fits the recipe. It then decides when
             text encoders and transformers are on the device.
 
-    Raises what loading, parallelizing and caching raise for invalid options.
+    Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
     from diffusers import DiffusionPipeline
 
@@ -230,7 +230,7 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
         )
         if weights == "tensor" and encoders_with_blocks(pipe):
             text_encoders = text_encoders or "fsdp"
-        weights = None  # They are sharded already.
+        weights = None  # parallelize_pipe must not shard the weights again.
     else:
         pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
     if text_encoders is not None and not text_encoders_of(pipe):
@@ -263,9 +263,10 @@ def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
 
 
 def build_unmodified(recipe: Recipe) -> Any:
-    """Load the pipeline of ``recipe`` on this rank alone, without para_core's changes: no mesh, cache or compilation.
+    """Load the pipeline of ``recipe`` on this rank alone, as diffusers runs it: no mesh, cache or compilation.
 
-    If the recipe shards weights or keeps them in host memory, diffusers moves each component to the GPU while it runs.
+    LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers' model
+    offload is enabled, because all weights may not fit on this rank's GPU.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spares_memory = recipe.weights != "replicate" or recipe.offload is not None or recipe.text_encoders is not None
@@ -279,7 +280,7 @@ def build_unmodified(recipe: Recipe) -> Any:
 
 
 def approximations(recipe: Recipe) -> tuple[str, ...]:
-    """Return the names of the options that make results differ from the exact ones by more than rounding.
+    """Return the names of the recipe's options that change results by more than rounding.
 
     >>> approximations(Recipe("model", cache=0.1, comm_dtype="int8"))
     ('cache', 'comm_dtype')
@@ -301,7 +302,11 @@ def _load_whole(
     device: str,
     encode_first: LoadingOrder | None,
 ) -> Any:
-    """Load all weights on this rank, with LoRAs, and move to ``device`` what does not wait in host memory."""
+    """Load the pipeline with all weights and LoRAs on this rank. Move to ``device`` what does not stay in host memory.
+
+    Args:
+        weights: How the caller will shard the weights, None for not at all.
+    """
     quantize = recipe.quantize
     pipe = _load_pipeline(recipe, quantize if weights is None else None)
     if quantize is not None and not transformers_of(pipe):
@@ -315,7 +320,7 @@ def _load_whole(
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):
-        # Parking swaps plain weights, and quantized ones are small.
+        # Only plain weights can be parked in host memory. Quantized denoisers stay on the device; they are small.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         for name, part in pipe.components.items():
@@ -340,7 +345,7 @@ def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
-    """Return the sizes of the mesh dims that ``pipe`` runs on."""
+    """Return the sizes of the mesh dims that ``pipe`` runs on, by name. ``pipe`` and ``tensor`` only if above 1."""
     mesh = mesh_of(pipe)
     if mesh is None:
         return {"batch": 1, "ring": 1, "ulysses": 1}
@@ -350,7 +355,7 @@ def mesh_shape(pipe: Any) -> dict[str, int]:
 
 
 def dtype_of(recipe: Recipe) -> torch.dtype:
-    """Return the dtype of a pipeline loaded in this process."""
+    """Return the dtype in which this process loads the pipeline of ``recipe``."""
     if recipe.dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     dtype: torch.dtype = getattr(torch, recipe.dtype)
@@ -370,7 +375,7 @@ def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
         try:
             pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
         except Exception as error:
-            # A file of another model, or a Hub that cannot be reached, may raise anything.
+            # A LoRA of another model, or an unreachable Hub, may raise anything. The message names the LoRA.
             raise ValueError(f"lora {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         scales[f"lora_{index}"] = scale
     if scales:

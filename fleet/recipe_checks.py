@@ -1,4 +1,4 @@
-"""Checks of a recipe that a command makes before anything is loaded."""
+"""Checks of a recipe that commands make before they load anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from para_core.fleet.recipe import Recipe, read_lora
 
 
 def require_loras(recipe: Recipe) -> None:
-    """Raise FileNotFoundError if a LoRA can only be a local file and is missing. Repositories are not checked."""
+    """Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist.
+
+    A LoRA that may be a Hub repository, ``owner/name``, is not checked.
+    """
     for text in recipe.lora:
         name, _ = read_lora(text)
         path = Path(name)
@@ -21,7 +24,7 @@ def require_loras(recipe: Recipe) -> None:
 
 
 def refuse_options(model: Model, recipe: Recipe) -> None:
-    """Raise ValueError if an option needs a method that the pipeline of ``model`` does not have."""
+    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs."""
     if recipe.lora and not model.takes_loras:
         raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
     if recipe.offload == "model" and model.modular:

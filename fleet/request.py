@@ -1,4 +1,4 @@
-"""Requests: the fields of a pipeline's call as JSON values, validated before anything is loaded."""
+"""Requests: the arguments of a pipeline's call as JSON values, validated before the pipeline is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from para_core.fleet.models import Kind, Model, unknown_field
 
-# Short names of diffusers' parameters.
+# Short names that a request may use for diffusers' parameters.
 _ALIASES = {"steps": "num_inference_steps", "frames": "num_frames", "n": "num_images_per_prompt"}
 _POSITIVE = (
     *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
@@ -27,22 +27,23 @@ _POSITIVE = (
 _SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1
-# Pillow decodes only formats that cameras and browsers write.
+# Formats that Pillow may decode. Its decoders of rare formats are not exposed to files from clients.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
-# Width, height and frames that are assumed if the pipeline chooses the size.
+# Width, height and number of frames that are assumed for estimates if a request leaves them to the pipeline.
 _USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL.items()}
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Form in which the result of a request is delivered. It does not change the pixels.
+    """Options for encoding and sending the result of a request. They do not change what the pipeline generates.
 
     Args:
-        format_ (`str`, *optional*): Format of the files. Defaults to that of the replica.
-        quality (`int`, *optional*): 0 to 100, for JPEG and WebP.
-        partial_images (`int`): Previews that are sent while the request runs.
+        format_ (`str`, *optional*): Format of the files, such as ``"png"``. Defaults to that of the replica.
+        quality (`int`, *optional*): 0 to 100, for JPEG and WebP. For the default see
+            :func:`~para_core.fleet.outputs.encode`.
+        partial_images (`int`): Number of previews that are sent while the request runs.
     """
 
     format_: str | None = None
@@ -55,11 +56,11 @@ class Request:
     """One call of a pipeline.
 
     Args:
-        fields (`Mapping[str, Any]`): Arguments of the call under diffusers' names, as JSON values.
-        seed (`int`, defaults to `0`): Seed of the generator.
+        fields (`Mapping[str, Any]`): Arguments of the call by diffusers' names, as JSON values.
+        seed (`int`, defaults to `0`): Seed of the ``torch.Generator``.
         images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
-        delivery (`Delivery`): How the result is delivered.
-        lora (`tuple[str, float]`, *optional*): Path and scale of a LoRA besides those of the recipe.
+        delivery (`Delivery`): How the result is encoded and sent.
+        lora (`tuple[str, float]`, *optional*): Path and scale of a LoRA, in addition to those of the recipe.
     """
 
     fields: Mapping[str, Any]
@@ -70,7 +71,7 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal for equal requests in all processes."""
+        """16 hex digits that identify what the request generates, equal in all processes. Delivery does not count."""
         images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
         decisive = [self.fields, self.seed, images, *filter(None, [self.lora])]
         text = json.dumps(decisive, sort_keys=True)
@@ -78,7 +79,7 @@ class Request:
 
     @property
     def results(self) -> int:
-        """Number of images or videos."""
+        """Number of images or videos that the request generates."""
         prompt = self.fields.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) else 1
         return int(
@@ -87,14 +88,14 @@ class Request:
 
     @property
     def size(self) -> str:
-        """Width x height as requested; ``"auto"`` if the pipeline chooses them."""
+        """The requested size as ``"WIDTHxHEIGHT"``, or ``"auto"`` if the pipeline chooses a side."""
         width, height = self.fields.get("width"), self.fields.get("height")
         return "auto" if width is None or height is None else f"{width}x{height}"
 
     def pixels(self) -> int | None:
-        """Return the pixels of all images or frames. None if the pipeline chooses the size.
+        """Return the number of pixels, summed over all images or frames. None if the pipeline chooses both sides.
 
-        If only one side is given, the result is taken to be square.
+        If the request has only one side, a square is assumed.
         """
         sides = [self.fields[name] for name in ("height", "width") if self.fields.get(name) is not None]
         if not sides:
@@ -104,7 +105,7 @@ class Request:
 
 
 def estimated_pixels(request: Request, kind: Kind) -> int:
-    """Return the pixels of all images or frames, with usual sizes for those that the pipeline chooses."""
+    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are estimated."""
     pixels = request.pixels()
     if pixels is not None:
         return pixels
@@ -113,15 +114,12 @@ def estimated_pixels(request: Request, kind: Kind) -> int:
     return int(width * height * frames * request.results)
 
 
-# -- validation
-
-
 def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
-    """Return the pydantic model of a request: the fields of the pipeline's call, ``seed``, ``size`` and short names.
+    """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and ``size``.
 
     Args:
-        at_most (`Mapping[str, int]`, *optional*): Largest value of integer fields, and largest number of images of
-            image fields.
+        at_most (`Mapping[str, int]`, *optional*): Largest value of an integer field, or largest number of images of an
+            image field, by field.
     """
     limits = at_most or {}
     fields: dict[str, Any] = {}
@@ -134,13 +132,13 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
             kind = Annotated[int, Field(ge=1, le=limits.get(name, _LARGEST_INT))]
         else:
             kind = _json_type(model.annotations.get(name, Any))
-        # The default is documentation: only fields that a request sets are passed to the pipeline.
+        # The default only documents the field: a field that a request does not set is not passed to the pipeline.
         fields[name] = (kind | None, default if isinstance(default, (bool, int, float, str)) else None)
     for alias, name in _ALIASES.items():
         if name in fields:
             fields.setdefault(alias, (fields[name][0], None))
     fields["seed"] = (Annotated[int, Field(ge=0, le=_LARGEST_SEED)] | None, None)
-    # OpenAI's clients send "auto" to let the server choose.
+    # The pattern includes "auto", by which OpenAI's clients let the server choose the size.
     size = Annotated[str, Field(pattern=f"{_SIZE.pattern}|^auto$", description="width x height in pixels: 1024x768")]
     fields.setdefault("size", (size | None, None))
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -149,10 +147,10 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
 
 
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
-    """Return the type that pydantic validates for a parameter with this annotation; Any if JSON has no such type.
+    """Return the type by which pydantic validates a parameter with this annotation; Any if JSON has no such type.
 
-    A text parameter accepts a list of texts, too, because many pipelines take a batch there. With ``is_item``, which
-    stands for the annotation of a list's items, it accepts one text only.
+    ``str`` becomes ``str | list[str]``, because many pipelines accept a batch of strings. It stays ``str`` if
+    ``is_item``, which says that ``annotation`` is that of a list's items.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -168,10 +166,10 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
 
 
 def describe_error(error: ValidationError, model: Model, subject: str) -> str:
-    """Return a sentence on the first invalid field: its name, its value and what was expected.
+    """Return a sentence about the first invalid field: its name, its value and what was expected.
 
     Args:
-        subject (`str`): What was validated, such as ``"body"``.
+        subject (`str`): Name for the validated object in the sentence, such as ``"body"``.
     """
     errors = error.errors(include_url=False)
     first = errors[0]
@@ -182,7 +180,7 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
         return unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
         return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
-    # A value that fits no member of a union has an error for each member.
+    # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.
     same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
     expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
     value = min(same, key=lambda other: -len(other["loc"]))["input"]
@@ -190,7 +188,7 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the beginning of a value, which may have megabytes."""
+    """Return the first 80 characters of a value's repr. The value may have megabytes."""
     return repr(value[:80] if isinstance(value, (str, list)) else value)[:80]
 
 
@@ -206,11 +204,11 @@ def make_request(
 
     Args:
         values (`Mapping[str, Any]`): Fields of the pipeline's call, or ``seed``, ``size`` (``"1024x768"``), ``steps``,
-            ``frames``. They replace the model's defaults.
+            ``frames``. They override the model's defaults.
         seed (`int`, defaults to `0`): Seed if ``values`` has none.
-        read_image (`Callable[[str], bytes]`, *optional*): Returns the contents of the file that an image field names.
-            Defaults to refusing images.
-        schema (`type[BaseModel]`, *optional*): The result of :func:`request_schema`, for many requests of one model.
+        read_image (`Callable[[str], bytes]`, *optional*): Returns the contents of an image file, given the string in
+            an image field. By default requests with images are refused.
+        schema (`type[BaseModel]`, *optional*): The result of :func:`request_schema`, to make it once for many requests.
 
     Raises:
         ValueError: If a field is unknown or its value is invalid.
@@ -226,7 +224,7 @@ def make_request(
 def request_from(
     values: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
 ) -> Request:
-    """Return the request of validated fields; for the arguments see :func:`make_request`."""
+    """Return the request for fields that pydantic has validated. For the arguments see :func:`make_request`."""
     fields, images = dict(model.defaults), dict[str, tuple[bytes, ...]]()
     for name, value in values.items():
         full_name = name if name in model.fields else _ALIASES.get(name, name)
@@ -252,7 +250,7 @@ def request_from(
 
 
 def read_size(value: str) -> tuple[int, int]:
-    """Return ``(width, height)`` in pixels.
+    """Parse ``"WIDTHxHEIGHT"``, and return ``(width, height)`` in pixels.
 
     >>> read_size("1024x768")
     (1024, 768)
@@ -267,17 +265,20 @@ def read_size(value: str) -> tuple[int, int]:
 
 
 def call_arguments(request: Request) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call, except the generator, with images decoded."""
+    """Return the arguments for the pipeline's call, except the generator. Images are decoded with Pillow."""
     decoded = {name: [open_image(data) for data in files] for name, files in request.images.items()}
     return {**request.fields, **{name: files[0] if len(files) == 1 else files for name, files in decoded.items()}}
 
 
-# Fields of one text each, which become a list of texts in a batch.
+# Fields with one string in each request of a batch. In the batch's call they are lists of strings.
 _TEXTS = tuple(f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4"))
 
 
 def batch_key(request: Request) -> str | None:
-    """Return a text that is equal for requests that can be generated as one batch. None if this one cannot be."""
+    """Return a string that is equal for requests that can be generated as one batch.
+
+    None if the request must run alone: it has images, previews, several results or no prompt.
+    """
     texts = {name: value for name, value in request.fields.items() if name in _TEXTS and value is not None}
     one_each = all(isinstance(value, str) for value in texts.values()) and request.results == 1
     if not one_each or request.images or request.delivery.partial_images or "prompt" not in texts:
@@ -287,7 +288,10 @@ def batch_key(request: Request) -> str | None:
 
 
 def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the arguments of one call for requests with the same :func:`batch_key`, except the generators."""
+    """Return the arguments of the one call that generates requests with the same :func:`batch_key`.
+
+    The generators are not included.
+    """
     first = requests[0]
     if len(requests) == 1:
         return call_arguments(first)
@@ -298,7 +302,7 @@ def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Return the RGB image in ``data``. The size is checked before it is decoded.
+    """Decode an image file into a PIL image in RGB. The size is checked before decoding.
 
     Raises:
         ValueError: If ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
@@ -330,8 +334,8 @@ def _read_images(name: str, value: str | list[str], read: Callable[[str], bytes]
 
 
 def _require_json(name: str, value: Any) -> None:
-    # Values that pydantic takes as Any may still hold a lone surrogate, which no tokenizer accepts, or NaN, which makes
-    # a black image.
+    # pydantic does not check a value of type Any. It may contain a lone surrogate, which no tokenizer accepts, or NaN,
+    # which would make the image black.
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

@@ -13,10 +13,13 @@ Message = MutableMapping[str, Any]
 
 
 class RequestLog:
-    """ASGI middleware that appends each request to a file when it ends: never its body, its key or its query.
+    """ASGI middleware that appends one JSON object per finished HTTP request to a file.
+
+    It has time, client, method, path, status, seconds and bytes, but never the body, the API key or the query string.
 
     Args:
-        path (`Path`): The file. It may be moved away while the server runs.
+        app (`Callable`): The ASGI application.
+        path (`Path`): The file. Log rotation may move it away while the server runs.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], path: Path) -> None:
@@ -28,7 +31,7 @@ class RequestLog:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        """Run the application, and log the request."""
+        """Run the application, and log the request when its response has ended or failed."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

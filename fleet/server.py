@@ -1,6 +1,6 @@
-"""The HTTP server of a fleet, as an ASGI application with the routes of OpenAI's images and videos API.
+"""The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-It uses replicas through a :class:`para_core.fleet.jobs.Backend`; :mod:`para_core.fleet.serving` implements one on Ray.
+It generates through a :class:`para_core.fleet.jobs.Backend`. :mod:`para_core.fleet.serving` runs it on Ray.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from para_core.fleet.work import Result
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server that do not concern its replicas.
+    """Options of the HTTP server itself. For those of its replicas see ``serving.ReplicaOptions``.
 
     Args:
-        format_ (`str`): Format of results for requests that name none.
+        format_ (`str`): Format of results for requests that state none.
         replicas (`int`): Number of replicas.
-        api_key (`str`, *optional*): Key that requests must send. None accepts requests to loopback names only.
+        api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
+            ``127.0.0.1`` or ``::1`` are accepted.
         fps (`int`): Frames per second of videos.
-        videos (`Path`, *optional*): Folder of asynchronous videos. None disables them.
-        keep_hours (`float`): How long asynchronous videos are kept after they are done.
+        videos (`Path`, *optional*): Folder for results of asynchronous videos. None disables their routes.
+        keep_hours (`float`): Hours for which an asynchronous video is kept after it has ended.
         max_batch (`int`): Largest number of requests that are generated as one batch.
-        loras (`Path`, *optional*): Folder of LoRAs that requests may name. None refuses LoRAs of requests.
-        cors (`tuple[str, ...]`): Sites whose pages may use the server, or ``"*"``.
-        request_log (`Path`, *optional*): File to which each request is appended.
+        loras (`Path`, *optional*): Folder of LoRAs that requests may name. None refuses requests with a LoRA.
+        cors (`tuple[str, ...]`): Sites whose pages may use the server, or ``"*"`` for all.
+        request_log (`Path`, *optional*): File to which each request is logged.
     """
 
     format_: str
@@ -63,12 +64,11 @@ class ServerOptions:
 
 
 class Server:
-    """An HTTP server for ``backend``. A web server such as uvicorn runs its ASGI application :attr:`app`.
-
-    ``GET /docs`` documents the fields of a request.
+    """HTTP routes in front of ``backend``. ``GET /docs`` documents the fields of a request.
 
     Attributes:
-        loading: Whether requests are refused because the replicas have not loaded yet.
+        app: The ASGI application, which a web server such as uvicorn runs.
+        loading: Whether requests are refused because no replica has loaded yet. Its creator sets it.
     """
 
     def __init__(self, backend: Backend, model: Model, limits: Limits, options: ServerOptions) -> None:
@@ -111,11 +111,11 @@ class Server:
             self.app.add_middleware(RequestLog, path=options.request_log)
 
     def set_memory(self, memory: Memory | None) -> None:
-        """Limit the size of results to what fits into the memory of a rank."""
+        """Limit the size of results to what is predicted to fit into the memory of a rank. None sets no such limit."""
         self._limits = replace(self._limits, memory=memory)
 
     def fits(self, requests: Sequence[Request]) -> bool:
-        """Whether the limits allow these requests as one batch."""
+        """Whether the requests together are within the limits on pixels and memory, so that they can be one batch."""
         memory = self._limits.memory
         most = self._limits.pixels if memory is None else min(self._limits.pixels, memory.pixels)
         return sum(estimated_pixels(request, self._model.kind) for request in requests) <= most
@@ -123,8 +123,9 @@ class Server:
     def _add_routes(self) -> None:
         guard = [Depends(self._access.require)]
         if self._options.api_key is not None:
-            guard.append(Security(HTTPBearer(auto_error=False)))  # the field for the key on the page /docs
-        # The handler reads the body itself, after it has found room for the request and within limits.
+            guard.append(Security(HTTPBearer(auto_error=False)))  # adds a field for the key to the page /docs
+        # FastAPI must not read the body: the handler does, after checking the number of requests, and up to a limit.
+        # So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
         add: Any = self.app.add_api_route
@@ -157,14 +158,14 @@ class Server:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
     async def _health(self) -> Response:
-        """Answer 200 if a replica is ready, else 503."""
+        """Report the number of ready replicas: status 200 if there are any, else 503."""
         ready = await self._backend.ready()
         status = "ok" if ready else "loading" if self.loading else "no replica is ready"
         body = {"status": status, "ready": ready, "replicas": self._options.replicas}
         return JSONResponse(body, 200 if ready else 503)
 
     async def _show_metrics(self) -> Response:
-        """Show metrics for Prometheus."""
+        """Show the metrics in Prometheus' text format."""
         metrics = self._jobs.metrics
         metrics.accepted.set(len(self._jobs))
         metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
@@ -172,13 +173,13 @@ class Server:
 
     def _model_card(self) -> dict[str, Any]:
         name = self._model.name
-        # Clients do not learn the folders of this machine.
+        # Of a local folder only the last part is shown, because clients must not learn paths of this machine.
         name = Path(name).name if Path(name).is_dir() else name
         card = {"id": name or self._model.pipeline, "object": "model", "created": self._started}
         return {**card, "owned_by": "para_core", "pipeline": self._model.pipeline, "kind": self._model.kind}
 
     async def _list_models(self) -> Response:
-        """List the model that this server runs."""
+        """List the one model that this server runs."""
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _show_model(self, name: str) -> Response:
@@ -189,18 +190,18 @@ class Server:
         return JSONResponse(card)
 
     async def _list_loras(self) -> Response:
-        """List the LoRAs that requests may name, and the one of requests that name none."""
+        """List the LoRAs that requests may name, and the default for requests that name none."""
         if self._loras is None:
             raise RequestError(404, "not_found", "this server takes no LoRAs of requests; see --loras.")
         data = [{"id": name, "object": "lora"} for name in self._loras.names()]
         return JSONResponse({"object": "list", "data": data, "set": self._loras.default})
 
     async def _set_lora(self, name: str) -> Response:
-        """Use a LoRA (name or name:scale) for requests that name none."""
+        """Set the default LoRA, as name or name:scale, for requests that name none."""
         return await self._change_lora(name)
 
     async def _unset_lora(self) -> Response:
-        """Use no LoRA for requests that name none."""
+        """Remove the default LoRA: requests that name none use none."""
         return await self._change_lora(None)
 
     async def _change_lora(self, name: str | None) -> Response:
@@ -217,17 +218,17 @@ class Server:
         return JSONResponse({"id": request_id, "cancelling": True})
 
     async def _file(self, request_id: str, index: str) -> Response:
-        """Fetch a result that was requested with ``"response_format": "url"``."""
+        """Fetch a file of a result that was requested with ``"response_format": "url"``."""
         output = self._stored.get(request_id, index)
         return Response(output.data, media_type=media_type(output))
 
     async def _read(self, http: HttpRequest) -> Body:
         if self.loading:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
-        # Checked before the body is read, which may be large.
+        # The number of waiting requests is checked before the body is received, because the body may be large.
         self._jobs.require_room()
         content = await read_content(http, self._limits)
-        # In a thread, because decoding images would block the event loop.
+        # Images are decoded in a thread, because that would block the event loop.
         return await asyncio.to_thread(
             read_request,
             content,

@@ -1,4 +1,4 @@
-"""The server on Ray Serve: one deployment of replicas, and one that answers HTTP and forwards requests to them."""
+"""The server on Ray Serve: a deployment that answers HTTP, and a deployment of the replicas that generate."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
-# Interval of a replica's reports that it lives, and how long a replica without one counts as ready.
+# Seconds between two reports of a replica that it lives, and how long it counts as ready after a report.
 _REPORT_SECONDS, _SILENT_SECONDS = 1.0, 4.0
-# How long the first reports may take after the replicas have loaded.
+# Longest time until all replicas have reported, after they have loaded.
 _READY_SECONDS = 60.0
 logger = logging.getLogger(__name__)
-# A kind and its value.
+# Kind and value of what a replica reports about a batch; see ReplicaDeployment.generate.
 Event = tuple[str, Any]
 
 
@@ -43,11 +43,11 @@ class ReplicaOptions:
     """Options of the replicas of a server.
 
     Args:
-        format_ (`str`): Format of results for requests that name none.
+        format_ (`str`): Format of results for requests that state none.
         fps (`int`): Frames per second of videos.
-        room (`float`, *optional*): Bytes of a rank for weights and results. Defaults to the memory of its device.
-        kept (`Kept`): Data that ranks keep from one request to the next.
-        warmup (`tuple[Request, ...]`): Requests that each replica runs before it is ready.
+        room (`float`, *optional*): Bytes that a rank may hold, weights included. Defaults to the memory of its device.
+        kept (`Kept`): Amounts of data that ranks keep from one request to the next.
+        warmup (`tuple[Request, ...]`): Requests that each replica generates before it is ready.
     """
 
     format_: str
@@ -58,9 +58,9 @@ class ReplicaOptions:
 
 
 class ReplicaDeployment:
-    """A replica as a Serve deployment. It answers one request at a time, and restarts its ranks after one died.
+    """A replica as a Ray Serve deployment. It runs one batch of requests at a time.
 
-    Every second it reports to :class:`Front` that all its ranks live.
+    If a rank dies, it restarts all its ranks. Every second it reports to :class:`Front` that all ranks live.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -75,7 +75,11 @@ class ReplicaDeployment:
         self._reporting = asyncio.ensure_future(self._report())
 
     async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[Event]:
-        """Yield ``begin`` with the first rank (for :func:`group.cancel`), ``step``, and then ``done`` or ``died``."""
+        """Run a batch, and yield its events as pairs of kind and value.
+
+        ``begin`` has the actor of the first rank, for :func:`group.cancel`; each ``step`` the number of finished steps,
+        or a partial image. The last event is ``done`` with the outcomes of the requests, or ``died`` with a message.
+        """
         self._busy = True
         task = None
         try:
@@ -87,13 +91,13 @@ class ReplicaDeployment:
                 kind, value = await events.get()
                 yield kind, value
                 if kind == "died":
-                    # The queue sends no other request here until the generator ends.
+                    # Restart the ranks before this generator ends: the queue then sends the next batch.
                     await self._ensure_running()
                 if kind != "step":
                     break
         finally:
             self._busy = False
-            if task is not None and not task.done() and self._replica.actors:  # the caller stopped iterating
+            if task is not None and not task.done() and self._replica.actors:  # the caller abandoned this generator
                 for id_, _ in batch:
                     group.cancel(self._replica.actors[0], id_)
 
@@ -112,7 +116,7 @@ class ReplicaDeployment:
                 await self._replica.restart()
 
     async def _report(self) -> None:
-        """Report to the front while all ranks live. Ranks that died while no request ran are restarted."""
+        """Report to :class:`Front` every second that all ranks live. Restart ranks that died while no request ran."""
         while True:
             try:
                 if await self._replica.alive():
@@ -121,13 +125,13 @@ class ReplicaDeployment:
                     await self._replica.stop()
                     await self._ensure_running()
             except Exception as error:
-                # The front may be missing or restarting, or the cluster busy: the next second may do better.
+                # The front may be restarting or the cluster busy, so the replica tries again a second later.
                 logger.warning("a replica cannot report: %s", group.cause(error))
             await asyncio.sleep(_REPORT_SECONDS)
 
 
 class ServeReplicas:
-    """The replicas of the server, through a Serve handle."""
+    """Implementation of :class:`para_core.fleet.queue.Replicas` by a handle of the Serve deployment."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -169,18 +173,18 @@ class ServeReplicas:
                 group.cancel(first_rank, entry.id_)
 
     def cancel(self, id_: str) -> None:
-        """End this running request after its current step."""
+        """Cancel a running request after its current step."""
         self._cancelled.add(id_)
         if id_ in self._first_ranks:
             group.cancel(self._first_ranks[id_], id_)
 
     async def ready(self) -> int:
-        """Return the number of replicas that reported lately."""
+        """Return the number of replicas that reported within the last ``_SILENT_SECONDS``."""
         now = time.monotonic()
         return sum(now - last < _SILENT_SECONDS for last in self._reports.values())
 
     def report(self, id_: str) -> None:
-        """Note that a replica lives."""
+        """Record the time of a replica's report that it lives."""
         now = self._reports[id_] = time.monotonic()
         self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
 
@@ -194,7 +198,7 @@ def _set_answers(batch: Sequence[QueuedRequest], outcomes: Sequence[Result | Exc
 
 
 class Front:
-    """The deployment that answers HTTP."""
+    """The Ray Serve deployment that answers HTTP: the server, the queue, and a handle of the replicas."""
 
     def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
         self._replicas = ServeReplicas()
@@ -206,7 +210,7 @@ class Front:
         return self._server.fits(requests)
 
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
-        """Receive the report of a replica."""
+        """Receive a replica's report that all its ranks live, with the predicted memory of a rank."""
         self._replicas.report(id_)
         self._server.set_memory(memory)
         self._server.loading = False
@@ -231,10 +235,13 @@ def start(
     replica_options: ReplicaOptions | None = None,
     debug: bool = False,
 ) -> None:
-    """Start the server on Ray, and return when it answers.
+    """Start the server on Ray, and return when all replicas have loaded.
 
     Args:
-        replica_options (`ReplicaOptions`, *optional*): Defaults to the format and frame rate of ``options``.
+        shape (`ReplicaShape`): Size and placement of each replica.
+        host, port: Address on which Ray Serve listens.
+        replica_options (`ReplicaOptions`, *optional*): Defaults to those with the format and frame rate of ``options``.
+        debug (`bool`): Whether to show Ray's log messages.
 
     Raises:
         OSError: If the port is in use.
@@ -257,16 +264,16 @@ def start(
             num_replicas=replicas,
             max_ongoing_requests=1,
             ray_actor_options={"num_cpus": 0},
-            # Loading that fails once fails again.
+            # A replica that cannot load would fail again, so Serve must not retry.
             max_constructor_retry_count=1,
         )
         front = serve.deployment(serve.ingress()(Front), name="Front").options(
             num_replicas=1,
             max_ongoing_requests=10_000,
-            # On the node that listens, because results are kept on its disk.
+            # Place it on the head node, which listens: results of asynchronous videos are on this node's disk.
             ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
-        # The front is first, and answers 503 while the replicas load.
+        # The front starts before the replicas, so that it can answer 503 while they load.
         handle = serve.run(front.bind(model, limits, options), name=APP, route_prefix="/")
         _require_answer(host, port)
         try:
@@ -282,7 +289,10 @@ def start(
 
 
 def _constructor_error() -> str:
-    """Return what the constructor of a replica raised. Serve raises a general error and keeps this one as text."""
+    """Return the message that the constructor of a replica raised, or an empty string.
+
+    Serve raises a general error instead, and keeps the original one as text in its status.
+    """
     application = serve.status().applications.get(REPLICAS)
     deployments = application.deployments.values() if application is not None else ()
     lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
@@ -290,7 +300,7 @@ def _constructor_error() -> str:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raise OSError if the port is in use. Serve would notice only after loading the replicas."""
+    """Raise OSError if the port cannot be used. Serve itself would notice only after loading the replicas."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -303,7 +313,7 @@ def _require_free(host: str, port: int) -> None:
 
 
 def _require_answer(host: str, port: int) -> None:
-    """Raise RuntimeError if Serve, which may have been started before, listens on another port."""
+    """Raise RuntimeError if nothing listens on this address: Serve ran before, with another port."""
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except OSError as error:
@@ -314,8 +324,8 @@ def _require_answer(host: str, port: int) -> None:
 
 
 def stop() -> None:
-    """Stop the server, if it runs. A Ray cluster and a Serve instance that existed before keep running."""
+    """Delete the server's deployments, if there are any. Ray and Serve themselves keep running."""
     if not ray.is_initialized():
-        return  # Serve would start a cluster to answer.
+        return  # serve.status() would start a Ray cluster.
     for name in {APP, REPLICAS} & serve.status().applications.keys():
         serve.delete(name)

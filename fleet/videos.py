@@ -1,4 +1,4 @@
-"""Asynchronous videos: requests that run without a client, and whose results stay on disk for a stated time."""
+"""Asynchronous videos: requests that run without a waiting client, with results that are kept on disk for a while."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ _PAGE = 100
 
 
 class Videos:
-    """Videos of one server: one JSON record in ``folder`` for each, and its files. They survive a restart.
+    """Asynchronous videos of one server. Each has a JSON record and its files in ``folder``, which survive a restart.
 
-    Videos that ran when an earlier server ended have the status ``failed``.
+    A video that was not finished when an earlier server ended gets the status ``failed``.
 
     Args:
-        folder (`Path`): Made if it does not exist.
-        keep_seconds (`float`): Time from the end of a request until its record and files are deleted.
+        jobs (`Jobs`): Runs the requests.
+        folder (`Path`): Created if it does not exist.
+        keep_seconds (`float`): Seconds after the end of a request at which its record and files are deleted.
+        model (`str`): Name of the model in records.
+        fps (`int`): Frames per second, for the duration in records.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, keep_seconds: float, *, model: str, fps: int) -> None:
@@ -53,7 +56,11 @@ class Videos:
         self._delete_expired()
 
     def create(self, request: Request) -> dict[str, Any]:
-        """Start a video, and return its record."""
+        """Start generating a video, and return its record at once.
+
+        Raises:
+            RequestError: If too many requests wait already, or the record cannot be written.
+        """
         id_ = f"video_{uuid.uuid4().hex}"
         job = self._jobs.start(request, id_)
         frames = request.fields.get("num_frames") or request.fields.get("video_length") or 0
@@ -88,7 +95,7 @@ class Videos:
         """Return the record of a video, in the form of OpenAI's API.
 
         Raises:
-            RequestError: If there is none (any more).
+            RequestError: If there is no such video, or it has been deleted.
         """
         self._delete_expired()
         record = self._records.get(id_)
@@ -101,10 +108,10 @@ class Videos:
         return {name: value for name, value in record.items() if name != "files"}
 
     def list(self, *, after: str | None = None, limit: int = 20, newest_first: bool = True) -> dict[str, Any]:
-        """Return a page of records, sorted by time.
+        """Return a page of at most ``limit`` records, sorted by the time of creation.
 
         Args:
-            after (`str`, *optional*): Last video of the page before.
+            after (`str`, *optional*): Id of the last video on the previous page. Defaults to the first page.
         """
         self._delete_expired()
         ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=newest_first)
@@ -117,10 +124,13 @@ class Videos:
         return {"object": "list", "data": [self.get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
 
     def content(self, id_: str, index: int = 0) -> Path:
-        """Return the file of a video.
+        """Return the path of a file of a finished video.
+
+        Args:
+            index: Number of the video, from 0, if the request generated several.
 
         Raises:
-            RequestError: If the video is not done, or has no file of this index.
+            RequestError: If the video is not finished, or has no file of this index.
         """
         status = self.get(id_)["status"]
         if status != "completed":
@@ -132,7 +142,7 @@ class Videos:
         return path
 
     def delete(self, id_: str) -> dict[str, Any]:
-        """Cancel a video if it is not done, and delete its record and files."""
+        """Cancel a video that is not finished, and delete its record and files. Return OpenAI's confirmation."""
         self.get(id_)
         if id_ in self._running:
             self._jobs.end(self._running.pop(id_))
@@ -153,7 +163,7 @@ class Videos:
         finally:
             self._running.pop(job.id_, None)
             self._jobs.end(job)
-            if job.id_ not in self._records:  # deleted while its files were written
+            if job.id_ not in self._records:  # the video was deleted while its files were written
                 self._remove_files(job.id_)
 
     def _write_files(self, record: dict[str, Any], outputs: tuple[Output, ...]) -> None:
@@ -192,7 +202,7 @@ class Videos:
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
-    """Return the record in a file; None if the file is not one."""
+    """Return the record of a video in file ``path``, or None if the file has none."""
     try:
         record = json.loads(path.read_bytes())
         is_record = bool(_ID.fullmatch(record["id"])) and path.stem == record["id"]
@@ -204,15 +214,17 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def add_routes(
     add: Callable[..., None], videos: Videos, read: Callable[[Any], Any], guard: list[Any], body: dict[str, Any]
 ) -> None:
-    """Add the routes of asynchronous videos to an application.
+    """Add the routes ``/v1/videos`` for asynchronous videos to an application.
 
     Args:
-        add (`Callable`): ``FastAPI.add_api_route``.
-        read (`Callable`): Reads and validates the body of an HTTP request.
+        add (`Callable`): The application's ``add_api_route``.
+        read (`Callable`): Coroutine function that reads and validates the body of an HTTP request.
+        guard (`list`): FastAPI dependencies that check access.
+        body (`dict[str, Any]`): OpenAPI description of the body.
     """
 
     async def create(http: HttpRequest) -> Response:
-        """Start a video, and return its record at once."""
+        """Start generating a video, and return its record at once."""
         return JSONResponse(videos.create((await read(http)).request))
 
     async def list_(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
@@ -224,7 +236,7 @@ def add_routes(
         return JSONResponse(videos.get(video_id))
 
     async def content(video_id: str, index: int = 0) -> Response:
-        """Fetch the file of a video that is done."""
+        """Fetch the file of a finished video."""
         return FileResponse(videos.content(video_id, index))
 
     async def delete(video_id: str) -> Response:

@@ -1,4 +1,4 @@
-"""Generation of one request on the ranks of a group, which can stop together after any step."""
+"""Generation of a request on one group of ranks, which can be cancelled on all ranks after any step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _CALLBACK = "callback_on_step_end"
 
 
 class Cancelled(Exception):
-    """Cancellation of the current request, raised on every rank of the group after the same step."""
+    """Raised on every rank of the group, after the same step, if the current request is cancelled."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Functions that are called at the end of each step.
+    """Functions that are called at the end of each denoising step.
 
     Args:
-        progress (`Callable[[int], None]`, *optional*): Receives the number of finished steps.
-        cancelled (`Callable[[], bool]`, *optional*): Whether to stop. The first rank's answer decides, which takes one
-            broadcast per step. None never stops.
-        preview (`Callable[[Output], None]`, *optional*): Receives partial images, if the request wants some.
+        progress (`Callable[[int], None]`, *optional*): Called with the number of finished steps.
+        cancelled (`Callable[[], bool]`, *optional*): Returns whether to cancel the request. The first rank's answer is
+            broadcast once per step, so all ranks must have such a function, or none. None never cancels.
+        preview (`Callable[[Output], None]`, *optional*): Called with each partial image that the request asks for.
     """
 
     progress: Callable[[int], None] | None = None
@@ -49,19 +49,26 @@ class Watch:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one request: files, and metadata on how they were made."""
+    """The result of one request: its encoded files, and metadata such as the request, mesh and seconds."""
 
     outputs: tuple[Output, ...]
     metadata: Mapping[str, Any]
 
 
 def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: int, watch: Watch) -> Result | None:
-    """Run the pipeline, and return the result on the first rank of its mesh, None on others. A collective call.
+    """Run the pipeline for one request. A collective call.
+
+    Args:
+        format_ (`str`): Format of the files if the request states none.
+        fps (`int`): Frames per second of a video.
+
+    Returns:
+        The result on the first rank of the pipeline's mesh, None on others.
 
     Raises:
-        Cancelled: On every rank, if ``watch`` stops the request.
+        Cancelled: On every rank, if ``watch`` cancels the request.
 
-    Also raises what the pipeline raises; if arguments are invalid, on every rank.
+    Also raises what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, format_=format_, fps=fps, watch=watch)
     return None if results is None else results[0]
@@ -70,7 +77,10 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, *, format_: str, fps: int, watch: Watch
 ) -> list[Result] | None:
-    """Run the pipeline once for requests with the same :func:`batch_key`. For the rest see :func:`generate`."""
+    """Run one call of the pipeline for requests with the same :func:`batch_key`, and return a result for each.
+
+    Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
+    """
     mesh = mesh_of(pipe)
     previews = _previews(mesh, requests[0], recipe, format_, watch)
     start = time.perf_counter()
@@ -93,18 +103,19 @@ def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: f
     first = output.images[0] if videos is None else videos[0][0]
     delivery = request.delivery
     files = encode(output, delivery.format_ or format_, fps=fps, quality=delivery.quality)
-    # The pipeline may have rounded the requested size.
+    # The size is read from the result, because the pipeline may have rounded the requested one.
     size = {"size": f"{first.width}x{first.height}"}
     return Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size})
 
 
 def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
-    """Call ``pipe`` for requests with the same :func:`batch_key`, and return its output. A collective call.
+    """Call ``pipe`` once for requests with the same :func:`batch_key`, and return its output. A collective call.
 
     Args:
-        options: Further arguments of the call.
+        options: Further arguments of the call. They override those of the requests.
     """
-    # A CPU generator gives the same noise for every device. Each sample has its own, as if it were generated alone.
+    # CPU generators give the same noise on every device. Each request has its own generator, so that it gives the same
+    # result in a batch as alone.
     generators = [torch.Generator().manual_seed(request.seed) for request in requests]
     arguments = {
         **batch_arguments(requests),
@@ -113,13 +124,13 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
         **options,
     }
     with warnings.catch_warnings():
-        # Warnings about one request, such as a rounded size, do not belong in a server's log.
+        # Warnings about a client's request, such as that its size is rounded, do not belong in a server's log.
         warnings.simplefilter("ignore")
         return call_modular(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
 
 
 def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
-    """Return the metadata that a result's JSON file records."""
+    """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
     return {
         "request": {**request.fields, "seed": request.seed},
         "recipe": recipe.as_json(),
@@ -136,14 +147,14 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # para_core, from a checkout
+        return "not installed"  # para_core, if it runs from a checkout
 
 
 def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_: str, watch: Watch) -> Previews | None:
     if watch.preview is None or not request.delivery.partial_images:
         return None
     first = mesh is None or mesh.rank == 0
-    # A VAE that runs on all ranks, or on the first one for all, is called on all ranks.
+    # If the VAE runs on all ranks, or on the first rank for all, decoding is a collective call: all ranks decode.
     send = watch.preview if first else lambda output: None
     return Previews(request, send, format_=format_, decodes=first or recipe.vae or recipe.vae_placement == "first")
 
@@ -151,8 +162,9 @@ def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_
 def step_callback(
     pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Return the argument of the pipeline's call that calls the functions of ``watch`` at the end of each step, by its
-    name; nothing if the pipeline takes none.
+    """Return ``{"callback_on_step_end": function}``, where the function calls those of ``watch`` after each step.
+
+    Empty if the pipeline's call has no such parameter.
     """
     if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}

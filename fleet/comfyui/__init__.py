@@ -1,6 +1,6 @@
-"""Nodes of ComfyUI that call a server of ``para_core serve``. Copy this folder into ``custom_nodes``.
+"""ComfyUI nodes that send requests to ``para_core serve``. Copy this folder into ComfyUI's ``custom_nodes``.
 
-ComfyUI needs no para_core: these files import the standard library, torch, NumPy and Pillow only.
+para_core need not be installed there: these files import only the standard library, torch, NumPy and Pillow.
 """
 
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS

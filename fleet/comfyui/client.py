@@ -1,4 +1,4 @@
-"""Requests to a server of ``para_core serve``, by the standard library."""
+"""HTTP client for ``para_core serve``, which imports the standard library only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _SECONDS = 3600.0
 def generate(
     server: str, path: str, fields: dict[str, Any], progress: Callable[[int, int | None], None]
 ) -> list[bytes]:
-    """Return the files of a result.
+    """Send a request to the server, wait for the result, and return the contents of its files.
+
+    The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is shared
+    should not contain it.
 
     Args:
-        server (`str`): Address, such as ``"http://127.0.0.1:8000"``. The API key is the variable
-            ``PARA_CORE_API_KEY``, because a workflow that is shared should not hold it.
+        server (`str`): Address, such as ``"http://127.0.0.1:8000"``.
+        path (`str`): Path of the API, such as ``"/v1/images/generations"``.
         fields (`dict[str, Any]`): Fields of the request.
-        progress (`Callable`): Receives the number of finished steps, and of all steps if it is known. If it raises, the
-            server cancels the request.
+        progress (`Callable`): Called with the number of finished steps, and the number of all steps or None. If it
+            raises, the server cancels the request.
 
     Raises:
         RuntimeError: If the server cannot be reached or refuses the request.
@@ -36,7 +39,7 @@ def generate(
     request = urllib.request.Request(server.rstrip("/") + path, body, headers)
     files = []
     try:
-        # Closing the connection, also when progress raises, cancels the request.
+        # If progress raises, leaving this block closes the connection, and the server cancels the request.
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
             for event in _events(answer):
                 if event["type"] == "progress":

@@ -1,4 +1,4 @@
-"""Three nodes: an image from text, an edit of an image, and a video."""
+"""The three ComfyUI nodes: text to image, image editing, and video."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OPTIONAL: dict[str, Spec] = {
 
 
 class TextToImage:
-    """An image from text."""
+    """Node that generates an image from text."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "run"
@@ -41,7 +41,6 @@ class TextToImage:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
-        """Return the inputs of the node."""
         return {"required": _COMMON, "optional": _OPTIONAL}
 
     def run(self, server: str, **inputs: Any) -> tuple[Tensor]:
@@ -51,7 +50,7 @@ class TextToImage:
 
 
 class EditImage:
-    """An edit of an image. With a mask, the white part of the mask is generated."""
+    """Node that edits an image. With a mask, only its white part is generated anew."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "run"
@@ -59,7 +58,6 @@ class EditImage:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
-        """Return the inputs of the node."""
         optional = {"mask": ("MASK",), "strength": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0}), **_OPTIONAL}
         return {"required": {"image": ("IMAGE",), **_COMMON}, "optional": optional}
 
@@ -76,7 +74,7 @@ class EditImage:
 
 
 class Video:
-    """A video from text, and from an image if the server's pipeline takes one."""
+    """Node that generates a video from text, and from an image if the server's pipeline takes one."""
 
     RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("frames",)
@@ -85,7 +83,6 @@ class Video:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
-        """Return the inputs of the node."""
         frames = {"frames": ("INT", {"default": 81, "min": 1, "max": 10000})}
         return {"required": {**_COMMON, **frames}, "optional": {"image": ("IMAGE",), **_OPTIONAL}}
 
@@ -98,18 +95,21 @@ class Video:
 
 
 def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request. Optional inputs that are empty are left out."""
+    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes ``inputs``."""
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if name not in _OPTIONAL or value}
     return {**fields, "size": f"{width}x{height}", **(json.loads(more) if more.strip() else {})}
 
 
 def _progress() -> Callable[[int, int | None], None]:
-    """Return a function that moves ComfyUI's bar, and raises if the user has interrupted the workflow."""
+    """Return a function of (finished steps, all steps) that moves ComfyUI's progress bar.
+
+    It raises if the user has interrupted the workflow.
+    """
     try:
         from comfy.model_management import throw_exception_if_processing_interrupted
         from comfy.utils import ProgressBar
-    except ImportError:  # outside of ComfyUI
+    except ImportError:  # not inside ComfyUI, as in tests
         return lambda step, steps: None
     bar = ProgressBar(1)
 
@@ -121,20 +121,20 @@ def _progress() -> Callable[[int, int | None], None]:
 
 
 def _encode(images: Tensor) -> str:
-    """Return the first image as a PNG in a ``data:`` URL."""
+    """Return the first of ``images``, ``[N, H, W, 3]`` from 0 to 1, as a PNG in a ``data:`` URL."""
     buffer = io.BytesIO()
     Image.fromarray((images[0].clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _decode(files: list[bytes]) -> Tensor:
-    """Return the images or frames of files, ``[N, H, W, 3]`` from 0 to 1."""
+    """Return all images, or frames of animations, in ``files``: ``[N, H, W, 3]`` from 0 to 1."""
     frames, milliseconds = [], []
     for data in files:
         for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
             frames.append(np.asarray(frame.convert("RGB")))
             milliseconds.append(frame.info.get("duration") or 1)
-    # Equal frames that follow each other are one frame in the file, which is shown longer.
+    # An animation stores equal consecutive frames as one frame that is shown longer, so that frame is repeated here.
     repeats = [round(each / min(milliseconds)) for each in milliseconds]
     return torch.from_numpy(np.repeat(np.stack(frames), repeats, axis=0)).float() / 255
 
