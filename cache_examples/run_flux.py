@@ -1,4 +1,4 @@
-"""FLUX.1-dev with First Block Cache (approximates; a larger threshold skips more steps).
+"""FLUX.1-dev with First Block Cache (which approximates).
 
 python cache_examples/run_flux.py
 
@@ -21,7 +21,8 @@ options = parser.parse_args()
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
-apply_cache_on_pipe(pipe)  # residual_diff_threshold=: left out, the default of the model's family
+# Without residual_diff_threshold=, the threshold is the default of the model family. A larger one skips more steps.
+apply_cache_on_pipe(pipe)
 
 image = pipe(
     "a large red circle in the centre on a white background",

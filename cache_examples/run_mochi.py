@@ -1,4 +1,4 @@
-"""Mochi with First Block Cache (approximates; a larger threshold skips more steps).
+"""Mochi with First Block Cache (which approximates).
 
 python cache_examples/run_mochi.py
 """
@@ -20,7 +20,8 @@ options = parser.parse_args()
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 pipe = MochiPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 pipe.vae.enable_tiling()
-apply_cache_on_pipe(pipe)  # residual_diff_threshold=: left out, the default of the model's family
+# Without residual_diff_threshold=, the threshold is the default of the model family. A larger one skips more steps.
+apply_cache_on_pipe(pipe)
 
 height, width, num_frames = options.size
 frames = pipe(

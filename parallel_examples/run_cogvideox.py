@@ -1,4 +1,4 @@
-"""CogVideoX on several GPUs; the VAE's rows are sharded too.
+"""CogVideoX on several GPUs. The VAE runs on all of them too, each with some of the image rows.
 
 torchrun --nproc_per_node=2 parallel_examples/run_cogvideox.py
 """

@@ -1,14 +1,14 @@
-"""Many images, by a job that survives the loss of a rank.
+"""Generate many images in a job that survives the loss of a rank.
 
-On each of two hosts, where HOST is the first one:
+On each of two hosts, with the first one's name as HOST:
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --max-restarts=3 \
     parallel_examples/run_elastic.py --output images
 
 If a rank is lost, the generation ends on all ranks (within timeout=), and torchrun restarts them. Images that exist are
-not generated again, and none is half-written. Both hosts must see the folder. Without the variable, restarted ranks may
-read addresses of the earlier ones (pytorch/pytorch#135712).
+not generated again, and none is half-written. Both hosts must see the output folder. Without the exported variable,
+restarted ranks may connect to addresses of the ranks before the restart (pytorch/pytorch#135712).
 """
 
 import argparse
@@ -35,7 +35,8 @@ if device == "cuda":
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 parallelize_pipe(pipe, timeout=60)
 
-# All ranks generate what the first one misses, because a shared folder may show a file on one host earlier.
+# All ranks must generate the same images: those that rank 0 does not find. On a shared file system, a new file may
+# become visible to one host earlier than to another.
 options.output.mkdir(exist_ok=True)
 missing = [[index for index in range(len(PROMPTS)) if not (options.output / f"{index}.png").exists()]]
 dist.broadcast_object_list(missing)

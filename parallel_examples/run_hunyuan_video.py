@@ -1,4 +1,4 @@
-"""HunyuanVideo on several GPUs, in a mesh of your own: Ulysses inside a ring of two.
+"""HunyuanVideo on several GPUs, with an explicit mesh: a ring of 2, and Ulysses over the remaining GPUs.
 
 torchrun --nproc_per_node=4 parallel_examples/run_hunyuan_video.py
 """

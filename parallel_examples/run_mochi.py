@@ -1,4 +1,4 @@
-"""Mochi on several GPUs, with First Block Cache on top (approximates).
+"""Mochi on several GPUs, with First Block Cache (which approximates).
 
 torchrun --nproc_per_node=2 parallel_examples/run_mochi.py
 """
@@ -26,7 +26,7 @@ if device == "cuda":
 pipe = MochiPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 pipe.vae.enable_tiling()
 parallelize_pipe(pipe)
-apply_cache_on_pipe(pipe)  # residual_diff_threshold=: larger skips more
+apply_cache_on_pipe(pipe)  # A larger residual_diff_threshold= skips more steps.
 
 height, width, num_frames = options.size
 frames = pipe(

@@ -1,4 +1,4 @@
-"""A transformer of your own on several ranks, compared with one.
+"""Run a transformer of your own on several ranks, and compare the result with that of one rank.
 
 torchrun --nproc_per_node=4 parallel_examples/run_own_model.py
 """
@@ -13,7 +13,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(d_model=64, nhead=4, batch_first=True)
 model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).eval()
-x = torch.randn(1, 101, 64)  # 101 tokens: no number of ranks needs to divide them
+x = torch.randn(1, 101, 64)  # The number of tokens, 101, need not be divisible by the number of ranks.
 
 with torch.no_grad():
     expected = model(x)

@@ -1,4 +1,4 @@
-"""FLUX.1-dev with consecutive blocks on each GPU, working at once on patches (PipeFusion, which approximates).
+"""FLUX.1-dev with PipeFusion (which approximates): each GPU holds consecutive blocks, and all work at the same time.
 
 torchrun --nproc_per_node=4 parallel_examples/run_pipefusion.py
 
@@ -28,7 +28,8 @@ if device == "cuda":
 
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 mesh = init_context_parallel_mesh(device, max_pipe_dim_size=dist.get_world_size())
-parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches=4))  # without pipefusion= stages are exact
+# Without pipefusion=, the mesh gives exact pipeline stages, which wait for each other.
+parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches=4))
 held = sum(x.nbytes for x in pipe.transformer.parameters() if not x.is_meta)
 print(f"rank {dist.get_rank()} holds {held / 1e6:.1f} MB of the transformer", flush=True)
 

@@ -1,4 +1,4 @@
-"""FLUX.2-dev on GPUs that are too small for it: each loads and keeps a shard of the weights (FSDP2).
+"""FLUX.2-dev on GPUs that are too small for all its weights: each GPU loads and keeps a shard of them (FSDP2).
 
 torchrun --nproc_per_node=8 parallel_examples/run_sharded.py
 
@@ -26,7 +26,8 @@ dist.init_process_group()
 if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
 
-# weights="tensor" shards heads and MLPs instead, and sends activations instead of weights.
+# With weights="tensor", ranks would instead hold some heads and some rows of the MLPs, and send activations instead of
+# weights.
 pipe = from_pretrained_sharded(DiffusionPipeline, options.model, weights="fsdp", dtype=dtype)
 weights = list(pipe.transformer.parameters())
 whole = sum(x.numel() * x.element_size() for x in weights)

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL on several GPUs, with the image rows of the UNet and of the VAE sharded.
+"""Stable Diffusion XL on several GPUs. Each holds some of the image rows in the UNet and in the VAE.
 
 torchrun --nproc_per_node=2 parallel_examples/run_stable_diffusion.py
 """

@@ -1,4 +1,4 @@
-"""An image through the VAE and back on several GPUs, with its rows sharded.
+"""Encode and decode an image with a VAE on several GPUs, each with some of the image rows.
 
 torchrun --nproc_per_node=2 parallel_examples/run_vae.py photo.png
 """

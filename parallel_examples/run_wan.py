@@ -1,4 +1,4 @@
-"""Wan 2.1 or 2.2 on several GPUs, one half for each CFG branch (CFG parallelism).
+"""Wan 2.1 or 2.2 on several GPUs with CFG parallelism: one half of the GPUs for each CFG branch.
 
 torchrun --nproc_per_node=4 parallel_examples/run_wan.py
 
