@@ -62,7 +62,7 @@ class Bars:
             self._progress.stop()
 
     def begin(self, number: int, steps: int | None) -> None:
-        """Reset the bar of the steps for prompt ``number``, which has ``steps`` steps (None if unknown)."""
+        """Show that prompt ``number`` begins: reset the second bar to 0 of ``steps`` (None if unknown)."""
         self._progress.reset(self._steps, total=steps, description=f"steps of {number}")
 
     def step(self, done: int) -> None:

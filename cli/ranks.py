@@ -283,7 +283,7 @@ def _run_lines(job: RankJob) -> None:
     def fails_alike(line: Line) -> bool:
         if _all_ranks_failed("encoding", line.number):
             return True
-        # The rank ends now. This event tells the launching process not to run the line again.
+        # After False is returned, the rank ends. This event tells the launching process not to run the line again.
         _note(job, event="begin", line=line.number)
         return False
 

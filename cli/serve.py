@@ -169,7 +169,7 @@ def serve(
 
 @contextmanager
 def _without_ray_messages(debug: bool) -> Iterator[None]:
-    """Discard stdout inside this context unless ``debug``: Ray prints about its processes, the command to stderr."""
+    """Discard stdout inside this context unless ``debug``: Ray prints messages there, while the command uses stderr."""
     if debug:
         yield
         return

@@ -15,8 +15,8 @@ from para_core.fleet.limits import RequestError
 _MAX_FILES, _MAX_FIELDS = 32, 200
 # Field names of OpenAI's API, and the names that pipelines have for these fields.
 _NAMES = {"mask": "mask_image", "input_reference": "image"}
-# Form fields whose values are taken as strings, as those of all fields with "prompt" in their name. Values of other
-# fields are parsed as JSON.
+# Values of these form fields, and of all with "prompt" in their name, are strings. Values of other fields are parsed as
+# JSON.
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
 
 

@@ -26,7 +26,7 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 from para_core.foreign_errors import is_slow_start_of_ray
 
-# Interval in seconds at which the number of finished steps is read from the first rank.
+# Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
 # Tries to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
 _STARTS = 4
@@ -177,7 +177,11 @@ class Replica:
         return answers
 
     async def memory(self, room: float | None) -> Memory | None:
-        """Predict the memory of a rank that may hold ``room`` bytes (None for its device's). None if unpredictable."""
+        """Return the predicted memory of a rank, or None if it cannot be predicted.
+
+        Args:
+            room: Bytes that the rank may hold. None for the memory of its device.
+        """
         memory: Memory | None = await self.actors[0].memory.remote(self.mesh, room)
         return memory
 

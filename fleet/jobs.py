@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 
 
 class Backend(Protocol):
-    """Interface of what generates for a server: a queue in front of replicas."""
+    """Interface through which a server generates. :class:`~para_core.fleet.queue.RequestQueue` implements it."""
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
         """Run a request as soon as a replica is free, and return its result.

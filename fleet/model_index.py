@@ -87,7 +87,7 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     annotations = {
         key: parameters[key].annotation
         for key in fields
-        # Annotations are strings if the pipeline's module has `from __future__ import annotations`: left out.
+        # A string annotation (from __future__ import annotations in the pipeline's module) is not evaluated.
         if not isinstance(parameters[key].annotation, str) and parameters[key].annotation is not inspect.Parameter.empty
     }
     return Model(name, cls.__name__, fields, kind, defaults, annotations)

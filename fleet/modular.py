@@ -14,7 +14,8 @@ import torch
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
-# Outputs of blocks that can be written to files: their kind, and the name of that output in a classical pipeline.
+# Outputs of a modular pipeline that can be written to files, with the kind of result, and the attribute that has this
+# output in a classical pipeline.
 _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
 # them.
@@ -69,7 +70,7 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def describe_modular(name: str, pipe: Any) -> Model:
-    """Return the description of model ``name``, whose modular pipeline is ``pipe``. Its components are not needed.
+    """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded components.
 
     Raises:
         ValueError: If it generates neither images nor videos, or requires a video as input, which requests cannot give.
@@ -176,7 +177,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     inputs = {x.name for x in blocks.inputs}
     output = _output_of(blocks)
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
-    # Inputs that are missing here get their default from diffusers, or None.
+    # Only inputs of blocks are passed on. diffusers fills in the defaults of the others.
     fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
     with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
@@ -240,7 +241,7 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
 
 @contextmanager
 def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
-    """Inside this context, set guiders (by component name) to these guidance scales."""
+    """Inside this context, give each guider in ``scales``, named by its component, the guidance scale stated there."""
     guiders = {name: getattr(pipe, name) for name in scales}
     before = {name: guider.guidance_scale for name, guider in guiders.items()}
     try:

@@ -94,7 +94,7 @@ class Rank:
         self._release_memory = False
 
     def open_store(self, host: str) -> int:
-        """Open the TCP store to which all ranks connect, and return its port on ``host``. For the first rank."""
+        """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
         timeout = timedelta(seconds=self._recipe.timeout)
         self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
@@ -118,7 +118,12 @@ class Rank:
         return mesh_shape(self._pipe)
 
     def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
-        """Predict the memory of a rank that may hold ``room`` bytes (None for its device's). See predict_memory."""
+        """Return the predicted memory of a rank, or None if it cannot be predicted.
+
+        Args:
+            mesh: Sizes of the mesh dims by name.
+            room: Bytes that the rank may hold. None for the memory of its device.
+        """
         return predict_memory(self._pipe, self._recipe, mesh, bytes_of_device() if room is None else room)
 
     def generate(self, id_: str, request: Request) -> Answer:
@@ -177,7 +182,7 @@ class Rank:
         return self._steps_done.get(id_, 0)
 
     def previews(self, sent: int) -> list[Output]:
-        """Return the partial images of the running request without the first ``sent`` ones. For the first rank."""
+        """Return the partial images of the running request, without the first ``sent``, which the caller has."""
         return self._previews[sent:]
 
     def cancel(self, id_: str) -> None:

@@ -31,7 +31,7 @@ from para_core.fleet.request import (
 _MAX_IMAGES = 16
 # Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any number.
 _MAX_TOKENS = 4096
-# Number of tokens of a prompt if the pipeline has no max_sequence_length: CLIP's.
+# Number of tokens that a model reads if its pipeline has no max_sequence_length: that of CLIP.
 _CLIP_TOKENS = 77
 # Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
 _MAX_NESTING = 16

@@ -188,15 +188,15 @@ def read_lora(text: str) -> tuple[str, float]:
         try:
             return name, float(scale)
         except ValueError:
-            pass  # No scale follows: the colon is part of the path.
+            pass  # What follows the colon is no number, so the colon belongs to the name.
     return text, 1.0
 
 
 class LoadingOrder(Protocol):
-    """Interface of :class:`~para_core.fleet.encode_first.EncodeFirst`."""
+    """Interface of :class:`~para_core.fleet.encode_first.EncodeFirst`, which imports this module."""
 
     def fits(self, recipe: Recipe) -> bool:
-        """Whether :meth:`attach` may be called for a pipeline of ``recipe``."""
+        """Whether ``recipe`` keeps text encoders and transformers on the device: then :meth:`attach` saves memory."""
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory. For the arguments see the implementation."""

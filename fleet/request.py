@@ -138,7 +138,7 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
         if name in fields:
             fields.setdefault(alias, (fields[name][0], None))
     fields["seed"] = (Annotated[int, Field(ge=0, le=_LARGEST_SEED)] | None, None)
-    # The pattern includes "auto", by which OpenAI's clients let the server choose the size.
+    # "auto" is valid too, because OpenAI's clients send it to let the server choose the size.
     size = Annotated[str, Field(pattern=f"{_SIZE.pattern}|^auto$", description="width x height in pixels: 1024x768")]
     fields.setdefault("size", (size | None, None))
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

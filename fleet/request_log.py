@@ -1,4 +1,4 @@
-"""The request log of a server: one JSON object per line and request."""
+"""The request log of a server: a file with one line of JSON for each HTTP request."""
 
 from __future__ import annotations
 

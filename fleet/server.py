@@ -228,7 +228,7 @@ class Server:
         # The number of waiting requests is checked before the body is received, because the body may be large.
         self._jobs.require_room()
         content = await read_content(http, self._limits)
-        # Images are decoded in a thread, because that would block the event loop.
+        # Decoding images takes long, so a thread does it: the event loop must not be blocked.
         return await asyncio.to_thread(
             read_request,
             content,

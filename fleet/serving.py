@@ -198,7 +198,7 @@ def _set_answers(batch: Sequence[QueuedRequest], outcomes: Sequence[Result | Exc
 
 
 class Front:
-    """The Ray Serve deployment that answers HTTP: the server, the queue, and a handle of the replicas."""
+    """The Ray Serve deployment that answers HTTP. It holds the server, the queue, and a handle of the replicas."""
 
     def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
         self._replicas = ServeReplicas()
