@@ -1,4 +1,4 @@
-"""Predicted seconds, bytes and memory of a mesh, counted from the model, before anything runs on it."""
+"""Predict seconds, bytes and memory of a mesh from the operations of a model, before anything runs on that mesh."""
 
 from para_core.planner.hardware import Device, Link
 from para_core.planner.mesh_plan import MeshPlan

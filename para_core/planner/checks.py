@@ -1,4 +1,4 @@
-"""The doctor's checks of each rank's own machine: versions, memory, backends, speed of the device and of the host."""
+"""Checks of ``para_core.doctor`` on each rank's own machine: versions, memory, backends, speed of device and host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12",
 
 
 def versions(ranks: Ranks) -> Finding:
-    """Check that all ranks have equal versions of Python, torch and the packages that matter here."""
+    """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
     own = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -47,7 +47,7 @@ def versions(ranks: Ranks) -> Finding:
 
 
 def memory(ranks: Ranks) -> Finding:
-    """Check that all ranks have devices of one kind with enough free memory."""
+    """Check that all ranks have the same kind of device, with at least 80 % of a GPU's memory free."""
     name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
@@ -69,7 +69,9 @@ def memory(ranks: Ranks) -> Finding:
 
 
 def backends(ranks: Ranks) -> Finding:
-    """List the SDPA backends that accept a plain call in the ranks' dtype, and check that triton is installed."""
+    """Find the SDPA backends that accept a plain call in the ranks' dtype. On a GPU, also check for flash or cuDNN, and
+    Triton.
+    """
     query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
     accepted = []
     for name, backend in _BACKENDS.items():
@@ -91,7 +93,7 @@ def backends(ranks: Ranks) -> Finding:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 10, rounds: int = 5) -> float:
-    """Return the seconds of one ``work()``: the median of ``rounds`` rounds of ``repeats`` calls."""
+    """Return the seconds of one call ``work()``: the median over ``rounds`` of the mean of ``repeats`` calls."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -110,7 +112,11 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 
 def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure operations per second of a large matrix product and of attention to many keys, on the slowest rank."""
+    """Measure the speed of a large matrix product and of an attention call, and return that of the slowest rank.
+
+    Returns:
+        The finding, and ``{"products", "attention"}`` in floating-point operations per second.
+    """
     size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
     matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
     query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
@@ -129,7 +135,7 @@ def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
 
 
 def device_of(ranks: Ranks) -> Device | None:
-    """Return the table's figures of this rank's GPU. None on a CPU, or if the table does not have it."""
+    """Return the planner's figures for this rank's GPU; None on a CPU, or for a GPU that the planner does not know."""
     try:
         return gpu_at_hand(ranks.device) if ranks.device.type == "cuda" else None
     except ValueError:
@@ -137,7 +143,11 @@ def device_of(ranks: Ranks) -> Device | None:
 
 
 def host(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure the seconds until a launch returns, on the slowest rank. Eager code pays this for each launch."""
+    """Measure how long the host takes to launch one operator, and return that of the slowest rank.
+
+    Returns:
+        The finding, and ``{"launch"}`` in seconds.
+    """
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
     text = f"{1e6 * launch:.1f} µs per launch, on the slowest rank"

@@ -1,4 +1,4 @@
-"""Choices of a plan besides the sizes of a mesh, and what is tried next if no mesh fits."""
+"""Choices that a plan makes besides the sizes of a mesh, and alternatives to try if no mesh fits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from para_core.planner.prediction import SHARING, Sharing
 from para_core.planner.weights import Weights
 from para_core.weights.pipefusion import PipeFusion
 
-# Schemes of adapters/weights/quantize.py.
+# Names of the schemes in adapters/weights/quantize.py, which cannot be imported here.
 QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of a plan besides the sizes of a mesh. The defaults choose among all exact ways.
+    """Choices that a plan makes besides the sizes of a mesh. By default the planner makes them, among all exact
+    alternatives.
 
     Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights. ``"fsdp"`` is tried if they do not fit otherwise.
-        text_encoders (`str`, *optional*): Placement of the text encoders. None takes what ``parallelize_pipe`` chooses,
-            or host memory if the weights do not fit otherwise.
-        vae_placement (`str`, *optional*): Placement of the VAE. None takes the device, or host memory if no mesh fits
-            otherwise.
+        sharing (`Sequence[Sharing]`): Ways to shard weights that are considered. ``"fsdp"`` is tried only if the
+            weights do not fit otherwise.
+        text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to its
+            default, or to host memory if the weights do not fit otherwise.
+        vae_placement (`str`, *optional*): Placement of the VAE, as in ``parallelize_pipe``. Defaults to the device, or
+            to host memory if no mesh fits otherwise.
         offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
-        quantize (`str`, *optional*): Scheme of quantized weights. None takes exact weights, or int8 if no mesh fits.
-        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates.
+        quantize (`str`, *optional*): Scheme of quantized weights, which are not exact. Defaults to exact weights, or to
+            int8 if no mesh fits otherwise.
+        pipefusion (`PipeFusion`, *optional*): Whether to include meshes with PipeFusion, which is not exact, and its
+            options.
 
     Raises:
-        ValueError, TypeError: If a value is not one of those.
+        ValueError, TypeError: If an argument has an unknown value.
     """
 
     sharing: Sequence[Sharing] = SHARING
@@ -58,7 +62,9 @@ class Choices:
             )
 
     def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
-        """Yield these choices, then those to try in this order if no mesh fits. What is not exact comes last."""
+        """Yield these choices, then alternatives to try, in this order, if no mesh fits. Quantized weights come
+        last.
+        """
         in_host_memory: Literal["first", "offload"] = "first" if ranks > 1 else "offload"
         placements = [self.vae_placement]
         placements += [in_host_memory] if self.vae_placement is None and weights.vae else []

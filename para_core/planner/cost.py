@@ -1,6 +1,7 @@
-"""Predicted seconds of one model call on a mesh: alpha-beta links, fractions of a device's peak, and overlap.
+"""Predict the seconds of one model call on a mesh, from link latency and bandwidth, and fractions of a device's peak
+speed.
 
-The prediction is for the first rank, which has the most tokens and heads if they do not divide.
+The prediction is for the first rank, which has the most tokens and heads if they cannot be divided evenly.
 """
 
 from __future__ import annotations
@@ -28,22 +29,25 @@ from para_core.planner.traffic import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# Multiprocessors of 132 that send while the others compute: arXiv:2412.19437, 3.2.2.
+# NCCL occupies this many of 132 multiprocessors while it sends (arXiv:2412.19437, section 3.2.2).
 _SENDING_MULTIPROCESSORS = 20
 RingMethod = Literal["rotate", "all-gather", "2d"]
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh dims. Neighbouring ranks differ along ``tensor``; ranks along ``pipe`` are farthest apart.
+    """The sizes of the mesh dims, and how ranks along them work. Ranks along ``tensor`` are neighbours, ranks along
+    ``pipe`` are farthest apart.
 
     Args:
-        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes; ``pipe`` is the number of stages.
-        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How keys travel along the ring; ``"2d"`` is Attention2D
-            (arXiv:2503.15758).
-        pipefusion (`PipeFusion`, *optional*): All stages work at once, on patches, which approximates. Defaults to
-            exact stages, which work one after the other.
-        fsdp (`bool`, defaults to `False`): The sequence ranks shard the weights and gather each block before it runs.
+        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
+            pipeline stages.
+        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is
+            Attention2D (arXiv:2503.15758).
+        pipefusion (`PipeFusion`, *optional*): All stages work at the same time, on different patches, which is not
+            exact. Defaults to exact stages, which work one after the other.
+        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
+            block before it runs.
     """
 
     batch: int = 1
@@ -75,19 +79,19 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Properties of the code around attention calls. The defaults are para_core's; published tables need others.
+    """Properties of the software. The defaults are those of para_core; predictions of published tables set others.
 
     Args:
-        compiled (`bool`): The transformer is one graph instead of eager code.
+        compiled (`bool`): Whether the transformer is compiled instead of eager code.
         messages (`int`): Number of all-to-alls before an attention call, for queries, keys and values.
-        copies (`int`): How often the tensors of Ulysses' all-to-alls are read and written before and after each.
-        overlapped (`bool`): Keys travel along the ring during the attention of the previous ring block. In Attention2D,
-            everything travels during the attention of what is already there.
-        merge_passes (`int`): How often a partial result in float32 is read or written per ring step.
-        ulysses_launches, ring_launches (`int`): Launches of an attention call, and of each ring step.
-        grid_launches (`int`): Launches of an Attention2D call with two columns.
-        gathered_grid (`bool`): Attention2D all-gathers queries and keys in process groups of rows and columns, instead
-            of para_core's all-to-alls.
+        copies (`int`): How often the tensors of a Ulysses all-to-all are copied before it and again after it.
+        overlapped (`bool`): Whether keys of the next ring block are sent while attention to the current one is
+            computed. In Attention2D, everything is sent while attention to what has arrived is computed.
+        merge_passes (`int`): How often a partial result in float32 is read or written when it is merged.
+        ulysses_launches, ring_launches (`int`): Number of launches of a Ulysses attention call, and of each ring step.
+        grid_launches (`int`): Number of launches of an Attention2D call with two columns of ranks.
+        gathered_grid (`bool`): Whether Attention2D all-gathers queries and keys in process groups of rows and columns,
+            instead of using all-to-alls as para_core does.
     """
 
     compiled: bool = False
@@ -103,7 +107,9 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a device by cause. ``host`` is the time that the device waits for launches."""
+    """Predicted seconds by cause. ``communication`` is what computation does not hide, ``host`` is waiting for
+    launches.
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -128,10 +134,11 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware and software that a mesh runs on.
+    """The hardware and software on which a mesh runs.
 
     Args:
-        slowdown (`float`): Measured compute seconds of one device divided by the predicted ones.
+        slowdown (`float`): Measured compute seconds of one device, divided by the predicted ones. All predicted compute
+            seconds are multiplied by it.
     """
 
     device: Device
@@ -151,7 +158,9 @@ def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
 
 
 def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tuple[float, float]:
-    """Return the compute seconds of a product, and the bytes that a tensor rank sends to sum its result."""
+    """Return the compute seconds of a product on a rank, and the bytes that the rank sends to sum the result over
+    ``tensor``.
+    """
     rows = product.samples * local_rows(product.rows, shape.sequence)
     inner, columns, summed = product.inner, product.columns, 0.0
     if shape.tensor > 1 and product.tensor_split == "colwise":
@@ -167,7 +176,11 @@ def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tup
 
 
 def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine) -> float:
-    """Return the compute seconds of a rank's queries over all keys. Tiles of 128 queries fill the device in waves."""
+    """Return the compute seconds of the attention of one rank's queries to all keys.
+
+    Tiles of 128 queries and one head are computed in waves, one tile per multiprocessor. An incomplete last wave takes
+    as long as a full one.
+    """
     device = machine.device
     sharded = any(x.sharded and x.total >= shape.sequence for x in call.keys)
     heads = shard_size(call.heads, 0, shape.tensor)
@@ -190,7 +203,9 @@ def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine
 
 
 def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
-    """Return the attention call that the first of ``tensor`` ranks computes: it has a part of the heads."""
+    """Return the attention call that the first of ``tensor`` tensor ranks computes, which has only some of the
+    heads.
+    """
     heads, kv_heads = shard_size(call.heads, 0, tensor), max(1, shard_size(call.kv_heads, 0, tensor))
     return replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
 
@@ -198,9 +213,9 @@ def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
 def exchange_seconds(
     call: CountedAttention, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Return the seconds that an attention call waits for communication, and the seconds of copying and merging.
+    """Return the seconds that an attention call waits for communication, and the seconds it takes to copy and merge.
 
-    ``attending`` is the call's compute time, which part of the communication overlaps with.
+    ``attending`` is the call's compute time in seconds, with which part of the communication overlaps.
     """
     own = of_tensor_rank(call, shape.tensor)
     sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0, two_dims=shape.ring_method == "2d")
@@ -224,7 +239,9 @@ def exchange_seconds(
 def _ring_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Return the seconds of waiting for keys, and of merging."""
+    """Return the seconds that a ring attention call waits for keys, and the seconds it takes to merge partial
+    results.
+    """
     runtime, ring = machine.runtime, shape.ring
     link = machine.topology.link(shape.tensor * shape.ulysses, ring)
     heads = heads_of_ranks(call, shape.ulysses)[0][0]
@@ -235,7 +252,7 @@ def _ring_seconds(
     merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
     if shape.ring_method == "all-gather":
         return link.seconds(sent.around), merging
-    # A ring step is an all-to-all with one part that is not empty, or a send and a receive: NCCL sends both equally.
+    # A ring step sends to one peer, by an all-to-all or by send and receive. NCCL is equally fast for both.
     hop = link.seconds(sent.around / (ring - 1), all_to_all=True)
     if not runtime.overlapped:
         return (ring - 1) * hop, merging
@@ -244,7 +261,10 @@ def _ring_seconds(
 
 
 def overlap_cost(hidden: float, machine: Machine) -> float:
-    """Return the seconds by which ``hidden`` seconds of communication delay compute: sending needs multiprocessors."""
+    """Return by how many seconds ``hidden`` seconds of overlapped communication slow down the computation.
+
+    While NCCL sends, it occupies some of the multiprocessors.
+    """
     device = machine.device
     return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0
 
@@ -252,11 +272,11 @@ def overlap_cost(hidden: float, machine: Machine) -> float:
 def _grid_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float, own_results: int
 ) -> tuple[float, float]:
-    """Return the seconds of waiting for queries, keys and partial results of Attention2D, and of packing and merging.
+    """Return the seconds that an Attention2D call waits for communication, and the seconds it takes to pack and merge.
 
-    Attention2D (arXiv:2503.15758) sends O(S / √P) bytes for P ring ranks in √P rows. With r rows and c columns of
-    ranks, a rank computes r · c blocks of scores: 1 of its own tokens, c - 1 more once the queries of its row are here,
-    (c - 1) · (r - 1) once the keys of its column are, and r - 1 while results travel back.
+    Attention2D (arXiv:2503.15758) arranges P ring ranks in √P rows, and a rank sends O(S / √P) bytes. With r rows and c
+    columns, a rank computes r · c blocks of scores: 1 of its own tokens, c - 1 more when the queries of its row have
+    arrived, (c - 1) · (r - 1) more when the keys of its column have arrived, and r - 1 while results are sent back.
     """
     rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
     stride, topology, runtime = shape.tensor * shape.ulysses, machine.topology, machine.runtime
@@ -269,7 +289,7 @@ def _grid_seconds(
     packing = 2 * columns * own_results * call.element_size / machine.bandwidth
     if not runtime.overlapped or runtime.gathered_grid:
         return to_row + to_column + back, packing
-    # First the results over the column's keys are merged with those over this rank's keys, then with those of other
+    # A rank merges the results over the keys of its column with those over its own keys, then with those of the other
     # ranks.
     merges = (rows > 1) * columns + columns - 1
     packing += merges * runtime.merge_passes * 4 * own_results / machine.bandwidth
@@ -281,7 +301,13 @@ def _grid_seconds(
 
 
 def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of one model call, or of one part of its samples, on one group of ranks."""
+    """Return the seconds of one model call on a rank.
+
+    Args:
+        own: The operations of the call, or of this rank's part of its samples.
+        shape: The mesh.
+        machine: The hardware and software.
+    """
     products = attention = waiting = copying = 0.0
     runtime, host = machine.runtime, machine.host
     launches = own.launches * (host.fused if runtime.compiled else 1.0)
@@ -326,7 +352,9 @@ def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -
 
 
 def region_share(own: CallWork, ranks: int) -> float:
-    """Return the fraction of the longest attended sequence of a call that the first rank holds."""
+    """Return which fraction of the tokens the first of ``ranks`` ranks holds, for the longest sharded sequence of a
+    call.
+    """
     longest: tuple[Tokens, ...] = max(
         (x.queries for x in own.operations if isinstance(x, CountedAttention) and any(y.sharded for y in x.queries)),
         key=lambda tokens: sum(x.total for x in tokens),

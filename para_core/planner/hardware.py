@@ -1,4 +1,4 @@
-"""Figures of devices, links and hosts: a table with its sources, and measured figures that replace them."""
+"""Speed and memory of devices, links and hosts: a table with sources, whose figures measured ones may replace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """The speed and memory of one accelerator.
 
     Args:
         products (`float`): Peak floating-point operations per second of bfloat16 matrix products, from the data sheet.
-        memory (`float`): Bytes.
+        memory (`float`): Bytes of device memory.
         bandwidth (`float`): Peak bytes of memory read or written per second.
-        multiprocessors (`int`): Number of tiles (128 queries of one head) that attention computes at once.
-        link (`str`): Name of the link to other devices of the host.
-        of_products, of_attention, of_convolutions (`float`): Fractions of ``products`` that these operations reach.
-        of_bandwidth (`float`): Fraction of ``bandwidth`` that is reached.
-        host_bandwidth (`float`): Bytes per second of a copy from pinned host memory: by default, what is reached of
-            PCIe 4 with 16 lanes.
+        multiprocessors (`int`): Number of multiprocessors, each of which computes attention for 128 queries of one head
+            at a time.
+        link (`str`): Name of the link to other devices of the same host, a key of ``LINKS``.
+        of_products, of_attention, of_convolutions (`float`): Fractions of the peak ``products`` that matrix products,
+            attention and convolutions reach.
+        of_bandwidth (`float`): Fraction of the peak ``bandwidth`` that is reached.
+        host_bandwidth (`float`): Bytes per second of a copy from pinned host memory. Defaults to what PCIe 4 with 16
+            lanes reaches.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of ranks, in the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth`` seconds.
+    """A connection between ranks. A message of n bytes takes ``latency + n / bandwidth`` seconds (alpha-beta model).
 
     Args:
         latency (`float`): Seconds per message.
@@ -58,7 +60,7 @@ class Link:
     source: str = ""
 
     def seconds(self, sent: float, messages: int = 1, *, all_to_all: bool = False) -> float:
-        """Return the seconds of ``messages`` messages of ``sent`` bytes in total.
+        """Return the seconds that it takes to send ``sent`` bytes in ``messages`` messages.
 
         >>> Link("", latency=1e-5, bandwidth=1e9).seconds(1e6, messages=2)
         0.00102
@@ -69,12 +71,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """Host time of launches. The defaults are measured: 57 small blocks of FLUX, 3,737 launches, take 21.2 ms.
+    """The time that the host takes to launch operators. Defaults are measured: 3,737 launches, 57 small blocks of FLUX,
+    take 21.2 ms.
 
     Args:
         launch (`float`): Seconds per launch in eager code.
         compiled_launch (`float`): Seconds per launch in a compiled graph.
-        fused (`float`): Number of launches in a compiled graph, as a fraction of those in eager code.
+        fused (`float`): Launches of a compiled graph, as a fraction of those of eager code.
     """
 
     launch: float = 5.7e-6
@@ -85,7 +88,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Topology:
-    """Links between ranks: ``inside`` a host of ``per_host`` consecutive ranks, and ``between`` hosts.
+    """The links between ranks: ``inside`` a host, which has ``per_host`` consecutive ranks, and ``between`` hosts.
 
     >>> topology = Topology(Link("fast", 0, 2), Link("slow", 0, 1), per_host=4)
     >>> topology.link(stride=1, size=4).name, topology.link(stride=4, size=2).name
@@ -97,23 +100,31 @@ class Topology:
     per_host: int
 
     def link(self, stride: int, size: int) -> Link:
-        """Return the slowest link between neighbours among ``size`` ranks that are ``stride`` apart."""
+        """Return the link that limits communication among ``size`` ranks that are ``stride`` ranks apart."""
         return self.inside if stride * size <= self.per_host else self.between
 
     def all_to_all(self, sent: float, stride: int, size: int, messages: int = 1) -> float:
-        """Return the seconds of an all-to-all of ``size`` ranks, ``stride`` apart, that each send ``sent`` bytes."""
+        """Return the seconds of all-to-alls among ``size`` ranks that are ``stride`` apart.
+
+        Args:
+            sent: Bytes that each rank sends in total.
+            stride: Distance between consecutive ranks of the group.
+            size: Number of ranks of the group.
+            messages: Number of all-to-alls over which the bytes are distributed.
+        """
         if size == 1:
             return 0.0
         near = max(1, min(size, self.per_host // stride))
         if near >= size:
             return self.inside.seconds(sent, messages, all_to_all=True)
-        # Messages inside a host and between hosts travel at the same time.
+        # The slower of both parts counts, because messages inside a host and between hosts are sent at the same time.
         far = sent * (size - near) / (size - 1)
         inside = self.inside.seconds(sent - far, messages, all_to_all=True)
         return max(inside, self.between.seconds(far, messages, all_to_all=True))
 
 
-# Dense bfloat16, from data sheets. Where NVIDIA counts sparse matrices, its figure is twice as large.
+# The figures of ``products`` are for dense bfloat16. Where a data sheet states the speed of sparse matrices, they are
+# half of it.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _TECHPOWERUP = "https://www.techpowerup.com/gpu-specs"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf, appendix A"
@@ -127,7 +138,8 @@ _BLOG = (
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
 # Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
 _PCIE5 = 45e9
-# name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention, of_convolutions
+# Positional arguments: name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention,
+# of_convolutions.
 DEVICES = {
     x.name: x
     for x in (
@@ -181,7 +193,7 @@ DEVICES = {
         Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=f"{_TECHPOWERUP}/l20.c4206"),
         Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),
         Device("RTX 4090", 165e12, 24e9, 1.008e12, 128, "pcie4 via host", 0.9, 0.85, source=_ADA),
-        # CPUs differ too much for a prediction of seconds; these figures only put meshes in an order.
+        # CPUs differ too much to predict seconds. These figures only serve to compare meshes.
         Device("CPU", 1e11, 16e9, 2e10, 1, "gloo", source="assumed"),
     )
 }
@@ -194,19 +206,20 @@ LINKS = {
     for x in (
         Link("nvlink3", 16e-6, 240e9, source=f"300 GB/s; {_NCCL}"),
         Link("nvlink4", 16e-6, 370e9, source=f"450 GB/s; {_NCCL}"),
-        # All-to-all: 419 µs on 4 and 251 µs on 8 ranks, each sending 56.6 and 33.0 MB, give latency and
-        # bandwidth.
+        # Latency and all-to-all bandwidth follow from two measurements: 419 µs on 4 ranks that each send 56.6 MB, and
+        # 251 µs on 8 ranks that each send 33.0 MB.
         Link("nvlink5", 16e-6, 720e9, 140e9, source=f"900 GB/s; {_NCCL}; latency, all-to-all: a table of {_BLOG}"),
         Link("pcie4", 25e-6, 22e9, source="32 GB/s on paper; NCCL reaches 22"),
         Link("pcie5", 25e-6, 45e9, source="64 GB/s on paper; NCCL reaches 45"),
-        # GeForce cards have no peer-to-peer access: both directions together reach 19 to 21 GB/s.
+        # GeForce cards have no peer-to-peer access. Both directions together reach 19 to 21 GB/s, so one direction gets
+        # half.
         Link("pcie4 via host", 30e-6, 10e9, source=f"{_NCCL_TESTS}/74 (p2p disabled)"),
         Link("infiniband", 34e-6, 48e9, source=_INFINIBAND),
         Link("ethernet", 5e-5, 1.2e9, source="10 Gbit/s"),
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# A link name without a generation stands for the generation of the device.
+# The link that a name without a generation means, by device.
 _GENERATIONS = {
     "nvlink": {
         **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),
@@ -217,23 +230,24 @@ _GENERATIONS = {
 _DEFAULT_GENERATION = {"nvlink": "nvlink4", "pcie": "pcie4"}
 
 
-# Words of CUDA's names that stand for the variant that the table has under the short name.
+# Words in CUDA's device names that do not distinguish variants of a device in the table.
 _USUAL_WORDS = {"nvidia", "geforce", "tesla", "gpu", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "hbm3", "hbm3e"}
 _GIGABYTES = re.compile(r"(\d+)gb")
 
 
 def device_named(name: str | Device, *, memory: float | None = None) -> Device:
-    """Return the device of the table with this name, or with the name that CUDA reports (``"NVIDIA H100 80GB HBM3"``).
+    """Return the device with this name from the table. CUDA's names such as ``"NVIDIA H100 80GB HBM3"`` are accepted
+    too.
 
     Args:
-        memory (`float`, *optional*): Bytes that the device reports. They replace those of the table.
+        memory (`float`, *optional*): Bytes of memory that the device reports. They replace the bytes in the table.
 
     >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100 40GB')
 
     Raises:
         TypeError: If ``name`` is neither a string nor a :class:`Device`, which is returned as it is.
-        ValueError: If the table has no such device, or not this variant of it.
+        ValueError: If the table does not have this device, or not this variant of it.
     """
     if isinstance(name, Device):
         return name
@@ -254,36 +268,36 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
 
 
 def _unknown_variant(device: Device, words: set[str], memory: float | None) -> str:
-    """Return how the device named by ``words`` differs from ``device``. Empty if they are equal."""
+    """Return how the variant named by ``words`` differs from ``device``, as part of a message; empty if it does not."""
     left = words - set(device.name.lower().split()) - _USUAL_WORDS
     sizes = {word: int(match[1]) for word in left if (match := _GIGABYTES.fullmatch(word))}
     unknown = sorted(left - set(sizes))
     if unknown:
         return f", and the table knows no {device.name} with {' '.join(unknown)!r}"
-    # Names round the memory: a B200 of 180 GB is sold as one of 192 GB.
+    # The memory in a name is rounded: a B200 with 180 GB is sold as one with 192 GB.
     if memory is None and any(abs(size * 1e9 / device.memory - 1) > 0.1 for size in sizes.values()):
         return f", and the table's {device.name} has {device.memory / 1e9:.0f} GB"
     return ""
 
 
 def gpu_at_hand(device: torch.device | None = None) -> Device:
-    """Return the figures of a GPU of this process, by default the current one, with the memory that it reports.
+    """Return the figures of a GPU of this process, by default the current one, with the memory that the GPU reports.
 
     Raises:
-        ValueError: If the table does not have it.
+        ValueError: If the table does not have this GPU.
     """
     index = torch.cuda.current_device() if device is None else device
     return device_named(torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory)
 
 
 def link_named(name: str | Link | None, device: Device) -> Link:
-    """Return the link of the table with this name; for None, the link of ``device``.
+    """Return the link with this name from the table; for None, the usual link of ``device``.
 
-    ``"nvlink"`` and ``"pcie"`` stand for the generation that ``device`` has.
+    ``"nvlink"`` and ``"pcie"`` without a number mean the generation that ``device`` has.
 
     Raises:
         TypeError: If ``name`` is neither None, a string nor a :class:`Link`, which is returned as it is.
-        ValueError: If the table has no such link.
+        ValueError: If the table does not have this link.
     """
     if isinstance(name, Link):
         return name
@@ -304,12 +318,13 @@ def link_named(name: str | Link | None, device: Device) -> Link:
 
 
 def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
-    """Return the figures with those measured in ``path`` in their place.
+    """Return ``device``, ``link`` and ``host`` with the figures that were measured in a file.
 
-    ``path`` is a JSON file written by ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
+    Args:
+        path: A JSON file written by ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the file cannot be read or is neither of these.
     """
     try:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Count of the launches of a model call, of the bytes that they move, and of the bytes of activations held."""
+"""Count the launches of a model call, the bytes that they read and write, and the peak bytes of tensors in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from para_core.torch_internals import OpOverload, TorchDispatchMode, pytree, schema_of, storage_id
 
-# Operators besides views that launch nothing on a device.
+# Operators besides views that launch nothing on a device, such as allocations.
 NO_LAUNCH = {
     "aten::_unsafe_view",
     "aten::empty",
@@ -24,9 +24,9 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::con
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Mode that counts launches, the bytes that they move, and the peak of bytes held.
+    """Mode that counts launches, the bytes that they read and write, and the peak bytes of tensors in memory.
 
-    Bytes are counted in two bins: while tensors are sharded (0), and otherwise (1).
+    :attr:`moved` and :attr:`peak` have two entries: bytes while :attr:`is_sharded` is set, and bytes otherwise.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,9 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Return the bytes of a tensor in memory. An expanded tensor has more elements than bytes in memory."""
+    """Return how many bytes of memory a tensor covers. An expanded tensor covers less than its number of elements
+    suggests.
+    """
     return int(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
 
 
@@ -77,6 +79,6 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def is_view(func: OpOverload) -> bool:
-    """Whether ``func`` returns memory of an argument without writing to it."""
+    """Whether ``func`` returns a view: memory of an argument, to which it does not write."""
     aliases = [returned.alias_info for returned in schema_of(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

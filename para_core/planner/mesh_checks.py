@@ -1,4 +1,6 @@
-"""The doctor's checks of a mesh: exactness, host time and latency of an attention call, bandwidth of each mesh dim."""
+"""Checks of ``para_core.doctor`` on a mesh: exactness and host time of attention, and latency and bandwidth of each
+mesh dim.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
 
 
 def exactness(ranks: Ranks, mesh: DeviceMesh) -> Finding:
-    """Compare an attention call over all ranks, which divide neither tokens nor heads, with float64 on one device."""
+    """Check attention over all ranks, with numbers of tokens and heads that they do not divide, against float64 on one
+    device.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
     exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -49,7 +53,11 @@ def exactness(ranks: Ranks, mesh: DeviceMesh) -> Finding:
 
 
 def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, Any]]:
-    """Measure the seconds of one intercepted attention call of so few tokens that only host time and latency count."""
+    """Measure an attention call over the mesh with so few tokens that only host time and latency count.
+
+    Returns:
+        The finding, and ``{"call"}`` in seconds, both for the slowest rank.
+    """
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
         call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
@@ -59,7 +67,9 @@ def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, An
 
 
 def links(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
-    """Add latency and bandwidth of each mesh dim, in an all-to-all and in a ring step, to ``report``."""
+    """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step, and add them to
+    ``report``.
+    """
     rows = []
     for dim in guided_mesh(mesh).dims:
         if dim.size == 1 or dim.group is None:
@@ -102,7 +112,15 @@ def _judge_bandwidth(name: str, text: str, bandwidth: float, ranks: Ranks) -> Fi
 def _exchange(
     ranks: Ranks, group: ProcessGroup, size: int, index: int, large: int, *, ring: bool
 ) -> tuple[float, float]:
-    """Return the seconds of a small exchange and the bytes per second of a large one, on the slowest rank."""
+    """Return the latency of a small exchange in seconds, and the bytes per second of a large one, both on the slowest
+    rank.
+
+    Args:
+        size: Number of ranks of ``group``.
+        index: Index of this rank in ``group``.
+        large: Bytes that each rank sends in the large exchange.
+        ring: Whether each rank sends to the next one only. Otherwise it is an all-to-all.
+    """
 
     def timed(sent: int) -> float:
         size_per_peer = max(1, sent // (1 if ring else size - 1))
@@ -120,5 +138,6 @@ def _exchange(
         )
 
     latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
-    # If noise exceeds the transfer time, do not subtract the latency.
+    # Subtract the latency only if it is clearly smaller than the measured time. Otherwise noise could make the rest
+    # negative.
     return latency, large / (seconds - latency if seconds > 2 * latency else seconds)

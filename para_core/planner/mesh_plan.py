@@ -1,4 +1,4 @@
-"""Ranked meshes for one workload, and the reason why each one is slower than the first."""
+"""The meshes for one workload, ranked by predicted seconds, with the reason why each one is slower than the best."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from para_core.planner.weights import Placement
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Bytes of device memory that the CUDA context and allocator fragmentation take.
+# Bytes of device memory that the CUDA context and allocator fragmentation take, so that models cannot use them.
 RESERVED = 6e9
-# Bytes of one NCCL communicator, mostly buffers. An assumption: it depends on the links and on NCCL's number of
-# channels.
+# Bytes of one NCCL communicator, mostly buffers. This is an assumption: the size depends on the links and on NCCL's
+# number of channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
-# Smallest and largest ratio of published to predicted seconds, by whether the transformer was compiled, of other
-# runtimes on several devices (benchmarks/results/planner_check.json).
+# The range of measured / predicted seconds, for published runs of other software on several devices, by whether the
+# transformer was compiled (benchmarks/results/planner_check.json).
 PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.66, 3.75)}
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Meshes of ``ranks`` ranks: those that run, the fastest first, then those that do not fit, then others.
+    """Predictions for all meshes of ``ranks`` ranks, the fastest first. Meshes that do not fit into memory come after
+    those that do, and meshes that cannot run come last.
 
-    ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the first one.
+    ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the best one.
 
     Args:
-        rows (`tuple[MeshPrediction, ...]`): One row per mesh.
-        fewer (`Mapping[int, MeshPrediction]`): For smaller numbers of ranks, the fastest mesh that runs.
-        more (`MeshPrediction`, *optional*): If no mesh runs, the fastest one of the next larger number of ranks.
+        rows (`tuple[MeshPrediction, ...]`): One prediction per mesh.
+        fewer (`Mapping[int, MeshPrediction]`): The fastest mesh that runs on fewer ranks, by number of ranks.
+        more (`MeshPrediction`, *optional*): If no mesh runs, the fastest mesh of the next larger number of ranks on
+            which one runs.
     """
 
     work: Workload
@@ -59,17 +61,17 @@ class MeshPlan:
 
     @property
     def printed(self) -> tuple[MeshPrediction, ...]:
-        """The rows that tables show: the first ones."""
+        """The rows that tables show, which are the first ones."""
         return self.rows[:_PRINTED_ROWS]
 
     @property
     def fastest(self) -> MeshPrediction:
-        """The fastest mesh of any number of ranks up to ``ranks``."""
+        """The fastest of the meshes that run on ``ranks`` ranks or fewer."""
         return min([self.best, *self.fewer.values()], key=lambda row: row.seconds)
 
     @property
     def advice(self) -> str:
-        """One sentence that says whether ``ranks`` ranks are worth it."""
+        """A sentence that says whether it is worth using ``ranks`` ranks."""
         fastest, best = self.fastest, self.best
         if not _runs(best, self.machine):
             return self._way_out()
@@ -89,7 +91,7 @@ class MeshPlan:
         return f"{self.ranks} ranks take {duration(best.seconds)}, one takes {duration(one)}: {speedup} (predicted)."
 
     def _way_out(self) -> str:
-        """Return a sentence on what runs if nothing of ``rows`` does."""
+        """Return a sentence that says what could run, for a plan in which no mesh runs."""
         least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
         if least.problem is not None:
             needed, smaller = least.problem, ""
@@ -104,7 +106,7 @@ class MeshPlan:
 
     @property
     def title(self) -> str:
-        """The generation and the machine."""
+        """A title for tables and charts: the generation and the machine."""
         device, topology = self.machine.device, self.machine.topology
         connected = topology.inside.name
         if self.ranks > topology.per_host:
@@ -113,7 +115,7 @@ class MeshPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the first row: whether it fits, the line that runs it, and what is not predicted."""
+        """Sentences about the best mesh: whether it fits, the line of code that uses it, and what is not predicted."""
         best, notes = self.best, []
         if _runs(best, self.machine):
             held, room = best.memory / 1e9, room_of(self.machine, best.shape) / 1e9
@@ -140,16 +142,16 @@ class MeshPlan:
         return "\n\n".join([self.title, "\n".join(self.lines()), *more, *self.notes, self.advice])
 
     def runs(self, row: MeshPrediction) -> bool:
-        """Whether ``row`` can run and fits into the memory of the devices."""
+        """Whether ``row`` can run and fits into device memory."""
         return _runs(row, self.machine)
 
     def markdown(self) -> str:
-        """Return the plan with a Markdown table that has all parts of a step."""
+        """Return the plan as Markdown, with a table that shows all parts of a step."""
         rows = table(self.printed)
         return "\n\n".join([self.title, "\n".join(rows), *self.notes, self.advice])
 
     def lines(self, width: int = 80) -> list[str]:
-        """Return a table of the first rows with at most ``width`` characters per line."""
+        """Return a text table of the first rows, as lines of at most ``width`` characters."""
         lines = ["  seconds    step  compute  waits  GB  mesh, and why it loses"]
         for row in self.printed:
             step = row.step
@@ -162,13 +164,19 @@ class MeshPlan:
         return lines
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Make the mesh of the first row over all ranks of the process group, by :func:`init_context_parallel_mesh`."""
+        """Create the best mesh, over all ranks of the process group, with :func:`init_context_parallel_mesh`.
+
+        Args:
+            device_type: Device type of the mesh. Defaults to the default of that function.
+        """
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Save a bar chart of the milliseconds per step of the first ``rows`` meshes that can run. Needs matplotlib."""
+        """Save a bar chart of the milliseconds per step of the first ``rows`` meshes that can run to ``path``. Needs
+        matplotlib.
+        """
         from matplotlib.figure import Figure
 
         shown = [row for row in self.rows if row.problem is None][:rows][::-1]
@@ -185,7 +193,7 @@ class MeshPlan:
 
 
 def duration(seconds: float) -> str:
-    """Return ``seconds`` in words with three digits.
+    """Return a duration as text: three digits if it is below two minutes, else two units.
 
     >>> print(duration(9.876), duration(754), duration(5025), sep=", ")
     9.88 s, 12 min 34 s, 1 h 23 min
@@ -197,10 +205,11 @@ def duration(seconds: float) -> str:
 
 
 def communicators(shape: MeshShape) -> int:
-    """Return the largest number of NCCL communicators that a rank of ``shape`` holds.
+    """Return the largest number of NCCL communicators that a rank of a mesh holds.
 
-    There is one for each mesh dim of several ranks and one for the group of FSDP2's weights. A stage has one for each
-    edge from or to the last stage, which receives tokens from the stage before it and sends noise to all others.
+    There is one for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair of a sender
+    and a receiver has its own. The last stage takes part in most pairs: it receives tokens from the stage before it,
+    and sends its output to all other stages.
 
     >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))
     (2, 6)
@@ -211,7 +220,7 @@ def communicators(shape: MeshShape) -> int:
 
 
 def room_of(machine: Machine, shape: MeshShape) -> float:
-    """Return the bytes that a rank of ``shape`` may hold on its device."""
+    """Return how many bytes of device memory a rank can use for weights and activations."""
     return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
 
 
@@ -232,7 +241,7 @@ def _count(ranks: int) -> str:
 
 
 def table(rows: Sequence[MeshPrediction]) -> list[str]:
-    """Return the lines of a Markdown table of ``rows``."""
+    """Return a Markdown table of ``rows``, as a list of lines."""
     heads = [
         "mesh",
         "s",
@@ -256,7 +265,7 @@ def table(rows: Sequence[MeshPrediction]) -> list[str]:
 
 
 def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
-    """Return the part of a step by which ``row`` loses most time to ``best``, in words."""
+    """Return the part of a step in which ``row`` loses most time compared with ``best``, as text."""
     parts: list[tuple[float, str]] = [
         (getattr(row.step, name) - getattr(best.step, name), text)
         for name, text in (
@@ -272,7 +281,13 @@ def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
 
 
 def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> MeshPlan:
-    """Predict all meshes of ``ranks`` ranks.
+    """Predict all meshes of ``ranks`` ranks, and return them as a plan.
+
+    Args:
+        work: The generation to predict.
+        machine: The hardware and software.
+        ranks: Number of ranks.
+        choices: Choices that the user has made. Defaults to none.
 
     Raises:
         ValueError: If ``ranks`` is not a positive integer.
@@ -291,20 +306,23 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
 
 
 def require_ranks(ranks: Any) -> None:
-    """Raise ValueError if ``ranks`` is not a positive integer."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks is {ranks!r}; expected a positive integer, the number of devices.")
 
 
 def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
-    """Return the predicted meshes: those that run first, by seconds, each with the reason why it loses."""
+    """Return the predictions for all meshes in the order of :class:`MeshPlan`, each with the reason why it is slower.
+
+    If no mesh fits, alternatives of ``choices`` are tried until one does.
+    """
     rows = list[MeshPrediction]()
     for placed in choices.fallbacks(work.weights, ranks):
-        # Meshes that cannot run are listed once.
+        # Meshes that cannot run are listed for the first choices only.
         rows += [row for row in _placed_rows(work, machine, ranks, placed) if not rows or row.problem is None]
         if any(_runs(row, machine) for row in rows):
             break
-    # Of two equally fast meshes, the one that needs fewer kinds of process groups comes first.
+    # Among equally fast meshes, those with a small ring and tensor dim come first, because they need fewer process
+    # groups.
     order = sorted(
         rows,
         key=lambda row: (
@@ -320,7 +338,11 @@ def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> lis
 
 
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
-    """Return each mesh with the cheapest placement of weights that fits, and other ways to make it fit."""
+    """Return one or more predictions for each mesh.
+
+    The first has the default placement of weights. If it does not fit, others follow: with FSDP2, or with blocks in
+    host memory.
+    """
     rows = []
     for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
         row = _with_text_encoders(shape, work, machine, choices)
@@ -336,14 +358,14 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
 
 
 def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
-    """Predict a mesh with the text encoders on the device, or in host memory if they do not fit."""
+    """Return the prediction for a mesh, with the text encoders in host memory if they do not fit on the device."""
     usual = Placement(
         choices.text_encoders or default_text_encoders(shape),
         quantize=choices.quantize,
         vae=choices.vae_placement or "replicate",
     )
     row = predict(shape, work, machine, usual)
-    # A pipeline without text encoders, and a mesh that cannot run, gain nothing.
+    # Moving text encoders does not help a mesh that cannot run, or a pipeline without them.
     if choices.text_encoders is not None or row.problem or _fits(row, machine) or not work.weights.encoders.total:
         return row
     return predict(shape, work, machine, replace(usual, text_encoders="first" if shape.ranks > 1 else "offload"))

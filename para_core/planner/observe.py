@@ -1,7 +1,7 @@
-"""Observation of the operations of a model call, while the unmodified model runs on one device.
+"""Record the operations of a model call, while the unmodified model runs on one device.
 
-With fake tensors the model needs neither weights nor a device. The plan states which tokens attention calls consist of,
-and what is sharded and gathered.
+With fake tensors the model needs neither weights nor a device. The model's plan says which tokens attention calls
+consist of, and what is sharded and gathered.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 class _ModelObserver(TorchFunctionMode):
-    """Mode that records the operations of one model call on one device in ``work``, by the model's plan."""
+    """Mode that records the operations of one model call in :attr:`work`. The model's plan says what would be
+    sharded.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
         super().__init__()
@@ -71,20 +73,21 @@ class _ModelObserver(TorchFunctionMode):
         self._coarse = coarse_segments(plan)
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
-        # Segments whose entries are image rows or frames of many tokens each.
+        # Segments whose entries are image rows or frames, which consist of many tokens each.
         self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
         self._segments: dict[str, Tokens] = {}
         self._counter = LaunchCounter()
-        # For each running module with attention in the plan, innermost last: its attention calls that are still to
-        # come. The last one applies to all further calls.
+        # For each running module that the plan's attention names, the innermost last: its attention calls that have not
+        # been made yet. The last call stays in the list and applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
-        # For each running linear attention: the names of the summing functions that it called.
+        # For each running module with linear attention, the innermost last: the names of the summing functions that it
+        # has called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Return ``forward(**arguments)``, and record its operations."""
+        """Return ``forward(**arguments)``, and record its operations in :attr:`work`."""
         self._note_rules(self._plan.inputs, arguments)
         with ExitStack() as stack:
             for module, rules in self._matches.values():
@@ -209,7 +212,7 @@ class _ModelObserver(TorchFunctionMode):
         self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), tensor_split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
-        """Return the segments whose lengths add up to ``rows``, or unnamed tokens if none do."""
+        """Return the segments whose lengths add up to ``rows``. If none do, return tokens that belong to no segment."""
         if not self._counter.is_sharded:
             return (Tokens(rows, sharded=False, min_per_rank=1),)
         segments = self._segments.values()
@@ -217,7 +220,8 @@ class _ModelObserver(TorchFunctionMode):
             for some in combinations(segments, count):
                 if sum(x.total for x in some) == rows:
                     return some
-        # In a segment of image rows, each entry holds many tokens, so the number of tokens is a multiple of it.
+        # An entry of a segment of image rows or frames consists of many tokens, so look for a multiple of the number of
+        # entries.
         coarse = self._of_many_tokens & self._segments.keys()
         return (Tokens(rows, sharded=any(rows % self._segments[name].total == 0 for name in coarse), min_per_rank=1),)
 
@@ -250,11 +254,15 @@ class _ModelObserver(TorchFunctionMode):
         if self._of_many_tokens & self._segments.keys() & set(names):
             return (Tokens(total, sharded=True, min_per_rank=1),)
         segments = tuple(self._segments[name] for name in names if name in self._segments)
-        # The remaining tokens were never sharded.
+        # The plan shards no segment with the remaining tokens, so they are replicated.
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
     def _assign_joint_rows(self) -> None:
-        """Assign product rows that are no segments to the queries of an attention call of equal length."""
+        """Correct products whose rows belong to no segment, but are as many as the queries of an attention call.
+
+        Their rows are those queries: the tokens of several segments, concatenated in an order that only attention
+        shows.
+        """
         joint = {
             sum(x.total for x in operation.queries): operation.queries
             for operation in self.work.operations
@@ -269,19 +277,22 @@ class _ModelObserver(TorchFunctionMode):
         self.work = self.work.map(change)
 
     def _mask_bytes(self, attention: Attention, mask: Tensor | None) -> int:
-        # From a mask that the plan shards, the model derives a mask of this rank's keys; other masks are for all keys.
+        # If the plan shards the mask, the model's mask has this rank's keys only, and ranks gather its columns. Other
+        # masks already have all keys.
         if mask is None or mask.shape[-1] == 1 or not (attention.mask or self._shards_masks):
             return 0
         rows = mask[..., :1, :] if attention.mask == "pairs" else mask
         return rows.numel() // mask.shape[-1] * mask.element_size()
 
 
-# Ends of the names of arguments that mask keys. Other masks select modulations, for example.
+# Arguments whose names end so are masks of keys. Other masks select modulations, for example.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
 
 
 def _attention_output(call: SdpaCall) -> Tensor:
-    """Return an empty output like a fused kernel's, because SDPA on fake tensors may hold all scores."""
+    """Return an empty output with the layout of a fused kernel's, because SDPA on fake tensors may allocate all
+    scores.
+    """
     batch, heads, queries = call.query.shape[:3]
     return call.query.new_empty(batch, queries, heads, call.value.shape[-1]).transpose(1, 2)
 
@@ -295,16 +306,18 @@ def observed(
     tensor: TensorPlan | None = None,
     is_foreseen: Callable[..., bool] = lambda *_: False,
 ) -> Iterator[list[ModelCall]]:
-    """Record the calls of ``model`` inside this context, in the list that it yields.
+    """Record the calls of ``model`` inside the ``with`` block, in the list that it yields.
 
     Args:
-        batch (`int`, defaults to `1`): Compute the samples of a call in this number of parts, if the plan permits.
-        tensor (`TensorPlan`, *optional*): Layers that tensor ranks split.
-        is_foreseen (`Callable`, *optional*): Whether the output's size is known before a call, given the model, args
-            and kwargs. Defaults to never.
+        batch (`int`, defaults to `1`): Number of parts in which the samples of each call are computed, if the plan
+            permits it.
+        tensor (`TensorPlan`, *optional*): The tensor-parallel plan of the model, which says how its linear layers are
+            split.
+        is_foreseen (`Callable`, *optional*): Returns whether the size of the output is known before a call, given the
+            model, args and kwargs. Defaults to False.
     """
     parameters, forward = parameters_of(model), model.forward
-    is_own = "forward" in vars(model)  # for example a hook of accelerate
+    is_own = "forward" in vars(model)  # a hook of accelerate sets it on the instance, for example
     calls: list[ModelCall] = []
 
     def restore_forward() -> None:
@@ -335,7 +348,9 @@ def observed(
 
 
 def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, Any]]:
-    """Split the samples of a call into ``batch`` parts. One part if the plan does not permit it."""
+    """Return the arguments of a call, split by samples into ``batch`` parts; as one part if the plan does not permit
+    it.
+    """
     if batch == 1 or not plan.batched or any(arguments.get(name) is not None for name in plan.unshared):
         return [arguments]
     name, dim = next(iter(plan.batched.items()))
@@ -352,7 +367,7 @@ def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, 
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Concatenate the outputs of all parts, tensor by tensor. Lists have an entry per sample."""
+    """Return the output of the whole call: the outputs of all parts, concatenated tensor by tensor and list by list."""
 
     def join(*parts: Any) -> Any:
         if isinstance(parts[0], list):
@@ -364,5 +379,5 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 def _sizes(arguments: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves(arguments)
-    # Switches and strings count too, because they decide what is returned.
+    # Include bools and strings, because they may decide what the model returns.
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, bool, str)))

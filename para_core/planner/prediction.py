@@ -1,4 +1,4 @@
-"""Prediction for one mesh and one workload: seconds, bytes, memory, why the mesh cannot run, and the call to use it."""
+"""Predict one mesh for one workload: seconds, bytes, memory, why the mesh cannot run, and the code that uses it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from para_core.planner.weights import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# Ways to shard weights. Replicated weights are always tried.
+# Ways to shard weights. Meshes that replicate weights are always considered.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One generation with a pipeline.
+    """The work of one generation with a pipeline.
 
     Args:
-        calls (`Mapping[int, ModelCall]`): A transformer call with its samples in 1 or 2 parts, by the size of
-            ``batch``.
-        branches (`int`): CFG branches per step that are called one after the other on one rank.
-        encoder, decoder (`float`): Floating-point operations of text encoders and of the VAE decoder.
-        heads (`int`): Key heads.
-        frames (`int`): Frames of the result; 1 for an image.
-        encodings (`int`): Calls of the text encoders.
+        calls (`Mapping[int, ModelCall]`): The operations of a transformer call, by the size of the ``batch`` mesh dim
+            (1 or 2), which splits its samples if possible.
+        branches (`int`): Number of CFG branches per step, if the pipeline calls the model once for each; else 1.
+        encoder, decoder (`float`): Number of floating-point operations of the text encoders and of the VAE decoder.
+        heads (`int`): Number of key heads of the transformer.
+        frames (`int`): Number of frames of the result; 1 for an image.
+        encodings (`int`): Number of times that each text encoder is called.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class MeshPrediction:
-    """A mesh with its prediction.
+    """The prediction for one mesh.
 
     Args:
-        step (`Seconds`): One step with all branches; with PipeFusion, a step on patches.
-        encoder, decoder (`float`): Seconds of text encoders and of the VAE decoder, equal on every rank.
-        seconds (`float`): One generation.
+        step (`Seconds`): Seconds of one step with all CFG branches; with PipeFusion, of a step in patches.
+        encoder, decoder (`float`): Seconds of the text encoders and of the VAE decoder, which every rank runs.
+        seconds (`float`): Seconds of the whole generation.
         sent (`int`): Bytes that the first rank sends per step.
-        memory (`float`): Bytes on the rank with the most.
+        memory (`float`): Bytes of device memory on the rank that uses most.
         problem (`str`, *optional*): Why the mesh cannot run. None if it can.
-        why (`str`): Why it is slower than the first row.
-        placement (`Placement`): Where the weights are besides.
-        host_memory (`float`): Bytes that each rank keeps in host memory.
+        why (`str`): Why the mesh is slower than the best one; empty for the best one.
+        placement (`Placement`): Where weights are that the mesh does not shard.
+        host_memory (`float`): Bytes of weights that each rank keeps in host memory.
     """
 
     shape: MeshShape
@@ -93,7 +93,7 @@ class MeshPrediction:
     host_memory: float = 0.0
 
     def __str__(self) -> str:
-        """Return the mesh dims of several ranks, how keys travel, and where weights are, in words."""
+        """Return a short description: mesh dims with several ranks, how keys are exchanged, and where weights are."""
         shape, placement = self.shape, self.placement
         sizes = {name: getattr(shape, name) for name in ("pipe", "batch", "ring", "ulysses", "tensor")}
         words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one rank"]
@@ -111,7 +111,7 @@ class MeshPrediction:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of ``parallelize_pipe`` besides the mesh."""
+        """The keyword arguments of ``parallelize_pipe`` for this mesh, except ``mesh``."""
         shape, options = self.shape, dict[str, Any]()
         if shape.ring_method != "rotate":
             options["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
@@ -129,7 +129,7 @@ class MeshPrediction:
 
     @property
     def mesh_options(self) -> dict[str, int]:
-        """Arguments of ``init_context_parallel_mesh``."""
+        """The keyword arguments of ``init_context_parallel_mesh`` for this mesh."""
         shape = self.shape
         sizes = {
             "max_pipe_dim_size": shape.pipe if shape.pipe > 1 else None,
@@ -142,7 +142,7 @@ class MeshPrediction:
 
     @property
     def call(self) -> str:
-        """Source line that parallelizes a pipeline ``pipe`` on all ranks."""
+        """The line of code that parallelizes a pipeline ``pipe`` over this mesh."""
         quantized = self.placement.quantize
         if quantized is not None:
             return f"# {quantized}: para_core generate --quantize {quantized}, or from_pretrained_sharded(quantize=)"
@@ -157,29 +157,30 @@ def _arguments(named: Mapping[str, Any]) -> str:
 
 
 def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[MeshShape]:
-    """Yield every factorization of ``ranks`` into mesh dims, without FSDP2. ``batch`` is 1 or 2.
+    """Yield every mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
 
     Args:
-        sharing (`Sequence[Sharing]`): Include meshes that shard weights in these ways.
-        pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches.
+        sharing (`Sequence[Sharing]`): Ways to shard weights; meshes with ``tensor`` or ``pipe`` are included if they
+            are among these.
+        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion. If given, meshes with PipeFusion are included.
     """
     for batch in (1, 2):
         if ranks % batch:
             continue
         for stages in divisors(ranks // batch) if "stages" in sharing else [1]:
-            # The options for stages and tensor parallelism exclude each other.
+            # A pipeline cannot use stages and tensor parallelism together.
             for size in divisors(ranks // batch) if "tensor" in sharing and stages == 1 else [1]:
                 left = ranks // (batch * stages * size)
                 for ring in divisors(left):
                     for method in _ring_methods(ring):
                         yield MeshShape(batch, stages, ring, left // ring, size, method)
         if pipefusion is not None and ranks > batch:
-            # Each stage of PipeFusion is one rank.
+            # PipeFusion is planned with one rank per stage only.
             yield MeshShape(batch, ranks // batch, pipefusion=pipefusion)
 
 
 def _ring_methods(ring: int) -> tuple[RingMethod, ...]:
-    # Attention2D with one column is a ring with all-gather.
+    # Leave out Attention2D with one column, which is the same as a ring with all-gather.
     return ("rotate", "2d") if choose_grid(ring, 1, 1)[1] > 1 else ("rotate",)
 
 
@@ -193,12 +194,12 @@ def divisors(number: int) -> list[int]:
 
 
 def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:
-    """Return the placement of text encoders that ``parallelize_pipe`` chooses with this mesh."""
+    """Return the placement of text encoders that ``parallelize_pipe`` chooses by default on this mesh."""
     return "fsdp" if shape.tensor > 1 or shape.fsdp else "replicate"
 
 
 def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) -> str | None:
-    """Return why the mesh cannot run, or does not use all of its ranks. None if it does."""
+    """Return why a mesh cannot run, or would not use all of its ranks; None if it can."""
     if quantize is not None and shape.fsdp and quantize != "int8":
         return f"FSDP2 cannot gather weights in {quantize}"
     if quantize is not None and shape.tensor > 1 and quantize.endswith("-dynamic"):
@@ -221,10 +222,11 @@ def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) ->
 
 
 def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> MeshPrediction:
-    """Predict seconds, bytes and memory of one mesh.
+    """Return the predicted seconds, bytes and memory of one mesh.
 
     Args:
-        placement (`Placement`, *optional*): Where the weights are. Defaults to what ``parallelize_pipe`` chooses.
+        placement (`Placement`, *optional*): Where weights are that the mesh does not shard. Defaults to what
+            ``parallelize_pipe`` chooses.
     """
     if placement is None:
         placement = Placement(default_text_encoders(shape))
@@ -266,9 +268,9 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
 
 
 def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
-    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes. None if even none fits.
+    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes; None if even none fit.
 
-    Group offload moves whole weights, so weights must not be sharded.
+    Also None for a mesh that shards weights, because blocks are moved between host and device as a whole.
     """
     weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
     if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
@@ -285,7 +287,7 @@ def most_resident(shape: MeshShape, work: Workload, room: float, placement: Plac
 
 
 def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine: Machine) -> Seconds:
-    """Predict one exact step, which is ``passes`` model calls on a rank."""
+    """Return the seconds of one exact step, in which a rank makes ``passes`` model calls."""
     if shape.pipe > 1:
         return staged(own, passes, shape, machine)
     step = call_seconds(own, shape, machine).times(passes)
@@ -293,7 +295,9 @@ def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine:
 
 
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
-    """Return the bytes that the first rank sends in a step for attention, outputs and sums over tensor ranks."""
+    """Return the bytes that the first rank sends per step: for attention, gathered outputs and weights, sums and
+    stages.
+    """
 
     def of_rank(x: Operation) -> Operation:
         return of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x
@@ -301,7 +305,8 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     parts = [part.map(of_rank) for part in call.parts]
     rounds = [[replace(call, parts=parts)] * work.branches]
     sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
-    # In the first step all ranks may compute calls of new sizes. Two steps minus one give a later step.
+    # Predict a later step as two steps minus one. The first step differs: calls with new sizes are computed by all
+    # ranks.
     two_dims = shape.ring_method == "2d"
     both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
     summed = sum(
@@ -310,7 +315,7 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
         if isinstance(x, Product)
     )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
-    # A stage has a fraction of the attention calls.
+    # A stage computes only its share of the attention calls.
     own = (both - first) // shape.pipe
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
@@ -318,14 +323,17 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
 def memory_of(
     shape: MeshShape, work: Workload, own: CallWork, passes: int, placement: Placement | None = None
 ) -> float:
-    """Return the bytes of a rank: weights, and the larger of what a step and the text encoders need besides.
+    """Return the bytes of device memory that a rank uses at most: its weights, plus what a step or the text encoders
+    need.
 
-    A step needs the peak of its activations, gathered weights, buffers of exchanges, and keys that PipeFusion keeps.
+    A step needs memory for its activations at their peak, gathered weights, buffers of exchanges, and keys stored by
+    PipeFusion. Steps and text encoders run one after the other, so the larger need counts.
     """
     if placement is None:
         placement = Placement(default_text_encoders(shape))
     weights = work.weights
-    # Half of the activations at the peak lie between the linear layers that tensor ranks split (measured: 26 to 70 %).
+    # Tensor ranks split the activations between column- and row-sharded layers, which are about half of the peak
+    # (measured: 26 to 70 %).
     share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
     denoising = (
@@ -335,7 +343,9 @@ def memory_of(
 
 
 def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the largest buffers of all-to-alls, sent and received: queries, keys, values and results."""
+    """Return the bytes of the buffers of the largest Ulysses exchange, sent and received: queries, keys, values and
+    results.
+    """
     if shape.ulysses == 1:
         return 0.0
     attention = [of_tensor_rank(x, shape.tensor) for x in own.operations if isinstance(x, CountedAttention)]
@@ -353,7 +363,7 @@ def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
 
 
 def as_dict(row: MeshPrediction) -> dict[str, Any]:
-    """Return ``row`` as JSON-compatible values."""
+    """Return ``row`` as a dict of JSON-compatible values."""
     step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
     return {
         "mesh": str(row),

@@ -1,4 +1,4 @@
-"""The doctor's report: findings as a table, and figures for the planner."""
+"""The report of ``para_core.doctor``: findings for a table, and measured figures for the planner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OK, CHANGE, BROKEN = "ok", "change", "broken"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
+    """The result of one check, a line of the table.
 
     Args:
-        verdict (`str`): ``"ok"``, ``"change"`` (it runs and could be better) or ``"broken"``.
-        advice (`str`): What to change; empty if nothing.
+        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
+        advice (`str`): What the user should change; empty if nothing.
     """
 
     name: str
@@ -31,7 +31,9 @@ class Finding:
 
 @dataclass
 class DoctorReport:
-    """Findings, and measured figures for ``measured=`` of :func:`para_core.adapters.plan_mesh`."""
+    """The results of all checks, and the measured figures that :func:`para_core.adapters.plan_mesh` takes as
+    ``measured=``.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class DoctorReport:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the launched ranks."""
+    """This process among the launched ranks, with the device and the dtype of its checks."""
 
     rank: int
     size: int
@@ -65,7 +67,7 @@ class Ranks:
     dtype: torch.dtype
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return ``value`` of every rank, in rank order. A collective call."""
+        """Return the ``value`` of every rank, in rank order. Collective."""
         values = [value]
         if self.size > 1:
             values = [None] * self.size

@@ -1,4 +1,4 @@
-"""Count of what this process launches and sends while a model or pipeline runs."""
+"""Count the operators that this process launches, and the bytes it sends, while a model or pipeline runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from para_core.planner.launch_counter import NO_LAUNCH, is_view, tensors_in
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
-# The fused choice reads shapes and switches, and a wait lets the stream wait: they launch nothing either.
+# These two launch nothing either: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH = {*NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# Launches of these operators on CUDA, which may differ from those of their form for the CPU.
+# Number of kernels that each of these operators launches on CUDA. The CPU versions may run several operators instead.
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
@@ -36,21 +36,22 @@ _WHOLE = {
 class RunCounter(TorchDispatchMode):
     """Mode that counts launches, collectives, and the bytes that this rank sends in them.
 
-    A launch is an operator that is not a view, or a collective; waits and allocations are none. A fused attention
-    kernel is one operator. (If SDPA decomposes into matrix products, as on meta tensors, each of them counts.) The
-    operators inside a custom operator count, except if it is written in Triton. A Triton kernel that Python launches
-    outside of an operator is not seen. Inside any such mode torch runs compiled functions as eager code, so the
-    launches of a graph are not counted.
+    A launch is a collective, or an operator that is neither a view nor an allocation. A fused attention kernel counts
+    as one launch; if SDPA decomposes into matrix products, as on meta tensors, each of them counts. Operators inside a
+    custom operator are counted, unless it is one of our Triton kernels. Triton kernels that Python launches outside of
+    an operator are not seen. Under a dispatch mode torch runs compiled functions as eager code, so the launches of
+    graphs cannot be counted.
 
-    An all-reduce sends what a ring sends, ``2 * (n - 1) / n`` of its bytes. The records by which ranks agree, bytes in
-    host memory, count as launches only.
+    An all-reduce of n ranks is taken to send ``2 * (n - 1) / n`` of its bytes, as a ring does. Exchanges of small
+    records in host memory, by which ranks agree, count as launches only.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_operator: Counter[str] = Counter()
         self.collectives = self.bytes_sent = 0
-        # Depth of custom operators that are being run. Their own collectives are counted by the outermost one.
+        # Number of custom operators being run whose bytes were counted as a whole. Collectives inside them are not
+        # counted again.
         self._counted_outside = 0
 
     @property
@@ -62,7 +63,7 @@ class RunCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(_dispatches_itself(type_) for type_ in types):
-            # The class of the tensor then runs the operator, and its operators on plain tensors come here.
+            # Let the tensor's class run the operator. The operators that it calls on plain tensors come here again.
             return NotImplemented
         name = schema_of(func).name
         sent = None if self._counted_outside else bytes_sent(func, args)
@@ -82,7 +83,7 @@ class RunCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __str__(self) -> str:
-        """Return the number of each operator, the most frequent first."""
+        """Return the number of launches of each operator, the most frequent first."""
         parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
         return f"{self.launches} launches: {', '.join(parts)}"
 
@@ -92,8 +93,9 @@ def _dispatches_itself(type_: type) -> bool:
 
 
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
-    """Return the bytes that this rank sends to others in a call of the operator ``func``. None if it is no collective,
-    or exchanges records.
+    """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
+
+    Returns None if it is not a collective, or only exchanges records in host memory.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name in ("all_to_all", "all_gather"):
@@ -110,7 +112,7 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
         strings = [value for value in args if isinstance(value, str)]
         if name == "wait_tensor" or not strings:
             return None
-        # The name of the group is the last text of the arguments.
+        # The last string among the arguments is the name of the group.
         group = group_named(strings[-1])
         if name == "all_to_all_single":
             return _to_others(args[0], args[2], group)
@@ -139,7 +141,7 @@ def _sent_by_c10d(name: str, args: Sequence[Any]) -> int | None:
         return _to_others(x, sizes or [len(x) // group.size()] * group.size(), group)
     if name not in _KINDS:
         return None
-    # The outputs come first, except where an operator writes to its inputs.
+    # These three operators take the output first and the input second; the others take the input first.
     inputs = tensors_in(args[1] if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_") else args[0])
     if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
         return None

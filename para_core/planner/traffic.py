@@ -1,7 +1,7 @@
-"""The operations of one model call as values, and the bytes that each rank of a mesh sends for them.
+"""Values that describe the operations of a model call, and the bytes that each rank of a mesh sends for them.
 
-:mod:`para_core.planner.observe` records them on one device. The small exchanges that compare inputs between ranks are
-not counted.
+:mod:`para_core.planner.observe` records the operations on one device. The small exchanges that compare inputs between
+ranks are not counted.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from para_core.attention.grid import choose_grid
 
-LSE_BYTES = 4  # of all dtypes except float64
-# (batch, ring, ulysses)
+LSE_BYTES = 4  # lse is float32 for all dtypes except float64
+# Sizes of the mesh dims (batch, ring, ulysses).
 Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one kind: sharded over the sequence ranks, or replicated.
+    """The tokens of one segment, sharded over the sequence ranks or replicated.
 
     Args:
-        sharded (`bool`): Whether the plan shards them.
-        min_per_rank (`int`): Fewest tokens of a rank; with more ranks than that allows they are replicated. It is 2
-            for tokens, and 1 for rows or frames.
+        sharded (`bool`): Whether the plan shards the tokens.
+        min_per_rank (`int`): Minimum number of tokens per rank. If there are fewer, the tokens are replicated instead.
+            It is 1 for segments of image rows or frames, else 2.
     """
 
     total: int
@@ -33,14 +33,16 @@ class Tokens:
     min_per_rank: int = 2
 
     def held(self, rank: int, ranks: int, count: int = 1) -> int:
-        """Return the number of sharded tokens on ``count`` ranks from ``rank`` on; 0 if they are replicated."""
+        """Return the number of sharded tokens on the ``count`` ranks that begin with ``rank``; 0 if the tokens are
+        replicated.
+        """
         if self.replicated(ranks):
             return 0
         each, remainder = divmod(self.total, ranks)
         return count * each + min(rank + count, remainder) - min(rank, remainder)
 
     def replicated(self, ranks: int) -> int:
-        """Return the number of replicated tokens; 0 if they are sharded over ``ranks`` ranks."""
+        """Return the number of replicated tokens: 0 if they are sharded over ``ranks`` ranks, else all."""
         return 0 if self.sharded and self.total >= self.min_per_rank * ranks else self.total
 
 
@@ -50,7 +52,8 @@ class CountedAttention:
 
     Args:
         queries, keys (`tuple[Tokens, ...]`): Tokens along the sequence.
-        mask_bytes (`int`): Bytes of mask per key if its columns belong to a rank's own keys; else 0.
+        mask_bytes (`int`): Bytes per key of a mask whose columns ranks must gather, because each has those of its own
+            keys only; 0 without such a mask.
     """
 
     samples: int
@@ -66,7 +69,7 @@ class CountedAttention:
 
 @dataclass(frozen=True)
 class CountedGather:
-    """A gathered output, or input of a module, with its bytes per token."""
+    """An output or input of a module whose ``tokens`` are gathered, with the bytes per token."""
 
     tokens: Tokens
     bytes_per_token: int
@@ -74,7 +77,7 @@ class CountedGather:
 
 @dataclass(frozen=True)
 class CountedSum:
-    """A sum over ``tokens``, of ``size`` bytes, that all ranks add up."""
+    """A sum over ``tokens``, such as in linear attention, of ``size`` bytes, which is added up over all ranks."""
 
     tokens: Tokens
     size: int
@@ -82,7 +85,9 @@ class CountedSum:
 
 @dataclass(frozen=True)
 class CountedHalo:
-    """An exchange of the rows at both edges of a rank's shard of ``tokens``: ``size`` bytes per neighbouring rank."""
+    """A halo exchange: a rank sends ``size`` bytes, the rows at an edge of its shard of ``tokens``, to each
+    neighbour.
+    """
 
     tokens: Tokens
     size: int
@@ -90,12 +95,12 @@ class CountedHalo:
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer or a convolution, as a product of ``[rows, inner]`` and ``[inner, columns]``.
+    """A linear layer or a convolution, seen as a matrix product ``[rows, inner] @ [inner, columns]``.
 
     Args:
-        rows (`tuple[Tokens, ...]`): Tokens that the rows of one sample belong to.
-        tensor_split (`"colwise"` or `"rowwise"`, *optional*): How tensor ranks split the weight. The result of
-            ``"rowwise"`` is summed over ranks.
+        rows (`tuple[Tokens, ...]`): The tokens of one sample, one per row.
+        tensor_split (`"colwise"` or `"rowwise"`, *optional*): How tensor ranks split the weight. With ``"rowwise"`` the
+            results are summed over the ranks.
     """
 
     samples: int
@@ -111,15 +116,15 @@ Operation = CountedAttention | CountedGather | CountedSum | CountedHalo | Produc
 
 @dataclass
 class CallWork:
-    """The operations of one part of a call's samples.
+    """The work of a model call, or of a part of its samples.
 
     Args:
-        operations (`Counter[Operation]`): Number of equal operations; the blocks of a model have equal ones.
+        operations (`Counter[Operation]`): How often each operation occurs. The blocks of a model have equal operations.
         returned (`int`): Bytes of the output.
-        launches (`int`): Operators that are not views; an attention call counts as one.
-        moved (`tuple[int, int]`): Bytes read and written without products and attention, while tokens are sharded and
-            otherwise.
-        peak (`tuple[int, int]`): The most bytes of activations held at once, of the same two kinds.
+        launches (`int`): Number of operators that are not views; an attention call counts as one.
+        moved (`tuple[int, int]`): Bytes read and written by operators other than products and attention: while tokens
+            are sharded, and otherwise.
+        peak (`tuple[int, int]`): Peak bytes of activations, in the same two parts.
     """
 
     operations: Counter[Operation] = field(default_factory=Counter)
@@ -129,7 +134,7 @@ class CallWork:
     peak: tuple[int, int] = (0, 0)
 
     def map(self, change: Callable[[Operation], Operation]) -> CallWork:
-        """Return the work with ``change(operation)`` in place of each operation."""
+        """Return a copy in which each operation is replaced by ``change(operation)``."""
         operations: Counter[Operation] = Counter()
         for operation, number in self.operations.items():
             operations[change(operation)] += number
@@ -141,9 +146,10 @@ class ModelCall:
     """One call of a model.
 
     Args:
-        inputs (`Any`): The model and its input sizes: calls with equal ``inputs`` have outputs of equal sizes.
-        parts (`list[CallWork]`): One entry, or one per ``batch`` rank if these split the call's samples.
-        foreseen (`bool`): Whether the sizes of the output are known before the call.
+        inputs (`Any`): The model and the sizes of its inputs. Calls with equal ``inputs`` have outputs of equal sizes.
+        parts (`list[CallWork]`): The work of each ``batch`` rank, if these split the samples of the call; else one
+            entry.
+        foreseen (`bool`): Whether the size of the output is known before the call.
     """
 
     inputs: Any
@@ -151,26 +157,21 @@ class ModelCall:
     foreseen: bool = False
 
 
-# -- bytes per collective
-
-
 def shard_size(total: int, rank: int, ranks: int) -> int:
-    """Return the size of shard ``rank`` of ``total``, split like ``torch.tensor_split``."""
+    """Return the size of shard ``rank`` of ``total`` entries, split like ``torch.tensor_split``."""
     return total // ranks + (rank < total % ranks)
 
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes that one rank sends to others in an attention call, by collective.
+    """The bytes that one rank sends to others in an attention call, by exchange.
 
     Args:
-        to_heads (`int`): Ulysses' all-to-all of queries, keys and values.
-        from_heads (`int`): Ulysses' all-to-all of the output.
-        around (`int`): Keys and values in the ``ring - 1`` steps of a ring; in Attention2D, everything along rows and
-            columns.
-        mask (`int`): All-gather of the mask's columns.
-        grid (`tuple[int, int, int]`): In Attention2D, ``around`` split into queries, keys and values, and partial
-            results.
+        to_heads (`int`): The all-to-all of queries, keys and values over Ulysses.
+        from_heads (`int`): The all-to-all of the output over Ulysses.
+        around (`int`): Keys and values in the ``ring - 1`` steps of a ring; in Attention2D, the sum of ``grid``.
+        mask (`int`): The all-gather of the mask's columns.
+        grid (`tuple[int, int, int]`): In Attention2D, the bytes of queries, of keys and values, and of partial results.
     """
 
     to_heads: int = 0
@@ -185,19 +186,19 @@ class AttentionBytes:
 
 
 def held_by(tokens: Sequence[Tokens], rank: int, ranks: int, count: int = 1) -> int:
-    """Return the number of sharded tokens of all kinds on ``count`` ranks from ``rank`` on."""
+    """Return the number of sharded tokens, over all segments, on the ``count`` ranks that begin with ``rank``."""
     return sum(x.held(rank, ranks, count) for x in tokens)
 
 
 def bytes_of_attention(
     call: CountedAttention, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
 ) -> AttentionBytes:
-    """Return the bytes that sequence rank ``rank`` sends. All are 0 if no key is sharded.
+    """Return the bytes that sequence rank ``rank`` sends in an attention call; all 0 if no key is sharded.
 
-    With S_r the sharded tokens of rank r and H_u the heads of Ulysses rank u, per sample and element: Ulysses sends
-    Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) in and Σ_{j≠u} (S_j + replicated tokens) · H_u · D_v out. The
-    ring sends S_block · H_kv,u · (D + D_v) for each block that is passed on; for ``two_dims`` see
-    :func:`_sent_in_grid`.
+    Rank r has Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample, it sends this
+    number of elements: Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) before attention and Σ_{j≠u} (S_j +
+    replicated tokens) · H_u · D_v after it, both over Ulysses, and S_block · H_kv,u · (D + D_v) for each block of keys
+    that it passes on around the ring. With ``two_dims`` the ring is Attention2D, see :func:`_sent_in_grid`.
     """
     ranks = ring * ulysses
     keys = held_by(call.keys, 0, ranks, ranks)
@@ -217,7 +218,8 @@ def bytes_of_attention(
         grid = _sent_in_grid(call, heads[index], kv_heads[index], ring, ulysses, block)
         around = sum(grid)
     else:
-        # The block of the next rank of the ring is the one that this rank receives last and does not pass on.
+        # A rank passes on all ring blocks except the last one that it receives, which is the block of the next ring
+        # rank.
         not_passed_on = held_by(call.keys, (block + 1) % ring * ulysses, ranks, ulysses)
         around = unit * (keys - not_passed_on) * kv_heads[index] * both
     mask = call.mask_bytes * _tokens_sent_in_gather(call.keys, ring, ulysses, rank)
@@ -227,12 +229,14 @@ def bytes_of_attention(
 def _sent_in_grid(
     call: CountedAttention, heads: int, kv_heads: int, ring: int, ulysses: int, block: int
 ) -> tuple[int, int, int]:
-    """Return the bytes that a rank of ring index ``block`` sends along its row, its column, and back along its row.
+    """Return the bytes that a rank sends in Attention2D: queries along its row, keys and values along its column,
+    results back.
 
-    The exchange is that of ``para_core/attention/attention_2d.py``.
+    They follow the exchanges in ``para_core/attention/attention_2d.py``.
 
     Args:
-        heads, kv_heads (`int`): Heads that this rank computes.
+        heads, kv_heads (`int`): Numbers of query and key heads that this rank computes.
+        block (`int`): Ring index of the rank.
     """
     ranks = ring * ulysses
     rows, columns = choose_grid(ring, call.heads, call.kv_heads)
@@ -248,27 +252,29 @@ def _sent_in_grid(
 
 
 def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of query heads and of key heads that each Ulysses rank computes."""
+    """Return the number of query heads and the number of key heads that each Ulysses rank computes, as two lists."""
     group = call.heads // call.kv_heads
     heads, kv_heads, start = [], [], 0
     for u in range(ulysses):
         heads.append(shard_size(call.heads, u, ulysses))
         end = start + heads[u]
-        # Neighbours that share a key head both receive it.
+        # Neighbouring ranks whose query heads share a key head both receive that key head.
         kv_heads.append(-(-end // group) - start // group if heads[u] else 0)
         start = end
     return heads, kv_heads
 
 
 def _tokens_sent_in_gather(tokens: Sequence[Tokens], ring: int, ulysses: int, rank: int) -> int:
-    """Return the tokens that ``rank`` sends in an all-gather: its own over Ulysses, then its block over the ring."""
+    """Return how many tokens ``rank`` sends in an all-gather: its own over Ulysses, then those of its Ulysses group
+    over the ring.
+    """
     ranks = ring * ulysses
     block = held_by(tokens, rank // ulysses * ulysses, ranks, ulysses)
     return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (ring - 1)
 
 
 def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = False) -> int:
-    """Return the bytes that ``rank`` of the mesh sends in one model call that it computes."""
+    """Return the bytes that ``rank`` of the mesh sends in a model call, if it computes the call."""
     _, ring, ulysses = shape
     index, rank = divmod(rank, ring * ulysses)
     own = call.parts[index if len(call.parts) > 1 else 0]
@@ -289,12 +295,16 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
 
 
 def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
-    """Return the bytes that a rank sends: its sum to its Ulysses group, then the sum of that group around the ring."""
+    """Return the bytes that a rank sends for a sum: its sum to its Ulysses group, then the group's sum along the
+    ring.
+    """
     return summed.size * (ulysses - 1 + ring - 1)
 
 
 def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends to neighbours in its Ulysses group and, at its ends, in the next groups."""
+    """Return the bytes that ``rank`` sends in a halo exchange: in its Ulysses group and, at its ends, to the next
+    groups.
+    """
     at_an_end = rank % ulysses in (0, ulysses - 1)
     return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 
@@ -302,12 +312,12 @@ def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
 def sent_in_rounds(
     rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: int, *, apart: bool, two_dims: bool = False
 ) -> int:
-    """Return the bytes that ``rank`` sends in ``rounds``, each the model calls of one step.
+    """Return the bytes that ``rank`` sends in several steps. Each of ``rounds`` lists the model calls of one step.
 
     Args:
-        apart (`bool`): Whether the ``batch`` ranks take turns in the calls of a step, then exchange outputs. A call
-            with new sizes is computed by all ranks if the shape of its output was not known before.
-        two_dims (`bool`): The ring is Attention2D.
+        apart (`bool`): Whether the ``batch`` ranks share the calls of a step and exchange the outputs. All of them
+            compute a call with new sizes, if the size of its output was not known before.
+        two_dims (`bool`): Whether the ring is Attention2D.
     """
     batch, known, total = shape[0], set(), 0
     index = rank // (shape[1] * shape[2])

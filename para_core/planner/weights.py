@@ -1,4 +1,4 @@
-"""Placed weights: bytes per rank, and the seconds that stages, patches, and gathered or copied blocks add to a step."""
+"""Placement of weights: the bytes per rank, and the seconds that stages, patches and moved weights add to a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from para_core.weights.stages import balanced
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of weights, besides how the mesh shards those of the transformers.
+    """The placement of weights that the mesh does not shard.
 
     Args:
-        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`): As in ``parallelize_pipe``.
-        resident (`int`, *optional*): Number of first blocks on the device; the others wait in host memory. None if all
-            blocks are on the device.
+        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`): Placement of the text encoders, as in
+            ``parallelize_pipe``.
+        resident (`int`, *optional*): Number of transformer blocks, from the first, that stay on the device; the others
+            wait in host memory. None if all stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
-        vae (`"replicate"`, `"offload"` or `"first"`): As ``vae_placement`` of ``parallelize_pipe``.
+        vae (`"replicate"`, `"offload"` or `"first"`): Placement of the VAE, as ``vae_placement`` of
+            ``parallelize_pipe``.
     """
 
     text_encoders: Literal["replicate", "fsdp", "offload", "first"] = "replicate"
@@ -29,20 +31,20 @@ class Placement:
 
     @property
     def vae_waits(self) -> bool:
-        """Whether the VAE is in host memory while it does not run."""
+        """Whether the VAE is in host memory while it is not running."""
         return self.vae != "replicate"
 
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """Bytes of one module's parameters.
+    """The bytes of one module's parameters.
 
     Args:
-        sharded (`int`): Bytes that FSDP2 shards, in ``parts`` units that are gathered one after the other.
-        at_once (`int`): Bytes that are gathered at the same time: a block, the buffer in which it was gathered, the
-            next block, and parameters outside blocks.
-        largest_layer (`int`): Bytes of the largest layer, which is on the device while it runs if the module waits in
-            host memory.
+        sharded (`int`): Bytes that FSDP2 would shard, in ``parts`` units that are gathered one after the other.
+        at_once (`int`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the buffer in which
+            it was gathered, the next block, and parameters outside blocks.
+        largest_layer (`int`): Bytes of the largest layer. If the module waits in host memory, one layer at a time is on
+            the device.
     """
 
     total: int = 0
@@ -52,25 +54,25 @@ class ModuleBytes:
     largest_layer: int = 0
 
     def at_rest(self, ranks: int) -> float:
-        """Return the bytes per rank with FSDP2 over ``ranks`` ranks while the module does not run."""
+        """Return the bytes per rank while the module is not running, if FSDP2 shards it over ``ranks`` ranks."""
         return self.total - self.sharded + self.sharded / ranks
 
     def gathered(self, ranks: int) -> float:
-        """Return the bytes that a rank sends in one call to gather the module."""
+        """Return the bytes that a rank sends in one call to gather the module's weights over ``ranks`` ranks."""
         return self.sharded * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a pipeline's parameters.
+    """The bytes of a pipeline's parameters.
 
     Args:
         transformer (`ModuleBytes`): One transformer.
-        tensor (`int`): Bytes of one transformer that tensor ranks split.
+        tensor (`int`): Bytes of one transformer that tensor parallelism would split.
         encoders (`ModuleBytes`): All text encoders.
         vae (`float`): Bytes of all autoencoders.
         other (`float`): Bytes of all other modules.
-        blocks (`tuple[tuple[float, int], ...]`): Cost (in any unit) and bytes of each block of a transformer, in order.
+        blocks (`tuple[tuple[float, int], ...]`): Relative cost and bytes of each block of a transformer, in order.
         in_8_bits (`Weights`, *optional*): The same pipeline with the linear layers of its transformers in 8 bits.
         no_stages, no_patches (`str`, *optional*): Why the model cannot run in stages, or on patches. None if it can.
     """
@@ -87,28 +89,28 @@ class Weights:
     no_patches: str | None = "its blocks are not described"
 
     def at_rest(self, shape: MeshShape, placement: Placement) -> float:
-        """Return the bytes that the rank with the most holds on its device all the time."""
+        """Return the bytes of weights that stay on the device, for the rank that has most."""
         vae = 0.0 if placement.vae_waits else self.vae
         return self._transformers(shape, placement) + self._encoders(shape, placement) + vae + self.other
 
     def while_denoising(self, shape: MeshShape) -> float:
-        """Return the bytes that a rank holds in addition while a transformer runs, without activations."""
+        """Return the bytes of weights that a rank holds in addition while a transformer runs."""
         return self.transformer.at_once if shape.fsdp else 0.0
 
     def while_encoding(self, shape: MeshShape, placement: Placement) -> float:
-        """Return the bytes that a rank holds in addition while the text encoders run, without activations."""
+        """Return the bytes of weights that a rank holds in addition while the text encoders run."""
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
 
     def in_host_memory(self, placement: Placement) -> float:
-        """Return the bytes that each rank keeps in host memory."""
+        """Return the bytes of weights that each rank keeps in host memory."""
         encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0
         vae = self.vae if placement.vae_waits else 0.0
         return encoders + vae + self.transformers * self.copied(placement)
 
     def copied(self, placement: Placement) -> int:
-        """Return the bytes of one transformer that wait in host memory, and that each call copies to the device."""
+        """Return the bytes of one transformer's blocks in host memory, which each model call copies to the device."""
         return 0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
 
     def _encoders(self, shape: MeshShape, placement: Placement) -> float:
@@ -121,7 +123,7 @@ class Weights:
             return self.transformers * self.transformer.at_rest(shape.sequence)
         apart = self.tensor * (1 - 1 / shape.tensor) + self._of_other_stages(shape.pipe)
         if placement.resident is not None:
-            # One block runs, and the next one is copied.
+            # Two of the offloaded blocks are on the device at a time: the one that runs and the next one.
             apart += self.copied(placement) - 2 * max(size for _, size in self.blocks)
         return self.transformers * (self.transformer.total - apart)
 
@@ -133,22 +135,29 @@ class Weights:
         return sum(held for _, held in self.blocks) - own
 
 
-# -- FSDP2 gathers a block while the previous one computes.
-
-
 def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return ``step``, which consists of ``calls`` model calls, with the time to gather all blocks in each call."""
+    """Return the seconds of a step with FSDP2: ``step`` and the time it waits for gathered weights.
+
+    Args:
+        step: Seconds of the step with replicated weights.
+        calls: Number of model calls in the step, each of which gathers all blocks.
+    """
     transformer = weights.transformer
     link = machine.topology.link(shape.tensor, shape.sequence)
     sending = calls * link.seconds(transformer.gathered(shape.sequence), messages=transformer.parts)
-    # The first block of a call has no previous block to overlap with.
+    # The first block of a call cannot be gathered while another block computes.
     hidden = min(sending * (1 - 1 / transformer.parts), step.compute)
     exposed = sending - hidden + overlap_cost(hidden, machine)
     return replace(step, communication=step.communication + exposed)
 
 
 def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: Placement, machine: Machine) -> Seconds:
-    """Return ``step``, which consists of ``calls`` model calls, with the time to copy blocks from host memory."""
+    """Return the seconds of a step with blocks in host memory: ``step`` and the time it waits for copies to the device.
+
+    Args:
+        step: Seconds of the step with all weights on the device.
+        calls: Number of model calls in the step, each of which copies these blocks.
+    """
     copying = calls * weights.copied(placement) / machine.device.host_bandwidth
     return replace(step, communication=step.communication + max(0.0, copying - step.compute))
 
@@ -156,7 +165,7 @@ def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: 
 def encoding_seconds(
     encodings: int, weights: Weights, shape: MeshShape, placement: Placement, machine: Machine
 ) -> float:
-    """Return the seconds that ``encodings`` calls of the text encoders wait for their weights."""
+    """Return the seconds that ``encodings`` calls of the text encoders wait for weights to be copied or gathered."""
     encoders = weights.encoders
     if placement.text_encoders in ("offload", "first"):
         return encodings * encoders.total / machine.device.host_bandwidth
@@ -166,11 +175,8 @@ def encoding_seconds(
     return 0.0
 
 
-# -- Stages: the mesh dim ``pipe``.
-
-
 def _stream(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the tokens that a block passes to the next one in a call."""
+    """Return the bytes of the tokens that one block passes to the next in a model call, on a rank."""
     calls = [x for x in own.operations if isinstance(x, CountedAttention)]
     widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
@@ -180,13 +186,18 @@ def _stream(own: CallWork, shape: MeshShape) -> float:
 
 
 def sent_between_stages(own: CallWork, calls: int, shape: MeshShape) -> int:
-    """Return the bytes that the first stage sends in ``calls`` calls, with or without patches."""
+    """Return the bytes that the first stage sends to the next one in ``calls`` model calls, with or without
+    PipeFusion.
+    """
     return round(calls * _stream(own, shape)) if shape.pipe > 1 else 0
 
 
 def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of ``calls`` calls in exact stages: each waits for the previous one, and all for the last."""
-    # The hosts of waiting stages launch ahead, so only one stage's launches count.
+    """Return the seconds of ``calls`` model calls in exact pipeline stages.
+
+    Stages work one after the other, and the last one sends the output to all others.
+    """
+    # While a stage waits, its host launches ahead, so only the launches of one stage add time.
     call = call_seconds(replace(own, launches=own.launches // shape.pipe), shape, machine)
     link, hops = machine.topology.link(shape.ranks // shape.pipe, shape.pipe), shape.pipe - 1
     between = hops * link.seconds(_stream(own, shape), all_to_all=True)
@@ -195,13 +206,14 @@ def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Sec
 
 
 def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of ``calls`` calls with PipeFusion (arXiv:2405.14430).
+    """Return the seconds of ``calls`` model calls with PipeFusion (arXiv:2405.14430).
 
-    Each stage computes another patch; the tokens of a patch are sent while the next one is computed.
+    All stages work at the same time, on different patches. The tokens of a patch are sent while the next patch is
+    computed.
     """
     patches = shape.pipefusion.num_patches if shape.pipefusion is not None else 1
     patch = call_seconds(_patch_work(own, patches), replace(shape, pipe=1), machine)
-    # With fewer patches than stages, some stages are idle.
+    # With fewer patches than stages, some stages have no patch to work on.
     step = patch.times(calls * max(patches, shape.pipe) / shape.pipe)
     link = machine.topology.link(shape.ranks // shape.pipe, shape.pipe)
     sending = link.seconds(calls * _stream(own, shape), messages=calls * patches, all_to_all=True)
@@ -209,7 +221,7 @@ def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Se
 
 
 def _patch_work(own: CallWork, patches: int) -> CallWork:
-    """Return the work of one patch: its queries attend to all keys."""
+    """Return the work of one of ``patches`` patches, whose queries attend to the keys of all patches."""
 
     def of_patch(tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
         return tuple(replace(x, total=-(-x.total // patches)) for x in tokens)
@@ -223,7 +235,7 @@ def _patch_work(own: CallWork, patches: int) -> CallWork:
 
 
 def stale_key_bytes(own: CallWork, calls: int, stages: int) -> float:
-    """Return the bytes of keys and values of the previous step that a stage keeps, for ``calls`` CFG branches."""
+    """Return the bytes of the keys and values that a stage stores for PipeFusion, for ``calls`` CFG branches."""
     total = sum(
         number * x.samples * x.element_size * x.kv_heads * (x.head_dim + x.value_dim) * sum(y.total for y in x.keys)
         for x, number in own.operations.items()
