@@ -1,4 +1,4 @@
-"""Exact sequence parallelism for diffusion transformers, without touching model code."""
+"""Exact sequence parallelism and First Block Cache for diffusion transformers, without touching model code."""
 
 import importlib
 from pathlib import Path
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 _here = Path(__file__).parent
 if not (_here / "adapters").is_dir():
-    # A checkout: adapters/ and kernels/ stand beside this folder; only installing moves them into it.
+    # In a checkout, adapters/ and kernels/ are next to this folder. Only an installation moves them into it.
     __path__.append(str(_here.parent))  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Import all public names when one is used. ``para_core --help`` uses none, so it does not wait for torch."""
-    # `from para_core import api` would call this function again.
+    """Import para_core.api when the first public name is used. ``para_core --help`` uses none, so it need not import
+    torch.
+    """
+    # Not `from para_core import api`, which would call this function again.
     api = importlib.import_module("para_core.api")
     globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
     if name not in globals():

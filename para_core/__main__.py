@@ -1,5 +1,6 @@
-"""The command ``para_core``, also ``python -m para_core``. It calls :mod:`para_core.cli`, which needs the extra
-``cli``.
+"""Entry point of the command ``para_core`` and of ``python -m para_core``.
+
+It calls :mod:`para_core.cli`, which needs the extra ``cli``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line, and exit with its exit code."""
     try:
         from para_core.cli.app import run
     except ModuleNotFoundError as error:

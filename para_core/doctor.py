@@ -1,4 +1,4 @@
-"""Measure this machine and name what to change.
+"""Measure this machine, and say what to change.
 
 [torchrun --nproc_per_node=4 -m] para_core.doctor [--output doctor.json]
 """

@@ -1,6 +1,7 @@
-"""Classify exceptions of other libraries: by type if the library has one, otherwise by message.
+"""Recognise exceptions of torch and Ray: by type if the library has one for the case, otherwise by message.
 
-Messages were read in torch 2.11, 2.13 and 2.15 and in Ray 2.5x; tests/test_foreign_errors.py has the sentence of each.
+The messages are those of torch 2.11, 2.13 and 2.15 and of Ray 2.5x. tests/test_foreign_errors.py has an example of
+each.
 """
 
 from __future__ import annotations
@@ -11,36 +12,39 @@ import torch.distributed as dist
 
 from para_core.torch_internals import TorchDynamoException
 
-# gloo raises plain RuntimeErrors: for a collective that times out or whose peer ends, ...
+# Messages of gloo's RuntimeErrors for a collective that times out, or whose peer ends.
 _LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")
-# ... and for any later collective of a group in which that happened before.
+# Messages of gloo for a later collective of a group in which a collective has failed like this.
 _CLOSED = ("pair closure", "connection closed", "connection reset")
-# The first form is that of torch before 2.15, the second names no lengths.
+# The first alternative is the message before torch 2.15; the second one does not contain the lengths.
 _MASK_LENGTHS = r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective or the store got no answer from another rank."""
+    """Whether a collective or the store failed because another rank did not answer."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and _says(error, _LOST)
 
 
 def is_closed_connection(error: BaseException) -> bool:
-    """Whether a collective failed because the connections of its group were closed before it."""
+    """Whether a collective failed because the connections of its group had already been closed."""
     return isinstance(error, RuntimeError) and _says(error, _CLOSED)
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether Dynamo could not trace something that depends on the values of tensors. It has several types for this."""
+    """Whether Dynamo raised because the traced code depends on the values of tensors. Dynamo has several types for
+    this.
+    """
     return isinstance(error, TorchDynamoException) and _says(error, ("data-dependent",))
 
 
 def mask_length_mismatch(error: BaseException | None) -> str | None:
-    """Return what flex_attention says of a block mask whose lengths are not those of query and key; None for any other
-    error.
+    """Return the message of flex_attention if ``error`` is a block mask whose lengths do not fit query and key; else
+    None.
     """
-    # A ValueError before torch 2.15, a RuntimeError since; in a graph an exception of Dynamo.
+    # The type is not checked: ValueError before torch 2.15, RuntimeError since then, and an exception of Dynamo in a
+    # graph.
     if not isinstance(error, Exception):
         return None
     compared = re.search(_MASK_LENGTHS, str(error), re.DOTALL)
@@ -48,7 +52,7 @@ def mask_length_mismatch(error: BaseException | None) -> str | None:
 
 
 def is_slow_start_of_ray(error: BaseException) -> bool:
-    """Whether a node of Ray did not start in time, for which Ray raises a bare ``Exception``."""
+    """Whether Ray gave up because one of its nodes did not start in time. Ray raises a plain ``Exception`` for this."""
     return type(error) is Exception and _says(error, ("timed out",))
 
 

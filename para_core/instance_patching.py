@@ -1,12 +1,13 @@
-"""Wrap methods of one object, without an effect on other objects of its class.
+"""Wrap methods of a single object, without affecting other objects of its class.
 
 Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module.
-The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offload, LoRA
-and others can replace them in any order. A graph that was compiled for the instance is compiled again, because its type
-has changed; except if the call of a module that was compiled in place is wrapped.
+The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offloading, LoRA
+and other code can replace them at any time. The instance's compiled graph is compiled again, because its type has
+changed. An exception is ``__call__`` of a module that was compiled in place (``Module.compile``).
 
-``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would lose the wrappers silently, and
-run on one rank alone. They raise ``TypeError`` for a wrapped instance, unless every wrapper allows plain copies.
+``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the wrappers, and
+run on one rank alone. Copying a wrapped instance therefore raises ``TypeError``, unless every wrapper allows copies
+without it (``plain_copies``).
 """
 
 from __future__ import annotations
@@ -31,53 +32,60 @@ from para_core.torch_internals import (
     TracingContext,
 )
 
-# around(call, instance, *args, **kwargs) runs instead of the method; `call(instance, *args, **kwargs)` runs the next
-# wrapper or the method. The first two parameters are positional-only, because the method may have parameters with the
-# same names.
+# A wrapper: around(call, instance, *args, **kwargs) runs instead of the method, and `call(instance, *args, **kwargs)`
+# runs the next wrapper or the method. `call` and `instance` must be positional-only, because the method may have
+# parameters with these names.
 Around = Callable[..., Any]
 
 
 class WrapperPriority(IntEnum):
-    """Position of a wrapper among the wrappers of one method, outermost first. It does not depend on the order of
-    wrapping.
+    """The position of a wrapper among the wrappers of one method, from the outermost to the innermost.
+
+    The order in which wrappers are added does not matter.
     """
 
-    # All ranks verify that they make the same call before anything else.
+    # First, ranks check that they all make the same call.
     PARALLEL = auto()
-    # Outside the cache, which then sees only the CFG branches that this rank computes.
+    # Guidance runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
     GUIDANCE = auto()
     # The cache identifies CFG branches from unsharded arguments, so it runs outside the plan.
     CACHE = auto()
-    # Stages exchange gathered tensors, so they run outside the plan.
+    # Pipeline stages exchange gathered tensors, so they run outside the plan.
     STAGES = auto()
-    # A plan shards and gathers one patch, so patches are split outside it.
+    # The plan shards and gathers one PipeFusion patch, so patches are split outside of it.
     PATCH = auto()
     PLAN = auto()
-    # Inside the plan: a patch is taken from an output with all tokens, before the plan shards it.
+    # The patch of an output with all tokens is taken inside the plan, before the plan shards it.
     PATCH_OUTPUTS = auto()
-    # The cache compares the sharded output of a block, so it runs inside the plan.
+    # The cache compares the sharded outputs of a block, so it runs inside the plan.
     CACHED_BLOCK = auto()
-    # A block that the cache skips must not wait for another stage.
+    # Stages run inside the cache, because a block that the cache skips must not wait for another stage.
     STAGED_BLOCK = auto()
-    # Weights are copied to the device only for a block that runs.
+    # Offloading is innermost, so that weights are copied to the device only for a block that runs.
     OFFLOADED_BLOCK = auto()
 
 
-# Prefix of an attribute of a private subclass; the method's name follows. The attribute holds the chain of wrappers
-# that runs instead of the method.
+# A private class has an attribute for each wrapped method, with this prefix and the method's name. It holds the chain
+# of wrappers, which runs instead of the method.
 _CHAIN = "_para_core_chain_"
-# The chain that runs if the module was compiled in place.
+# Name of the attribute with the chain that runs instead of __call__ if the module was compiled in place.
 _COMPILED_CHAIN = "_para_core_compiled_call"
 
 
 def wrap_method(
     instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority, plain_copies: bool = False
 ) -> None:
-    """Wrap ``method`` of this one instance in ``around``. Replaces the wrapper with the same ``key``, if any. Not
-    thread-safe.
+    """Replace ``method`` of this one instance by a call of ``around``. Not thread-safe.
+
+    A wrapper of the same method with the same ``key`` is replaced.
 
     Args:
-        order: Position among the wrappers of the method. With equal positions, the last one that was added is
+        instance: The object, changed in place.
+        method: Name of the method.
+        key: Name of the wrapper, for :func:`unwrap`.
+        around: Called as ``around(call, instance, *args, **kwargs)``, where ``call(instance, *args, **kwargs)`` runs
+            the next wrapper or the method.
+        order: Position among the wrappers of the method. Among equal positions, the wrapper that was added last is
             outermost.
         plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise.
     """
@@ -93,11 +101,11 @@ def wrap_alike(
     order: WrapperPriority,
     plain_copies: bool = False,
 ) -> None:
-    """Call :func:`wrap_method` for each of ``instances``. Instances that had the same class get the same private class.
+    """Call :func:`wrap_method` for each of ``instances``. Instances of equal class get the same private class.
 
-    A graph that was compiled for one block of a model is then valid for the other blocks.
+    So a graph that was compiled for one block of a model is valid for the other blocks too.
     """
-    changed: dict[int, tuple[type, type]] = {}  # by id: these classes compare equal to their originals
+    changed: dict[int, tuple[type, type]] = {}  # by id, because a private class equals its original class
     for instance in instances:
         before = type(instance)
         if id(before) not in changed:
@@ -108,8 +116,8 @@ def wrap_alike(
 
 
 def unwrap(instance: Any, key: str) -> None:
-    """Remove the wrappers with ``key`` from ``instance``. Without any wrapper left, it has its original class again."""
-    # Otherwise the class stays, because graphs were compiled for it.
+    """Remove the wrappers with ``key`` from ``instance``. Without any wrapper, it has its original class again."""
+    # If there is nothing to remove, keep the class, because graphs were compiled for it.
     if is_wrapped(instance, key):
         _set_wrappers(instance, {name: around for name, around in _wrappers(instance).items() if name[0] != key})
 
@@ -120,12 +128,12 @@ def is_wrapped(instance: Any, key: str) -> bool:
 
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
-    """Return the wrapper of ``method`` with ``key``, or None."""
+    """Return the wrapper of ``method`` with ``key``; None if there is none."""
     return _wrappers(instance).get((key, method), (None, None, None))[1]
 
 
 def instances_in(instance: Any) -> list[Any]:
-    """Return ``instance``, the modules among its attributes, and all modules inside them, each once."""
+    """Return ``instance``, the modules among its attributes, and all modules inside these, each once."""
     parts = [instance] if isinstance(instance, nn.Module) else vars(instance).values()
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     return list({id(x): x for x in (instance, *modules)}.values())
@@ -133,8 +141,8 @@ def instances_in(instance: Any) -> list[Any]:
 
 @contextmanager
 def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
-    """Restore the wrappers, and so the class, of each of ``instances`` if the block raises."""
-    # This keeps the classes alive, so that the same wrappers give the same class again.
+    """Restore the wrappers of ``instances``, and so their classes, if the ``with`` block raises."""
+    # The list keeps the private classes alive, so that restoring the wrappers gives the same classes again.
     before = [(instance, type(instance), _wrappers(instance)) for instance in instances]
     try:
         yield
@@ -145,20 +153,20 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
 
 
 def original_class(instance: Any) -> type:
-    """Return the class of ``instance`` without wrappers."""
+    """Return the class that ``instance`` had before it was wrapped."""
     base: type = vars(type(instance)).get("_para_core_original", type(instance))
     return base
 
 
 def unwrapped_class(instance: Any) -> type:
-    """Return the class of ``instance`` without wrappers, and without the class that FSDP2 derives for a sharded
-    module.
+    """Return the class that the author of ``instance`` wrote, without wrappers and without the subclass that FSDP2
+    makes.
     """
     return _without_fsdp(original_class(instance))
 
 
 def _without_fsdp(cls: type) -> type:
-    """Return ``cls``, or the class that FSDP2 derived it from."""
+    """Return ``cls``, or the class from which FSDP2 has derived it."""
 
     def of_fsdp(cls: type) -> bool:
         return any(base.__module__.startswith("torch.distributed.fsdp") for base in (cls, *cls.__bases__))
@@ -168,11 +176,10 @@ def _without_fsdp(cls: type) -> type:
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
-    """Remove all wrappers of ``instances`` while the block runs, and add them to the classes that the instances have
-    afterwards.
+    """Remove all wrappers of ``instances`` inside the ``with`` block, and afterwards add them again.
 
-    Use it around code that derives a new class from an instance's class, as FSDP2 does: the private class must not be
-    its base.
+    For code that derives a new class from an instance's class, as FSDP2 does: it must not derive it from the private
+    class. Afterwards the wrappers are added to the new class.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
@@ -185,12 +192,12 @@ def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module that ``torch.compile(module)`` wraps; ``module`` itself if it is not compiled like this."""
+    """Return the module inside ``torch.compile(module)``; ``module`` itself if it was not compiled in this way."""
     return getattr(module, ORIGINAL_MODULE, module)
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module`` itself was compiled: by ``torch.compile(module)``, by ``module.compile()``, or its
+    """Whether ``module`` itself was compiled: with ``torch.compile(module)``, ``module.compile()``, or only its
     ``forward``.
     """
     state = module.__dict__
@@ -200,9 +207,9 @@ def is_compiled(module: Any) -> bool:
 
 
 def has_compiled_parts(module: Any) -> bool:
-    """Whether ``module`` or any module inside it was compiled."""
+    """Whether ``module`` or a module inside it was compiled."""
     modules = [module]
-    # The list grows while it is walked, which is faster than module.modules() for over a thousand modules.
+    # The list grows inside the loop, which for over a thousand modules is faster than module.modules().
     for submodule in modules:
         if is_compiled(submodule):
             return True
@@ -211,14 +218,14 @@ def has_compiled_parts(module: Any) -> bool:
 
 
 class ModuleTree:
-    """A snapshot of ``module`` and all modules inside it, to detect changes at every call of the model.
+    """A snapshot of ``module`` and all modules inside it, which detects changes quickly enough to check at every call.
 
     A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
-        for submodule in modules:  # The list grows while it is walked.
+        for submodule in modules:  # The list grows inside the loop.
             modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
         self._states = [submodule.__dict__ for submodule in modules]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
@@ -229,11 +236,11 @@ class ModuleTree:
         return list(chain.from_iterable(map(dict.values, self._child_dicts)))
 
     def is_unchanged(self) -> bool:
-        """Whether every module has the same submodules as in the snapshot."""
+        """Whether every module still has the same submodules as in the snapshot."""
         return self._children_now() == self._children
 
     def has_compiled_parts(self) -> bool:
-        """Whether the module or any module inside it is compiled now. Valid only if the tree is unchanged."""
+        """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""
         if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
             return True
         if not any(map(dict.__contains__, self._states, repeat("forward"))):
@@ -241,12 +248,13 @@ class ModuleTree:
         return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
 
 
-# (key, method) -> (position, wrapper, whether copies may be made without it).
+# By (key, method): (position, wrapper, whether copies without the wrapper are allowed).
 Wrappers = Mapping[tuple[str, str], tuple[WrapperPriority, Around, bool]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
-    # Not vars(type(instance)): this runs in graphs, and Dynamo does not trace that.
+    # getattr instead of vars(type(instance)), because this also runs while Dynamo traces, and Dynamo cannot trace
+    # vars().
     wrappers: Wrappers = getattr(type(instance), "_para_core_wrappers", {})
     return wrappers
 
@@ -257,15 +265,15 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
-    # The order of adding is part of the key, because it decides between wrappers with equal positions.
+    # The key keeps the order in which wrappers were added, because it decides among equal positions.
     key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
     private = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = private
     instance.__class__ = private
 
 
-# Instances with the same wrappers share a class while it exists. The class refers to its base and wrappers, so the ids
-# in its key stay valid.
+# Instances with the same wrappers share a private class as long as it exists. The class refers to its base and
+# wrappers, so the ids in its key stay valid.
 _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
@@ -284,7 +292,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
     innermost_first = sorted(wrappers.items(), key=lambda item: -item[1][0])
     for (_, method), (_, around, _) in innermost_first:
         chain = _CHAIN + method
-        # Partials, because they add no Python frame between a wrapper and the next one.
+        # Chain wrappers by partial(), which adds no Python frame between them.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
         namespace[method] = _dispatch(method, getattr(base, method))
     if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
@@ -298,10 +306,11 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 
 
 def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module``, which was compiled in place, with its original class. This is the innermost call of its chain.
+    """Call ``module``, which was compiled in place, with its original class. This is the innermost call of its
+    wrappers.
 
-    Dynamo compiles once per class. With the original class, all blocks of a model share their graphs, although their
-    wrappers differ.
+    Dynamo compiles once per class. With the original class, all blocks of a model share graphs even if their wrappers
+    differ.
     """
     private = type(module)
     module.__class__ = base
@@ -314,11 +323,11 @@ def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> 
 
 @cache
 def _metaclass(base: type) -> type:
-    """Return a metaclass whose classes are equal to, and have the hash of, the class that they were derived from.
+    """Return a metaclass that makes a private class equal to the class it was derived from, with the same hash.
 
-    diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have tables by class. While Dynamo
-    traces, classes are equal only if they are identical: it resolves ``super()`` by ``mro.index(cls)``, and would
-    recurse without end.
+    This is needed because diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have dicts with
+    classes as keys. While Dynamo traces, classes are equal only if identical: Dynamo resolves ``super()`` with
+    ``mro.index(cls)``, which would otherwise find the private class again and recurse without end.
     """
 
     def same(cls: Any, other: Any) -> bool:
@@ -334,7 +343,7 @@ def _metaclass(base: type) -> type:
 
 
 def is_entry(function: Any) -> bool:
-    """Whether ``function`` is the method that :func:`wrap_method` put into a private class."""
+    """Whether ``function`` is a method that :func:`wrap_method` has put into a private class."""
     return hasattr(getattr(function, "__func__", function), "_para_core_entry")
 
 
@@ -342,14 +351,15 @@ def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     chain = _CHAIN + method
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up at each call, because a bound method may be kept (Module.compile does so) while the wrappers change.
+        # Look the chain up at each call, because code such as Module.compile keeps a bound method while the wrappers
+        # change.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
     return _presented_as(enter, method, original)
 
 
 def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``__call__`` of a private class that wraps no other method of a module."""
+    """Return the ``__call__`` method for a private class of a module of which only ``__call__`` is wrapped."""
     chain = _CHAIN + "__call__"
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -364,7 +374,7 @@ def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     enter.__name__ = method
     enter.__doc__ = original.__doc__
-    # inspect.signature follows __wrapped__ to the signature of the original.
+    # With __wrapped__, inspect.signature returns the signature of the original method.
     enter.__wrapped__ = original
     enter._para_core_entry = True
     entry: Callable[..., Any] = enter
@@ -378,10 +388,10 @@ def _dir_as_original(self: Any) -> list[str]:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
-    """Reduce ``self`` to an instance of its original class, for ``copy`` and ``pickle``.
+    """Return what ``copy`` and ``pickle`` need to rebuild ``self`` as an instance of its original class.
 
     Raises:
-        TypeError: A wrapper would be lost.
+        TypeError: The copy would lose a wrapper that does not allow plain copies.
     """
     lost = sorted({key for (key, _), (_, _, plain_copies) in _wrappers(self).items() if not plain_copies})
     if lost:
@@ -393,7 +403,7 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle accepts __newobj__ only for the class of the object itself; _reconstructor accepts any class.
+        # pickle accepts __newobj__ only for the object's own class, whereas _reconstructor accepts any class.
         construct, arguments = copyreg._reconstructor, (type(self), object, None)  # type: ignore[attr-defined]
     base = original_class(self)
     return (construct, tuple(base if argument is type(self) else argument for argument in arguments), *rest)

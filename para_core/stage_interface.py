@@ -1,4 +1,6 @@
-"""Interface of a model that runs in stages, for rooms below :mod:`para_core.weights.stages`."""
+"""The interface of a model in pipeline stages, for code that cannot import :mod:`para_core.weights.stages`, such as the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,23 @@ STAGES = "stages"
 
 
 class Staged(Protocol):
-    """A model in stages. Each block is computed by one rank along ``pipe``; on the others it returns its input."""
+    """A model in pipeline stages. One rank along ``pipe`` computes a block; on the other ranks the block returns its
+    input.
+    """
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        """Return on every rank what ``block`` returned on the rank that computes it. Collective; only during a call of
-        the model.
+        """Return the output of ``block`` of the rank that computes it, on every rank. Collective; only during a model
+        call.
         """
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Return on every rank what ``block`` returned on the rank that computes it. Returns ``output`` if ``module`` has
-    no stages.
+    """Return the output of ``block`` of the rank that computes it, on every rank. Collective.
+
+    If ``module`` has no stages, return ``output``.
+
+    Args:
+        output: The output of ``block`` on this rank.
     """
     stages: Staged | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return output if stages is None else stages.on_all(block, output)

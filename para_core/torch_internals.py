@@ -1,10 +1,10 @@
-"""Private names of torch that para_core uses, each in one place.
+"""Every private name of torch that para_core uses, each in one place.
 
-All were read in torch 2.11, 2.13 and 2.15; a comment says where these differ. tests/test_torch_internals.py has a test
-per name, which says what breaks without it, and one that no other module uses a private name of torch. Nothing here
-changes torch.
+All of them were read in torch 2.11, 2.13 and 2.15; comments say where these differ. tests/test_torch_internals.py has a
+test for each name, which says what fails without it, and a test that no other module uses a private name of torch.
+Nothing here changes torch.
 
-Classes and functions that graphs contain are aliases, not wrappers, because Dynamo recognizes them by identity.
+Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by identity.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# -- process groups (torch/distributed/distributed_c10d.py)
+# Process groups: names from torch/distributed/distributed_c10d.py.
 
 
 def process_groups() -> list[ProcessGroup]:
-    """Return the process groups that exist in this process, the default one included. ``_world.pg_map`` holds them as
-    its keys.
-    """
+    """Return the process groups that exist in this process, including the default group."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def is_registered(group: ProcessGroup | None) -> bool:
-    """Whether ``group`` exists in this process: it was made by torch.distributed and not destroyed."""
+    """Whether ``group`` exists in this process: torch.distributed has created it and not destroyed it."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def new_process_group(
     name: str, ranks: Sequence[int], *, description: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Return a new group of ``ranks`` (ranks of the world, this one among them); only these ranks call this, and find
-    each other by ``name``.
+    """Return a new process group of ``ranks``. Only these ranks call this; they find each other by ``name``.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, but chooses the name from the number
-    of groups (2.11,
-    2.13) or of calls (2.15) that this process has seen: ranks that differ in it wait for each other for ever. And if
-    the default group has a bound device (``init_process_group(device_id=...)``), it makes an NCCL group by
-    ncclCommSplit, which is a collective over all ranks of the world. Here the members connect at the first use.
+    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, with two problems. It derives the
+    name from the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with
+    different numbers wait for each other forever. And if the default group has a bound device
+    (``init_process_group(device_id=...)``), it creates an NCCL group by ncclCommSplit, a collective over all ranks of
+    the default group. Here members connect at the first use.
 
     Args:
-        backend: as in ``new_group``; by default that of the default group.
-        timeout: by default torch's for the backend.
+        name: A name that only these ranks use.
+        ranks: Global ranks, including this one.
+        description: Description of the group, for logs.
+        backend: As in ``new_group``. Defaults to that of the default group.
+        timeout: Timeout of collectives. Defaults to torch's default for the backend.
     """
     c10d: Any = dist.distributed_c10d
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -95,58 +95,60 @@ def new_process_group(
 
 
 def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
-    """Return options with which torch makes an NCCL group without splitting another one; None for other backends."""
+    """Return options that make torch create an NCCL group without splitting another group; None for other backends."""
     device_backends = dist.distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     if not any(str(name).startswith("nccl") for name in device_backends.values()):
         return None
 
     class Options(dist.ProcessGroupNCCL.Options):
-        # torch 2.11 and 2.13 assign the group to split; the C++ options keep None.
+        # torch 2.11 and 2.13 set the group to split. This property ignores that, so the C++ options keep None.
         split_from = property(lambda self: None, lambda self, group: None)
 
     options = Options()
     options._timeout = timeout
     if hasattr(options, "lazy_init"):
-        options.lazy_init = True  # torch 2.15 then looks for no group to split.
+        options.lazy_init = True  # In torch 2.15 this keeps torch from looking for a group to split.
     return options
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return what moves tensors on ``device`` among the ranks of ``group``.
+    """Return the backend of ``group``, such as a ProcessGroupNCCL, for tensors on ``device``.
 
     Raises:
-        RuntimeError: the group does not serve that device.
+        RuntimeError: The group does not support this device.
     """
     return group._get_backend(device)
 
 
 def group_devices(group: ProcessGroup) -> list[torch.device]:
-    """Return the devices that ``group`` serves, in any order."""
+    """Return the devices that ``group`` supports, in any order."""
     return list(group._device_types)
 
 
 def group_timeout(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
-    """Return how long the collectives of ``group`` wait for a rank, on ``device`` or on any device that it serves."""
+    """Return the timeout of the collectives of ``group`` on ``device``. Defaults to one of the devices that it
+    supports.
+    """
     timeout: timedelta = backend_of(group, device or group_devices(group)[0]).options._timeout
     return timeout
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of ``group`` wait ``timeout`` for a rank that does not answer, from now on."""
+    """Set the timeout of all further collectives of ``group``."""
     # TODO: drop the second name when torch>=2.15 is the minimum.
     set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the group with this ``group_name``; graphs hold names."""
+    """Return the group with this ``group_name``. Graphs contain names instead of groups."""
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     group: ProcessGroup = resolve(name)
     return group
 
 
 def register_group_name(name: str, group: ProcessGroup) -> None:
-    """Let functional collectives find ``group``, which torch.distributed did not make, by ``name``."""
+    """Make ``group``, which torch.distributed did not create, known to functional collectives under ``name``."""
     c10d: Any = torch._C._distributed_c10d
     c10d._register_process_group(name, group)
 
@@ -158,17 +160,15 @@ def unregister_group_name(name: str) -> None:
 
 
 def default_store() -> Any:
-    """Return the store by which the ranks of the default group found each other."""
+    """Return the key-value store of the default group, which connects its ranks."""
     return dist.distributed_c10d._get_default_store()
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """End all that runs on ``groups``, and remove them from torch's table. Only this rank's part: the others call it
-    themselves.
-    """
+    """Abort the collectives of ``groups`` on this rank, and unregister the groups. Each rank must do this by itself."""
     backends = [backend_of(group, device) for group in groups for device in group_devices(group)]
-    # Together, as torch ends all groups at once: ending one communicator may wait for kernels of another
-    # (pytorch#119797).
+    # Abort NCCL groups together, as torch does with all groups: aborting one communicator may wait for kernels of
+    # another (pytorch#119797).
     together = next((backend for backend in backends if backend.name() == "nccl"), None)
     if together is not None:
         together._group_start()
@@ -178,16 +178,18 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
         together._group_end()
 
 
-# An operator that waits for a functional collective. Graphs contain it.
+# The operator in graphs that waits for a functional collective.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
-# -- FSDP2 (torch/distributed/fsdp/_fully_shard, torch/distributed/_composable)
+# FSDP2: names from torch/distributed/fsdp/_fully_shard and torch/distributed/_composable.
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Take FSDP2 off ``module``, whose parameters are sharded; its class stays. torch has no public way."""
-    # Importing FSDP2 takes a while, and few programs need it.
+    """Remove FSDP2 from ``module``, except its class. The parameters stay sharded. torch has no public function for
+    this.
+    """
+    # Import FSDP2 here, because that takes a while and few programs need it.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import fully_shard
@@ -204,7 +206,7 @@ def remove_fsdp(module: nn.Module) -> None:
 
 def _fsdp_hook_handles(state: Any) -> Iterator[Any]:
     yield from (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    # One group (torch 2.11), or several.
+    # The state has a single group in torch 2.11, and a list of groups later.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
         if group is not None:
@@ -213,57 +215,62 @@ def _fsdp_hook_handles(state: Any) -> Iterator[Any]:
             yield from (parameter._post_load_hook_handle for parameter in group.fsdp_params)
 
 
-# -- modes and subclasses (torch/overrides.py, torch/utils/_python_dispatch.py)
+# Modes and subclasses: names from torch/overrides.py and torch/utils/_python_dispatch.py.
 
-# Inside, neither modes nor subclasses intercept functions of torch; with the second, modes still do.
+# Two contexts. Inside the first, neither modes nor subclasses intercept torch functions; inside the second, modes still
+# do.
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-# As ``__torch_function__`` of a subclass: it intercepts nothing.
+# The __torch_function__ for a subclass that intercepts nothing.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-# Number of function modes that are entered, and the modes themselves, the innermost last.
+# The number of function modes that are entered, and the list of these modes, the innermost last.
 count_function_modes = torch._C._len_torch_function_stack
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-# A tensor without memory whose class defines what operators do with it.
+# Creates a tensor without memory, whose class defines what operators do with it.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 FakeTensor = torch._subclasses.FakeTensor
 FakeTensorMode = torch._subclasses.FakeTensorMode
 
 
-# -- operators (torch/_ops.py, torch/_library, aten/src/ATen/native/native_functions.yaml)
+# Operators: names from torch/_ops.py, torch/_library and aten/src/ATen/native/native_functions.yaml.
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CustomOpDef = torch._library.custom_ops.CustomOpDef
-# Operators that run a function: flex_attention's mask and score function, and torch.compiler.nested_compile_region.
+# Operators that run functions: flex_attention (mask and score functions), and torch.compiler.nested_compile_region.
 flex_attention_operator = _flex_attention
 InvokeSubgraphHOP = _InvokeSubgraphHOP
 
 
 def crop_block_mask(mask: BlockMask, num_queries: int, num_keys: int) -> BlockMask:
-    """Return ``mask`` of the first queries and keys."""
+    """Return ``mask`` restricted to the first ``num_queries`` queries and ``num_keys`` keys."""
     cropped = mask._adjust(num_queries, num_keys)
-    # torch 2.11 rounds both lengths up to whole blocks.
+    # torch 2.11 rounds both lengths up to whole blocks, so set the exact ones.
     cropped.seq_lengths = (num_queries, num_keys)
     return cropped
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an overload: its name, arguments, returns, and which of them it changes or aliases."""
+    """Return the schema of an operator overload: its name, arguments and returns, and which of these it mutates or
+    aliases.
+    """
     return operator._schema
 
 
 def call_kernel(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the kernel of ``operator`` for ``"cpu"``, ``"cuda"`` or ``"meta"``, below autograd and below dispatch modes
-    that have seen it. Modes see the operators that the kernel calls.
+    """Call the kernel of ``operator`` for a device type (``"cpu"``, ``"cuda"`` or ``"meta"``), without autograd.
+
+    For use in a dispatch mode that has handled the call: the mode does not see it again, but sees operators that the
+    kernel calls.
     """
     key = getattr(torch._C.DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU"))
     return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 to_copy = torch.ops.aten._to_copy.default
-# Backends of scaled_dot_product_attention that return lse too, and their gradients.
+# The kernels of scaled_dot_product_attention that also return the lse, and their backwards.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -272,7 +279,7 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention.def
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# Functions that compute attention without scaled_dot_product_attention.
+# Functions that compute attention without calling scaled_dot_product_attention, so that it cannot be intercepted.
 FUSED_ATTENTION_FUNCTIONS = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
@@ -281,26 +288,27 @@ FUSED_ATTENTION_FUNCTIONS = (
     torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention,
 )
-# Number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
+# Returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
-# What sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) switch. Dynamo takes these for constants, and not the
-# public functions that call them.
+# Whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow each backend. Dynamo treats these functions
+# as constants, but not the public functions that call them.
 flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 math_sdp_enabled = torch._C._get_math_sdp_enabled
-# Of any device; torch.is_autocast_enabled asks about one.
+# Whether autocast is enabled for any device. torch.is_autocast_enabled checks a single device type.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-# -- Dynamo (torch/_dynamo/eval_frame.py)
+# Dynamo: names from torch/_dynamo/eval_frame.py.
 
 
 def no_frame_of_its_own(function: _Function) -> _Function:
-    """Keep Dynamo from compiling ``function``, and what it calls, except as a part of a function that it traces.
+    """Keep Dynamo from compiling ``function`` on its own, or anything that it calls. It may still be traced inside
+    other code.
 
-    For ``__torch_function__`` of modes. Behind a graph break Dynamo compiles each frame that runs, and does not guard
-    which attribute of a tensor a mode is asked for: in torch 2.13 ``x.requires_grad`` then was ``x.shape``.
+    For ``__torch_function__`` of modes. After a graph break Dynamo compiles each frame that runs, and has no guard on
+    which attribute of a tensor a mode is asked for: in torch 2.13, ``x.requires_grad`` then returned ``x.shape``.
     """
     eval_frame = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -308,20 +316,21 @@ def no_frame_of_its_own(function: _Function) -> _Function:
     return function
 
 
-# -- autograd (torch/utils/checkpoint.py, torch/autograd)
+# Autograd: names from torch/utils/checkpoint.py and torch/autograd.
 
-# What torch.no_grad and torch.enable_grad call; a mode sees it.
+# The function that torch.no_grad and torch.enable_grad call, which modes can see.
 set_grad_enabled = torch._C._set_grad_enabled
-# -1 outside of a backward.
+# Returns the id of the backward that is running in this thread; -1 outside of a backward.
 current_graph_task_id = torch._C._current_graph_task_id
-# The innermost torch.autograd.graph.saved_tensors_hooks. Of a checkpoint, a cell of its closure is a CheckpointFrame.
+# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made it, a cell of its closure is a
+# CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 saved_tensors_hooks_are_enabled: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
 
 def all_saved_tensors_hooks() -> list[Any]:
-    """Return all ``saved_tensors_hooks`` that are entered in this thread, the innermost first."""
+    """Return all ``saved_tensors_hooks`` that this thread has entered, the innermost first."""
     hooks: list[Any] = []
     if not saved_tensors_hooks_are_enabled():
         return hooks
@@ -335,104 +344,108 @@ def all_saved_tensors_hooks() -> list[Any]:
     return hooks
 
 
-# At this key the number of forward_ad.dual_level that are entered, less one. A dict, because each attention call reads
-# it and a function would cost more.
+# The value at this key is the number of entered forward_ad.dual_level contexts minus one. It is read from the dict at
+# each attention call, because a function call would cost more.
 forward_ad_globals = vars(forward_ad)
 FORWARD_AD_LEVEL = "_current_level"
 
 
 def version_of(x: Tensor) -> int:
-    """Return the number of in-place changes of ``x``. Inference tensors have none, and raise ``RuntimeError``."""
+    """Return how often ``x`` was changed in place. Raises ``RuntimeError`` for inference tensors, which do not count
+    changes.
+    """
     return x._version
 
 
 def owner_of(x: Tensor) -> Tensor:
-    """Return the tensor of which ``x`` is a view; ``x`` itself if it is none."""
+    """Return the tensor of which ``x`` is a view; ``x`` itself if it is not a view."""
     return x if x._base is None else x._base
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that is the same for all Python objects of one storage while it exists."""
+    """Return a number that identifies a storage while it exists, whichever Python object refers to it."""
     number: int = storage._cdata
     return number
 
 
-# -- torch.func (torch/_functorch)
+# torch.func: names from torch/_functorch.
 
-# The innermost transform that runs, or None; its key() is a TransformType.
+# Returns the innermost transform of torch.func that is running, or None. Its key() is a TransformType.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 is_transform_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 is_grad_tracking_tensor = torch._C._functorch.is_gradtrackingtensor
 unwrap_transform_tensor = torch._C._functorch.get_unwrapped
-# Inside, no transform runs.
+# A context inside which no transform of torch.func runs.
 DisableTransforms = torch._C._DisableFuncTorch
 
 
-# -- torch.compile (torch/_dynamo, torch/_guards.py)
+# torch.compile: names from torch/_dynamo and torch/_guards.py.
 
-# What is traced right now, and the how-manieth time.
+# What is being traced at the moment, and its id, which counts compilations of the same frame.
 TracingContext = torch._guards.TracingContext
 CompileContext = torch._guards.CompileContext
 TraceId = torch._guards.TraceId
-# The base of what Dynamo raises about a function that it cannot trace.
+# The base class of exceptions that Dynamo raises for code that it cannot trace.
 TorchDynamoException = torch._dynamo.exc.TorchDynamoException
-# Calls a function whose side effects Dynamo would refuse inside an operator that runs functions.
+# Calls a function inside an operator that runs functions, and lets it have side effects, which Dynamo would refuse.
 without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which Dynamo puts into graphs by tracing its operators instead of its Python code."""
-    # Public in torch.compiler from 2.15 on.
+    """Return ``function``, marked so that Dynamo traces its operators but not its Python code."""
+    # From torch 2.15 on this is torch.compiler.nonstrict_trace, a public function.
     traced: Callable[..., Any] = torch._dynamo.nonstrict_trace(function)
     return traced
 
 
-# Attributes of what torch.compile returns: of a module compiled as a whole, of one compiled in place, and of a
-# function. The value of the last is the bound method that was compiled, or (torch 2.15) a function.
+# Attributes that torch.compile sets: on a module compiled as a whole, on a module compiled in place, and on a compiled
+# function. The value of the last one is the bound method that was compiled, or (torch 2.15) a function.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
 
 
 def compile_context(compiled: Any) -> Any:
-    """Return the settings of a function that torch.compile returned, such as ``fullgraph``; None for any other
-    function.
+    """Return the settings, such as ``fullgraph``, of a function that torch.compile returned; None for other
+    functions.
     """
     if not hasattr(compiled, ORIGINAL_CALLABLE):
         return None
-    # Dynamo's function keeps its settings in a closure (torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__).
+    # Dynamo keeps the settings in a closure of the compiled function (torch/_dynamo/eval_frame.py,
+    # _TorchDynamoContext.__call__).
     return inspect.getclosurevars(compiled).nonlocals.get("self")
 
 
-# -- modules (torch/nn/modules/module.py)
+# Modules: names from torch/nn/modules/module.py.
 
-# The attribute with the submodules, and the method that runs hooks and forward, which Module.__call__ and
-# Module.compile look up.
+# The attribute of a module that holds its submodules, and the method that runs hooks and forward. Module.__call__ and
+# Module.compile look that method up.
 SUBMODULES = "_modules"
 CALL_WITH_HOOKS = "_call_impl"
-# Reads the arguments of Module.to: device, dtype, non_blocking, memory format.
+# Parses the arguments of Module.to into device, dtype, non_blocking and memory format.
 parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters of ``module`` itself by name. Assigning to it checks nothing, unlike
-    ``register_parameter``.
+    """Return the dict with the parameters of ``module`` itself, without submodules.
+
+    Assigning to the dict replaces a parameter without the checks of ``register_parameter``.
     """
     return module._parameters
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the buffers of ``module`` itself by name."""
+    """Return the dict with the buffers of ``module`` itself, without submodules."""
     return module._buffers
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that run after ``forward``."""
+    """Return the hooks of ``module`` that run after its ``forward``."""
     return list(module._forward_hooks.values())
 
 
-# -- nested containers (torch/utils/_pytree.py; torch has no public pytree)
+# Nested containers: names from torch/utils/_pytree.py, because torch has no public pytree.
 
 pytree = torch.utils._pytree
 tree_flatten = torch.utils._pytree.tree_flatten
@@ -441,19 +454,19 @@ tree_map = torch.utils._pytree.tree_map
 tree_unflatten = torch.utils._pytree.tree_unflatten
 
 
-# -- a dispatch key of our own (c10/core/DispatchKey.h, torch/library.py)
+# A dispatch key for our use: names from c10/core/DispatchKey.h and torch/library.py.
 
 
 class SpareDispatchKey:
-    """A dispatch key that no kernel of torch has, whose kernels run in threads and blocks of code that ask for them.
+    """A dispatch key that torch does not use, under which kernels intercept operators in threads that turn it on.
 
-    Nothing is registered before the first use, which registers for the whole process: a fallback, by which all other
-    operators skip the key, and ``kernels``. If this build of torch has no such key, or somebody else registered
-    anything under it, the key is not available and nothing is registered.
+    Nothing is registered before the first use. Then ``kernels`` are registered for the whole process, with a fallback
+    that lets all other operators skip the key. If this build of torch does not have the key, or other code has
+    registered anything under it, nothing is registered and the key is not available.
 
     Args:
-        name: of the key.
-        kernels: a function per operator (namespace and name), also of operators that are not defined yet.
+        name: Name of the key.
+        kernels: A function for each operator (namespace, name). Operators that are not defined yet are allowed.
     """
 
     def __init__(self, name: str, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
@@ -462,11 +475,11 @@ class SpareDispatchKey:
         self._tried = False
         self._key: Any = None
         self._keys: Any = None
-        # torch removes what a library registered when the library is deleted.
+        # Keep the libraries, because torch removes their kernels when they are deleted.
         self._libraries: list[torch.library.Library] = []
 
     def is_available(self) -> bool:
-        """Register the kernels unless that was tried before; return whether they are registered."""
+        """Whether the kernels are registered. Registers them at the first call."""
         if not self._tried:
             with self._lock:
                 if not self._tried:
@@ -492,13 +505,14 @@ class SpareDispatchKey:
         self._key, self._keys, self._libraries = key, torch._C.DispatchKeySet(key), libraries
 
     def included(self) -> AbstractContextManager[Any]:
-        """Inside, in this thread, the kernels run. Only if the key :meth:`is_available`."""
+        """Return a context manager that turns the kernels on in this thread. Only if the key :meth:`is_available`."""
         guard: AbstractContextManager[Any] = torch._C._IncludeDispatchKeyGuard(self._key)
         return guard
 
     def excluded(self) -> AbstractContextManager[Any]:
-        """Inside, in this thread, the kernels do not run, also inside :meth:`included`. Without registration nothing
-        has to be excluded.
+        """Return a context manager that turns the kernels off in this thread, also inside :meth:`included`.
+
+        If the key is not registered, it does nothing.
         """
         if self._key is None:
             return nullcontext()

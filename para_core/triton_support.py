@@ -1,4 +1,4 @@
-"""Load Triton kernels if this machine can run them. Every caller has a plain PyTorch form for the other case."""
+"""Load Triton kernels if this machine can run them. Otherwise callers use plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Dtypes that the kernels read and write.
+# Dtypes that the kernels support.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# The oldest compute capability that Triton supports (its README). On older GPUs bfloat16, for example, fails to compile
-# at the first launch.
+# The oldest compute capability that Triton supports, according to its README. On older GPUs the first launch fails to
+# compile, for example for bfloat16.
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -24,12 +24,12 @@ LEAST_CAPABILITY = (8, 0)
 def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | None:
     """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
 
-    They cannot if Triton is not installed, if it has no C compiler for its launchers, or if ``device`` is older than
-    ``LEAST_CAPABILITY``. The answer is cached.
+    That is the case if Triton is not installed, if there is no C compiler (which Triton needs for its launchers), or if
+    ``device`` is older than ``LEAST_CAPABILITY``. The result is cached.
 
     Args:
         name: Name of the module.
-        device: Device to launch on; None if it is not known yet.
+        device: The device on which kernels will run; None if it is not known yet.
     """
     if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
@@ -42,19 +42,19 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which Triton launches on the device of ``x``. Without it, Triton launches on the current
-    device.
-    """
+    """Return a context in which Triton launches kernels on the device of ``x`` instead of the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def are_floats(*tensors: Tensor) -> bool:
-    """Whether the kernels support the dtypes of all ``tensors``."""
+    """Whether the kernels support the dtype of each tensor."""
     return {x.dtype for x in tensors} <= FLOATS
 
 
 def needs_plain(*tensors: Tensor) -> bool:
-    """Whether to use plain PyTorch: on a CPU, in a graph (compilers fuse plain operators), and for a gradient."""
+    """Whether to use plain PyTorch instead of a kernel: on a CPU, while tracing (compilers fuse plain operators), and
+    for a gradient.
+    """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

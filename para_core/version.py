@@ -1,4 +1,4 @@
-"""The version of para_core, and a digest of its sources."""
+"""The version of para_core, and a digest of its source files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __version__ = "0.1.0"
 
 @cache
 def version_and_sources() -> str:
-    """Return the version and a digest of the sources, adapters and kernels included. It is equal on two hosts that run
-    the same code.
+    """Return the version and a digest of all source files, including adapters and kernels.
+
+    The result is equal on two hosts that have the same code.
     """
     here = Path(__file__).parent
-    # In a checkout the folders adapters/ and kernels/ are next to this one.
+    # In a checkout, adapters/ and kernels/ are next to this folder.
     folders = [here, *(here.parent / name for name in ("adapters", "kernels") if not (here / "adapters").is_dir())]
-    # Sorted by content, because the paths of an installed package differ from those of a checkout.
+    # Sort by content, because the paths in an installed package differ from those in a checkout.
     digests = sorted(blake2b(path.read_bytes()).digest() for folder in folders for path in folder.rglob("*.py"))
     return f"{__version__} (sources {blake2b(b''.join(digests), digest_size=6).hexdigest()})"
