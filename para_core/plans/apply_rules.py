@@ -38,8 +38,8 @@ class RuleExecutor:
         self.mesh = mesh
         self._coarse = coarse
         self.segments: dict[str, Segment] = {}
-        # Sharded block masks with the layouts they were sharded for, kept because a model passes the same mask to every
-        # block in every step.
+        # For each block mask its sharded mask and the layouts used, kept because a model passes the same mask to every
+        # block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -233,8 +233,8 @@ class RuleExecutor:
         return min(max(start + length - (segment.total - number), 0), length)
 
     def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
-        """Return a module's output, a tensor or a tuple, with the rules ``cuts`` applied to the tensors at their
-        indices.
+        """Apply each rule of ``cuts`` to the output tensor at its index, and return the module's output, a tensor or a
+        tuple.
         """
         for index, cut in cuts.items():
             if isinstance(output, Tensor):

@@ -16,7 +16,7 @@ from para_core.modes.recomputation import Bind
 
 @contextmanager
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Wrap each function that diffusers' activation checkpointing runs again in the backward with ``bind``.
+    """Wrap with ``bind`` each function that diffusers' activation checkpointing runs again in the backward.
 
     This applies to checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if
     ``bind`` is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.

@@ -40,8 +40,8 @@ def interception_of(module: nn.Module) -> Interception | None:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Record that the current eager call of ``module`` may end without an intercepted attention call, which otherwise
-    raises.
+    """Allow the current eager call of ``module`` to end without an intercepted attention call, which would otherwise
+    raise.
 
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """

@@ -30,9 +30,9 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # The exchange within a Ulysses group wraps around, so its first rank now holds the group's last rows, and its last
-    # rank the group's first rows: those that the next and the previous group need. A second exchange over the ring
-    # passes them on.
+    # Within a Ulysses group the ends wrap around. So the group's first rank has received the group's last rows, which
+    # the next group needs, and its last rank the group's first rows, which the previous group needs. A second exchange,
+    # over the ring, passes these on.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)

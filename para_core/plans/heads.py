@@ -58,15 +58,17 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return ``x``, the output of a projection, for all tokens and this rank's heads. Collective."""
+        """Exchange the output ``x`` of a projection, for this rank's tokens and all heads, and return it for all tokens
+        and this rank's heads. Collective.
+        """
         self._entered += 1
         for dim, tokens, heads in self._steps:
             x = _to_heads(x, tokens, heads, dim)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return ``x``, the output of attention, for this rank's tokens and all heads: the inverse of :meth:`enter`.
-        Collective.
+        """Exchange the attention output ``x``, for all tokens and this rank's heads, and return it for this rank's
+        tokens and all heads. Collective.
 
         Raises:
             RuntimeError: The module did not call each of its projections exactly once, for example because they are

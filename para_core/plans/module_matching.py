@@ -21,7 +21,7 @@ class ModuleRules:
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
-        gathers: What to gather of each tensor of the output; None leaves the tensor.
+        gathers: The rule for each tensor of the output; None leaves the tensor as it is.
         attention: The segments of the submodule's attention calls, or another description of its attention.
         halo: The rows of neighbouring ranks that the submodule needs.
         exchange: For the projections of an :class:`AttentionByHeads`: ``"enter"`` exchanges the submodule's output to

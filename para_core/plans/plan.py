@@ -145,10 +145,10 @@ class Attention:
     Args:
         queries (`tuple[str, ...]`): The segments of the queries.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
-        mask (`"keys"` or `"pairs"`, *optional*): What the model's mask covers when its tokens are sharded. ``"keys"``:
-            its columns are this rank's keys only, so they are gathered. ``"pairs"``: it holds, for pairs of this rank's
-            tokens, whether both are valid, so its diagonal is taken as the key mask. Defaults to reading the mask by
-            its size.
+        mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded. ``"keys"``:
+            the columns are this rank's keys only, so they are gathered. ``"pairs"``: an entry says whether two tokens
+            of this rank are both valid, so the diagonal is used as the key mask. By default the form follows from the
+            size of the mask.
     """
 
     queries: tuple[str, ...]
@@ -202,8 +202,8 @@ class AttentionByHeads:
         projections (`tuple[str, ...]`): Names of the submodules whose outputs ``[B, S, H * D]`` are exchanged.
         output (`str`): Name of the submodule whose input ``[B, S, H * D]`` is exchanged back.
         heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
-        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs of a parameter of the module that holds cached
-            keys or values of all heads, as tensors or dicts of tensors, and the dim of the heads in them.
+        caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the module that
+            holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim of the heads.
     """
 
     segment: str

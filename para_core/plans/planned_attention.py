@@ -1,5 +1,5 @@
-"""The attention function of a model with a plan: it looks up which segments the queries and keys of each call consist
-of.
+"""Attention of a model with a plan: intercept its attention calls, and compute each over the segments that the plan
+names.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PlannedAttention:
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
-        """Set the segments, sharded and replicated, that the current call consists of so far."""
+        """Set the segments that the current call has sharded or replicated so far."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
         self._found = {}
 
@@ -325,7 +325,7 @@ class Interception:
 
     @contextmanager
     def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:
-        """Use the segments ``attending`` for attention calls inside the ``with`` block, counted from 0."""
+        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block."""
         planned = self.planned.within(attending)
         if self.mode is None:
             self._attending.append(planned)

@@ -92,8 +92,8 @@ class Region:
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # A PreparedAttention for each pair of options, so that returning to earlier options prepares and compiles
-        # nothing again.
+        # Keep a PreparedAttention for each pair of options, so that nothing is prepared or compiled again if earlier
+        # options return.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(options, cross_backend)
         self._has_encoders = any(

@@ -69,8 +69,8 @@ def shard_blocks(
         # Make the whole model one FSDP2 root, so that its blocks share streams and can be prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # Set the class while the wrappers are off, because a wrapper added later makes its own class, named after
-            # this one.
+            # Do this before the wrappers are restored, because a wrapper derives its own class from this one and takes
+            # its name.
             part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -93,8 +93,8 @@ def _private_class(fsdp_class: type, written: type) -> type:
     if private is None:
 
         def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # FSDP2's __new__ finds the original class by its position among the base classes, which in a subclass is
-            # another one. So pass FSDP2's own class instead of ``cls``.
+            # FSDP2's __new__ looks for the original class at a fixed position among the base classes. It would find
+            # another class for ``cls``, so pass FSDP2's own class.
             return fsdp_class.__new__(fsdp_class, *args, **kwargs)
 
         namespace = {
@@ -227,7 +227,8 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
     Args:
         layer: The module whose parameters are gathered.
-        sharded: The result of :func:`sharded_parameters`, which finds the shards of blocks that FSDP2 has gathered.
+        sharded: The result of :func:`sharded_parameters`, used for blocks whose parameters FSDP2 has gathered at the
+            moment.
     """
     held = []
     for owner in layer.modules():

@@ -13,7 +13,7 @@ from para_core.distributed.layout import Run
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
-# Operators without the pointwise tag in which, too, each output element depends only on the same element of the input.
+# Operators that are elementwise although they do not have the pointwise tag.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
 # Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by patch.
 _WHOLE = (_aten.equal.default,)

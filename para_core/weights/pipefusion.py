@@ -243,9 +243,9 @@ class Fusion:
                 "under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # A mode of the plan would see attention calls before the dispatcher does, so then patches are intercepted by
-        # another mode, inside the first. Decide this once per call, not per patch, because has_compiled_parts looks at
-        # all modules.
+        # If the plan intercepts attention by a mode, that mode sees calls before the dispatcher does. Patches are then
+        # intercepted by a second mode inside the first. Decide this once per call, not per patch, because
+        # has_compiled_parts looks at all modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
         self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))

@@ -179,7 +179,7 @@ class Stages:
         return output
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        # If a cache skips all blocks of this stage, the call intercepts no attention, which would otherwise raise.
+        # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention call.
         attention_is_skipped(self.module)
         index = next(index for index, staged in enumerate(self.blocks) if staged.block is block)
         return self.on_all_from(self.owner(index), output)

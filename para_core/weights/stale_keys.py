@@ -54,8 +54,11 @@ class StaleKeys:
         return self._attend(self._hooks.next_attention(), outer_attention, call)
 
     def attend_in_graph(self, index: int, call: SdpaCall) -> Tensor:
-        """Return the output of an attention call in a compiled block; ``index`` is its plan entry in
-        :attr:`PatchHooks.attentions`.
+        """Return the output of an attention call in a compiled block.
+
+        Args:
+            index: Index of the call's plan entry in :attr:`PatchHooks.attentions`.
+            call: The attention call.
         """
         attention, module = self._hooks.attentions[index], self._hooks.module
         attention_is_skipped(module)

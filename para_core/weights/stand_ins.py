@@ -18,8 +18,8 @@ Owners = list[tuple[dict[str, Any], str]]
 
 
 def weights_of(module: nn.Module) -> list[tuple[Tensor, Owners]]:
-    """Return the parameters and buffers of ``module``, each with the modules' dicts that hold it (:data:`Owners`), in
-    the same order on every rank.
+    """Return the parameters and buffers of ``module`` in the same order on every rank, each with the dicts that hold
+    it.
 
     A weight that several modules share occurs once.
     """
