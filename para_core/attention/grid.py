@@ -1,4 +1,4 @@
-"""The grid of Attention2D: which ring ranks exchange queries (rows) and which exchange keys (columns). Pure values."""
+"""The grid of Attention2D: ring ranks of one row exchange queries, those of one column exchange keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from para_core.distributed.layout import Run
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Return the ``(rows, columns)`` of ``ranks`` ring ranks that send the fewest bytes if there are as many keys as
-    queries.
+    """Return the ``(rows, columns)`` of the grid of ``ranks`` ring ranks that sends the fewest bytes.
 
-    Queries and their results are sent along a row, keys and values along a column: 2 · H · (columns - 1) + 2 · H_kv ·
-    (rows - 1) vectors per token. Between equals it is the grid with fewer columns, because results are sent with their
-    lse. A prime number of ranks is one column: every rank gets all keys and values, and no query is sent.
+    It is assumed that there are as many keys as queries. Queries and their results are sent along a row, keys and
+    values along a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per token. If two grids send equally
+    many, the one with fewer columns is returned, because results are sent with their lse. A prime number of ranks forms
+    one column: every rank gets all keys and values, and no query is sent.
 
     >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
     ((2, 2), (3, 2), (5, 1))
@@ -31,10 +31,10 @@ def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int
 
 @dataclass(frozen=True, eq=False)
 class GridPlan:
-    """This rank's position in a grid of ``shape`` ``(rows, columns)``: ring rank i is in row i // columns.
+    """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
 
-    The rank computes attention of the queries of its row to the sharded keys of its column, and of its own queries to
-    replicated keys.
+    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of its row to
+    the sharded keys of its column, and of its own queries to replicated keys.
     """
 
     ring: RingPlan
@@ -46,20 +46,20 @@ class GridPlan:
 
     @cached_property
     def row(self) -> list[int]:
-        """The other ring ranks of this rank's row."""
+        """The ring indices of the other ranks in this rank's row."""
         index, columns = self.ring.dim.index, self.shape[1]
         first = index - index % columns
         return [rank for rank in range(first, first + columns) if rank != index]
 
     @cached_property
     def column(self) -> list[int]:
-        """The other ring ranks of this rank's column."""
+        """The ring indices of the other ranks in this rank's column."""
         index, columns = self.ring.dim.index, self.shape[1]
         return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
 
     @cached_property
     def row_runs(self) -> list[list[Run]]:
-        """For each other rank of the row, the positions of its queries in its local order."""
+        """For each other rank of the row, the positions of its queries in the order in which it holds them."""
         return [own_runs(self.spec.query_layout, self.spec.mesh, rank) for rank in self.row]
 
     @cached_property
@@ -77,15 +77,15 @@ class GridPlan:
 
     @cached_property
     def own_tiling(self) -> Tiling:
-        """The tiling of this rank's queries: its own keys are step 0, those of the other ranks of its column step 1."""
+        """The tiling of this rank's queries: step 0 is its own keys, step 1 the other keys of its column."""
         return self._tiling(
             own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
         )
 
     @cached_property
     def row_tiling(self) -> Tiling:
-        """The tiling of the other queries of the row: this rank's sharded keys are step 0, those of the other ranks of
-        its column step 1.
+        """The tiling of the other queries of the row: step 0 is this rank's sharded keys, step 1 the other ones of its
+        column.
         """
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)

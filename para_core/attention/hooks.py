@@ -1,4 +1,4 @@
-"""Code of :mod:`para_core.attention.approximate` that exact attention loads only when an option needs it."""
+"""Load code of :mod:`para_core.attention.approximate`, which exact attention imports only if an option needs it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ _APPROXIMATE = "para_core.attention.approximate"
 
 
 def load_snapkv() -> ModuleType:
-    """Return the module that computes attention to the keys that :class:`KeptKeys` keeps."""
+    """Return the module :mod:`para_core.attention.approximate.snapkv`, which the option ``kept_keys`` needs."""
     return import_module(f"{_APPROXIMATE}.snapkv")
 
 
 class WireFormat(Protocol):
-    """An encoding of tensors in the buffer that is sent."""
+    """An encoding of tensors ``[B, H, S, D]`` in the buffer that is sent to other ranks."""
 
     def row_size(self, head_dim: int) -> int:
-        """Return the number of buffer elements per token and head."""
+        """Return the number of buffer elements that encode one token and head, ``[head_dim]``."""
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
-        """Return a buffer of ``numel`` elements with the encoded ``regions`` of the tensors (see
-        :class:`CopyRegion`).
+        """Return a buffer of ``numel`` elements that contains the encoded ``regions`` of ``tensors``.
+
+        ``regions`` are :class:`CopyRegion` values, flattened to integers.
         """
 
     def unpack(self, buffer: Tensor, regions: list[int], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors of ``dtype`` and ``sizes`` (B, H, S, D of each) with the decoded ``regions`` of a buffer."""
+        """Return tensors of ``dtype`` with the decoded ``regions`` of ``buffer``; the inverse of :meth:`pack`.
+
+        ``sizes`` are B, H, S and D of each tensor, flattened to one list.
+        """
 
 
 def wire_format(comm_dtype: torch.dtype | None) -> WireFormat | None:
-    """Return the format that rounds to ``comm_dtype``; None for None, if tensors are sent unchanged."""
+    """Return the format that rounds to ``comm_dtype``. None, for tensors that are sent unchanged, returns None."""
     if comm_dtype is None:
         return None
     wire: WireFormat = import_module(f"{_APPROXIMATE}.wire").RoundedWire(comm_dtype)

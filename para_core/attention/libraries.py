@@ -1,5 +1,6 @@
-"""Attention kernels of other libraries: as values for ``attn_func=``, and by name for ``backend=``. The libraries are
-not installed with para_core.
+"""Attention kernels of other libraries, as functions for ``attn_func=`` and by name for ``backend=``.
+
+The libraries are not installed with para_core.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Library(NamedTuple):
-    """A library that computes attention, and how to install it."""
+    """A library that computes attention: where its kernel is, and how to install it."""
 
     name: str
     module: str
     function: str
     install: str
-    asks_for_lse: tuple[str, ...]  # the argument that makes the function return lse; its name in each version
+    asks_for_lse: tuple[str, ...]  # Names, over versions, of the argument that makes the function return lse.
 
 
 _FLASH_3 = Library(
@@ -46,7 +47,7 @@ _SAGE = Library(
 
 
 def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """Return FlashAttention-3 (Hopper GPUs) as a value for ``attn_func=``. Exact in the dtype of its input.
+    """Return a function for ``attn_func=`` that runs FlashAttention-3 (Hopper GPUs). Exact in the dtype of its input.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn_interface.flash_attn_func``.
@@ -62,8 +63,9 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 
 
 def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """Return FlashAttention-4 (Hopper and Blackwell GPUs) as a value for ``attn_func=``. Exact in the dtype of its
-    input.
+    """Return a function for ``attn_func=`` that runs FlashAttention-4 (Hopper and Blackwell GPUs).
+
+    It is exact in the dtype of its input.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn.cute.flash_attn_func``.
@@ -92,7 +94,7 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         _refuse_mask(library, attn_mask)
-        # The library takes [B, S, H, D], which is the memory layout of most models' tensors: the transposes are views.
+        # The library takes [B, S, H, D]. Most models' tensors have this memory layout, so transposing costs no copy.
         result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
@@ -110,14 +112,18 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
 
 
 def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
-    """Return the argument that makes ``function`` return lse. Earlier versions have none, and always return it."""
+    """Return the keyword argument that makes ``function`` return lse, as a dict.
+
+    The dict is empty if ``function`` has no such argument. Earlier versions of FlashAttention always return lse.
+    """
     parameters = signature(function).parameters
     return {name: True for name in library.asks_for_lse if name in parameters}
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """Return SageAttention (arXiv:2410.02367) as a value for ``attn_func=``. **Not exact**: q·k is rounded to 8 bits,
-    p·v to 16 or 8.
+    """Return a function for ``attn_func=`` that runs SageAttention (arXiv:2410.02367). **Not exact**.
+
+    It computes q·k in 8 bits, and p·v in 16 or 8.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``sageattention.sageattn``.
@@ -159,10 +165,10 @@ def _refuse_mask(library: Library, mask: Tensor | None) -> None:
 
 
 def import_kernel(library: Library) -> Callable[..., Any]:
-    """Return the kernel of ``library``.
+    """Import ``library`` and return its attention function.
 
     Raises:
-        ImportError: The library is not installed, or its kernel returns no lse.
+        ImportError: The library is not installed, or this version of it returns no lse.
     """
     try:
         kernel: Callable[..., Any] = getattr(import_module(library.module), library.function)
@@ -179,9 +185,7 @@ def import_kernel(library: Library) -> Callable[..., Any]:
     return kernel
 
 
-# -- by name
-
-# The libraries that ``backend=`` names, with the functions that call them.
+# The libraries by their names for ``backend=``, each with the function that returns its ``attn_func``.
 LIBRARIES: Mapping[str, tuple[Library, Callable[[], AttnFunc]]] = {
     "flash3": (_FLASH_3, flash_attention_3),
     "flash4": (_FLASH_4, flash_attention_4),
@@ -193,15 +197,15 @@ DEVICES = ("cuda",)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def require_library(backend: str | None) -> None:
-    """Raise ``ImportError`` if ``backend`` names a library that is not installed. Other backends need none."""
+    """Raise ``ImportError`` if ``backend`` names a library that is not installed. Any other backend passes."""
     if backend is not None and backend in LIBRARIES:
         import_kernel(LIBRARIES[backend][0])
 
 
 def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` if the library of ``backend`` does not take tensors like these.
+    """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with such tensors.
 
-    The libraries align a causal diagonal with the last key, or refuse unequal lengths.
+    A causal call needs as many keys as queries, because the libraries align the causal diagonal with the last key.
     """
     library, _ = LIBRARIES[backend]
     if masked:
@@ -224,7 +228,7 @@ def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool,
 def library_attention(
     backend: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out`` and the float32 ``lse`` that the library of ``backend`` computes for tensors of one device."""
+    """Run attention on one device with the library that ``backend`` names. Return ``out`` and a float32 ``lse``."""
     _, make = LIBRARIES[backend]
     out, lse = make()(query, key, value, is_causal=is_causal, scale=scale)
     return out, lse.float()

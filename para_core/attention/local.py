@@ -1,4 +1,4 @@
-"""Attention on one device over what it holds now: ``out`` and, where a ring needs it, ``lse``; and its gradient."""
+"""Attention on one device and its gradient: of the queries and keys that a rank holds, with ``lse`` if it is needed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def local_attention(
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` of 4-D tensors, without interception by a mode.
 
-    It differs from SDPA in this: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` can
-    be combined on every backend; any dim may be 0; and key heads that divide the number of query heads are grouped
-    without ``enable_gqa``. ``backend`` is that of :func:`local_attention_with_lse`.
+    It accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` may be
+    combined on every backend; any dim may be 0; and there may be fewer key heads than query heads without
+    ``enable_gqa``. ``backend`` is that of :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
@@ -63,7 +63,7 @@ def local_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
         return out
-    # Faster than the operator above, whose arguments the dispatcher has to convert from Python.
+    # This is faster than the operator above, whose arguments the dispatcher has to convert from Python.
     with DisableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
@@ -78,9 +78,9 @@ def local_attention_with_lse(
     scale: float | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and the log-sum-exp of its scaled scores, by the best backend that the user's switches allow.
+    """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
 
-    Has no gradient; use :func:`local_attention_backward`.
+    Autograd does not record it; use :func:`local_attention_backward` for the gradient.
 
     Args:
         query: ``[B, H, S_q, D]``. Any dim may be 0.
@@ -89,18 +89,18 @@ def local_attention_with_lse(
         mask: 4-D, broadcastable to ``[B, H, S_q, S_k]``. Bool (True shows a key) or float (added to the scores).
         is_causal: Whether query i sees only keys 0 … i, in addition to ``mask``.
         scale: Factor of the scores. Defaults to ``1 / sqrt(D)``.
-        backend: The backend. Defaults to that of SDPA, or to one that was measured to be faster
+        backend: The name of the backend. Defaults to SDPA's choice, or to one that was measured to be faster
             (``para_core.attention.backend_selection``).
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
-        (float64 for float64 input). A row without a key gives 0 and -inf. ``out`` has the memory layout of SDPA's
-        result, so ``out.transpose(1, 2).view(...)`` works if it works on SDPA's: that of ``query`` from FlashAttention
-        and cuDNN, otherwise ``[B, S_q, H, D_v]``.
+        (float64 for float64 input). A row without a key gives 0 and -inf. ``out`` has the memory layout that SDPA's
+        result would have, so that ``out.transpose(1, 2).view(...)`` works in the same cases: with FlashAttention and
+        cuDNN the layout of ``query``, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: The user's switches leave no backend, or not the named one;
-            :func:`~para_core.attention.backend_selection.require_backend` tells beforehand.
+        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the named one.
+            :func:`~para_core.attention.backend_selection.require_backend` raises the same error in advance.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
@@ -118,8 +118,8 @@ def local_attention_with_lse(
         problem = problem.as_taken_by(choice)
     out, lse = FORWARD[choice](problem)
     if mask is not None:
-        # Backends return NaN or an lse of 0 for a row without a key. In place, because masked_fill() changes the memory
-        # format.
+        # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill() would change
+        # the memory layout.
         empty_row = fully_masked_rows(mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
@@ -138,14 +138,14 @@ def continued_attention(
     backend: Backend | None = None,
     is_last: bool = False,
 ) -> None:
-    """Compute attention to these keys and merge it into ``so_far``, in place. Has no gradient.
+    """Compute attention to these keys and merge it into ``so_far`` in place. Autograd does not record it.
 
-    The Triton kernel continues from ``so_far``: one launch, which reads and writes the float32 partial result once.
-    With any other backend merging is one more launch.
+    The Triton kernel continues from ``so_far`` in one launch, which reads and writes the float32 partial result once.
+    With any other backend, merging is one more launch.
 
     Args:
-        so_far: The result over other keys.
-        query, key, value, mask, is_causal, scale, backend: As in :func:`local_attention_with_lse`.
+        so_far: The result of the same queries over other keys.
+        query, key, value, mask, is_causal, scale, backend: The arguments of :func:`local_attention_with_lse`.
         is_last: Whether the result may be rounded to the dtype of query. Otherwise the merged result stays in float32.
     """
     if so_far.count and 0 in (*query.shape, *key.shape):
@@ -177,16 +177,17 @@ def local_attention_backward(
     mask_gradient: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of attention to these keys. ``out`` and ``lse`` may be those over more keys.
+    """Return the gradients of attention to the given keys, which may be one block of all keys.
 
     With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
-    arXiv:2205.14135, appendix B), which is additive over blocks of keys.
+    arXiv:2205.14135, appendix B). dq is a sum over the blocks of keys.
 
     Args:
         query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
-        out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, over all keys; lse is -inf for a row without a key.
-        backend: The backend of the forward, an exact one. The Triton kernel and those of libraries have no backward
-            here, so the backend that SDPA would choose computes it from the kernel's ``out`` and ``lse``.
+        out, lse: The results over all blocks of keys, ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``; lse is -inf for a row
+            without a key.
+        backend: The backend of the forward, which must be exact. The Triton kernel and those of libraries have no
+            backward here; the backend that SDPA would choose then computes it from their ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
@@ -197,10 +198,11 @@ def local_attention_backward(
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
         mask, is_causal = fold_causal(mask, is_causal, query, key)
-        # exp(scores - inf) is 0, so a row without a key has no gradient. Without a mask every row has a key.
+        # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient. Without a
+        # mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
     problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-    # No fused backward gives the gradient of a broadcast mask.
+    # No fused backward can compute the gradient of a broadcast mask.
     if mask_gradient:
         choice = MATH
     else:
@@ -208,19 +210,16 @@ def local_attention_backward(
         choice = backward_of(choose_backend(problem) if forward is None else forward, query, value)
     problem = problem.as_taken_by(choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](problem, grad_out, out, lse)
-    if problem.key is not key:  # Key heads were expanded.
+    if problem.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, rest[0] if mask_gradient else None
-
-
-# -- the Triton kernel
 
 
 def _triton(
     backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of ``backend``, whose contract is :func:`para_core.kernels.attention_reference.attention`."""
-    # Imported here, because Triton is an extra.
+    """Run the Triton kernel of ``backend``; see :func:`para_core.kernels.attention_reference.attention`."""
+    # Import the kernel only here, because Triton is an optional dependency.
     if backend == "triton":
         from para_core.kernels.attention import attention
     else:
@@ -231,10 +230,10 @@ def _triton(
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return for each sample the range from 0 to its last visible key, ``[B or 1, 1, 2]``; None if the mask has a row
-    per query.
+    """Return the range ``(0, end of the last visible key)`` of each sample, an int32 tensor ``[B or 1, 1, 2]``.
 
-    Padding at the end is then not computed. The range stays on the device, so the host does not wait.
+    With it the kernel skips padding at the end of the keys. The range stays on the device, so the host does not wait.
+    Return None unless the mask is a bool mask that is equal for all heads and queries.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
@@ -242,12 +241,10 @@ def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
     return F.pad((mask[:, 0] * ends).amax(-1, keepdim=True), (1, 0))
 
 
-# -- results
-
-
 def as_sdpa(out: Tensor) -> Tensor:
-    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, because models call
-    ``out.transpose(1, 2).view(...)``.
+    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, ``[B, S, H, D]``.
+
+    Models rely on this layout when they call ``out.transpose(1, 2).view(...)``.
     """
     by_token = out.transpose(1, 2)
     return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)

@@ -1,10 +1,10 @@
-"""Detect masks whose rows a model counted from this rank's first token, as if it were the first token of the sequence.
+"""Detect masks that a model built as if this rank's first token were the first token of the sequence.
 
-A model that builds its causal mask from the length of its input gives every rank the rows 0, 1, … of the mask, which
-are wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so
-the values have to decide. In a correct causal mask each query sees its own key; in a causal mask that was counted from
-0, row i shows no key after i. A mask that is not causal (a window to both sides) and was counted from 0 is the same on
-every rank. A correct mask is the same on every rank only if all its rows are equal.
+A model that builds its causal mask from the length of its input gives every rank rows 0, 1, … of the mask, which are
+wrong on all ranks but the first. Such a mask has the shape of a correctly sharded one, ``[..., S_local, S]``, so only
+its values can tell. In a correct causal mask each query sees its own key. In a causal mask whose rows were counted from
+0, row i shows no key after key i, on any rank. A mask that is not causal (such as a window to both sides) and was
+counted from 0 is the same on every rank, while a correct mask is the same on every rank only if all its rows are equal.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from para_core.distributed.layout import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of
 
-# What one rank finds in its mask, as bits of one integer.
-LOWER = 1  # no row i shows a key after i
-DIFFER = 2  # two rows show different keys
-SHOWS = 4  # some row shows some key
-EQUAL = 8  # all rows are equal
-HIDES = 16  # some row hides some key
+# The findings of a rank about its mask, as bits of one integer.
+LOWER = 1  # No row i shows a key after key i.
+DIFFER = 2  # Two rows show different keys.
+SHOWS = 4  # Some row shows some key.
+EQUAL = 8  # All rows are equal.
+HIDES = 16  # Some row hides some key.
 
-# Additive masks hide a key with -inf, finfo(dtype).min or about -10000, which bfloat16 rounds to -9984. A bias as large
-# as that hides, too.
+# A lower number in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or about -10000,
+# which bfloat16 rounds to -9984.
 _HIDDEN = -9900.0
 _MOST_REVIEWS = 16
-# Rows of a mask that ranks compare, at most.
+# Maximum number of rows of a mask that ranks compare.
 _MOST_COMPARED = 16
 
 
@@ -40,9 +40,9 @@ class Review(NamedTuple):
     """The findings of a rank about its mask.
 
     Args:
-        bits: ``LOWER``, ``DIFFER``, …; 0 for a mask that is trusted.
-        digest: of rows that every rank has, counted from 0; 0 if all rows are equal to each other, or the mask is
-            trusted.
+        bits: A combination of ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``; 0 for a trusted mask.
+        digest: A digest of the first rows, as many as every rank has; 0 if all rows are equal to each other, or for a
+            trusted mask.
     """
 
     bits: int = 0
@@ -50,22 +50,24 @@ class Review(NamedTuple):
 
 
 class MaskReviews:
-    """Cached reviews of masks. A review is valid until the mask is changed, so its values are read once and not once
-    per layer.
+    """A cache of :class:`Review` values, so that a mask is read once and not once per layer.
+
+    A review is valid until the mask is changed in place.
     """
 
     def __init__(self) -> None:
         self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
 
     def trust(self, mask: Tensor) -> None:
-        """Accept the rows of ``mask`` as those of this rank's tokens, without reading its values."""
+        """Store a review which says that the rows of ``mask`` are those of this rank's tokens, without reading it."""
         self._reviews.append((*_identity(mask), Review()))
 
     def of(self, mask: Tensor, num_common: int) -> Review:
-        """Return the review of ``mask``. Waits for its device the first time.
+        """Return the review of ``mask``. The host waits for the device if it is not cached.
 
         Args:
-            num_common: Number of rows that the masks of all ranks have. Equal in each call with this mask.
+            num_common: Number of rows that the masks of all ranks have at least. Must not change between calls with the
+                same mask.
         """
         owner, version = _identity(mask)
         for known_owner, known_version, review in self._reviews:
@@ -77,8 +79,10 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """Return the owner of ``mask`` and a key that stay equal while a model passes the same mask, or equal views of it,
-    to its layers.
+    """Return a cache key for ``mask``: a weak reference to the tensor that owns its memory, and a tuple.
+
+    The key is equal for equal views of the same memory, as a model passes them to its layers, until the memory is
+    changed in place.
     """
     owner = owner_of(mask)
     written = None if owner.is_inference() else version_of(owner)
@@ -91,12 +95,12 @@ def _review(mask: Tensor, num_common: int) -> Review:
     with torch.no_grad():
         mask = mask.detach()
         shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        # Some models let a row without keys see all keys, to avoid NaN. Such a row is ignored.
+        # Ignore rows that see all keys: some models fill a row without keys like this, to avoid NaN.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
         differ = (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
         equal = (mask == mask[..., :1, :]).all()
-        # One number, so that the host waits for the device once.
+        # Combine the findings on the device, so that the host waits for it only once.
         code = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
         bits = int(code.item())
         all_equal = bits & EQUAL and mask.shape[-2] > 1
@@ -104,7 +108,7 @@ def _review(mask: Tensor, num_common: int) -> Review:
 
 
 def _rows_digest(rows: Tensor) -> int:
-    """Return a digest of some of ``rows``; 0 if these are equal to each other, or there is none."""
+    """Return a digest of up to 16 evenly spaced rows; 0 if these are equal to each other, or there are no rows."""
     if 0 in rows.shape:
         return 0
     read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
@@ -114,23 +118,21 @@ def _rows_digest(rows: Tensor) -> int:
 
 
 def evenly_spaced_rows(x: Tensor, most: int) -> Tensor:
-    """Return at most ``most`` rows of ``x`` along its last dim but one, at equal distances, the first and the last
-    included.
-    """
+    """Return at most ``most`` evenly spaced rows of ``x`` along dim -2, including the first and the last one."""
     count = min(x.shape[-2], most)
     return x.index_select(-2, torch.linspace(0, x.shape[-2] - 1, count, device=x.device).long())
 
 
 def digest_of(x: Tensor) -> int:
-    """Return a digest of a CPU tensor, in 64 bits with a sign; never 0."""
+    """Return a digest of a CPU tensor as a signed 64-bit integer. It is never 0."""
     values = x.contiguous().view(torch.uint8).numpy().tobytes()
     return int.from_bytes(blake2b(values, digest_size=8).digest(), "little", signed=True) | 1
 
 
 def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
-    """Whether the shape of ``mask`` leaves open how its rows were counted.
+    """Whether the shape of ``mask`` leaves open whether its rows are those of this rank's tokens.
 
-    It does for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
+    This is so for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
     """
     if mask.ndim < 2 or mask.is_meta or innermost_transform() is not None:
         return False
@@ -145,24 +147,24 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
 
 def num_common_rows(layout: SequenceLayout) -> int:
-    """Return the number of rows that the masks of all ranks with tokens of ``layout`` have, if a mask has a row per
-    token of its rank.
+    """Return the smallest number of tokens that a rank with any tokens of ``layout`` holds.
+
+    If masks have one row per token of their rank, each mask has at least this number of rows.
     """
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
 def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
-    """Raise ``ValueError`` if the masks of all ranks look as if their rows were counted from 0. All ranks decide
-    equally.
+    """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide equally.
 
     Args:
-        reviews: What each rank found in its mask, which has its own rows and all columns.
-        is_causal: Whether the model states that it is causal. Decides if a rank has a single row, or if no rank shows a
-            key.
+        reviews: The review of each rank's mask, which has one row for each of the rank's tokens and all columns.
+        is_causal: Whether the model states that it is causal. This decides cases that the masks leave open: one row per
+            rank, or masks that hide every key.
 
     Raises:
-        ValueError: On no rank a row i shows a key after i, although the rows differ; a causal model shows no key on any
-            rank; or all ranks have the same rows, which differ from each other.
+        ValueError: On all ranks no row i shows a key after key i, although the rows differ; or the model is causal and
+            all masks hide every key; or all ranks have the same rows, which differ from each other.
     """
     of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2:
@@ -175,8 +177,8 @@ def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_ca
         elif all(bits & DIFFER for bits in several) and (len(several) > 1 or is_causal):
             finding = "has no row i that shows a key after i, on any rank"
     digests = {review.digest for review, _ in of_ranks}
-    # Only for one segment. Of several, rows that are equal on all ranks can be correct, such as those of text that does
-    # not attend to the image.
+    # Compare ranks only if there is one segment. With several, equal rows on all ranks can be correct, such as those of
+    # text that does not attend to the image.
     if finding is None and several and len(layout.segments) == 1 and len(digests) == 1 and 0 not in digests:
         finding, advice = "has the same rows on all ranks, which differ from each other", ""
     if finding is None:

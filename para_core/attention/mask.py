@@ -1,9 +1,10 @@
-"""``attn_mask`` over a mesh: the extents of its dims, and the part of it that a rank's block needs.
+"""Handle ``attn_mask`` over a mesh: find out what its dims cover, and get the part of it that a rank needs.
 
-A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key dim is local, the mask
-is gathered along it with all its rows; a mask with a row per query then temporarily needs as much memory as on one
-device. If the query dim is local, rows are sent together with the queries: to the Ulysses group, and with Attention2D
-to the other ranks of the row.
+The *extent* of a dim tells whether it covers this rank's tokens (local), all tokens of the sequence (global), or has
+size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key
+dim is local, the mask is gathered along it with all its rows; a mask with a row per query then temporarily needs as
+much memory as on one device. If the query dim is local, rows are sent together with the queries: to the Ulysses group,
+and with Attention2D to the other ranks in the row of the grid.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from para_core.distributed.collectives import all_to_all
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.sharding import gather_tokens
 
-# A dim of size 1; one entry per token of the whole sequence; one entry per token of this rank.
+# "broadcast": a dim of size 1; "global": one entry per token of the whole sequence; "local": one entry per token of
+# this rank.
 Extent = Literal["broadcast", "global", "local"]
 
 
 @dataclass(frozen=True)
 class MaskExtents:
-    """Extents of the last two dims of a mask."""
+    """The extents of the last two dims of a mask: whether they cover this rank's tokens, all tokens, or have size 1."""
 
     queries: Extent
     keys: Extent
@@ -38,8 +40,13 @@ class MaskExtents:
 def mask_extents(
     sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
 ) -> MaskExtents:
-    """Return the extents of a mask from the last two sizes of the masks of ``ranks``: all ranks in eager code, this
-    rank otherwise.
+    """Infer the extents of a mask (whether its dims are local, global or broadcast) from sizes.
+
+    Args:
+        sizes: The last two sizes of the mask of each rank in ``ranks``.
+        query_layout: The layout of the queries.
+        key_layout: The layout of the keys.
+        ranks: All ranks, if they exchanged the sizes of their masks (in eager code); otherwise this rank alone.
 
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
@@ -61,7 +68,7 @@ def mask_extents(
 def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
     if all(size == 1 for size in sizes):
         return "broadcast"
-    alone = len(ranks) < layout.ranks  # Without an exchange no rank knows the sizes of the others.
+    alone = len(ranks) < layout.ranks  # There was no exchange, so this rank does not know the sizes of the others.
     holds_all = [size == layout.total for size in layout.sizes()]
     if alone and True in holds_all and False in holds_all:
         raise ValueError(
@@ -88,16 +95,19 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 
 
 def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
-    """Return the part of ``mask`` for this rank's block of queries and for its heads. Differentiable.
+    """Return the part of ``mask`` for the queries and heads that this rank computes after the Ulysses exchange.
+
+    This is differentiable, and a collective call if a dim of the mask is local.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q, S_k]``, with dims of these ``extents``.
+        mask: ``[B or 1, H or 1, S_q, S_k]``. S_q and S_k are sizes of the given ``extents``.
 
     Returns:
-        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of the block's queries, followed by
-        those of the other ring ranks of the row if there is a grid; columns are positions in the whole sequence.
+        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of this rank's queries; with
+        Attention2D they are followed by the rows of the other queries in the row of the grid. Columns are positions in
+        the whole sequence.
     """
-    if mask.dtype == torch.bool:  # gloo does not send bool tensors.
+    if mask.dtype == torch.bool:  # gloo cannot send bool tensors.
         return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
     return _for_block(mask, extents, plan)
 
@@ -120,8 +130,9 @@ def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tenso
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """Return ``mask`` followed by the rows ``[B or 1, H_local or 1, S_block, total or 1]`` of the other ring ranks of
-    the row. Differentiable.
+    """Return ``mask`` followed by the masks of the other ranks in this rank's row of the grid, along dim 2.
+
+    Each mask is ``[B or 1, H_local or 1, S_block, total or 1]``. This is a collective call, and differentiable.
     """
     if not grid.row:
         return mask
@@ -134,8 +145,9 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
 
 
 def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """Exchange this rank's rows for all heads for the rows of its Ulysses group for this rank's heads.
-    Differentiable.
+    """Exchange rows for heads: from this rank's rows for all heads to all rows of its Ulysses group for its own heads.
+
+    This is a collective call, and differentiable.
     """
     layout, mesh = ulysses.query_layout, ulysses.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)

@@ -1,4 +1,4 @@
-"""The merge of partial results as an operator, so that it counts as one launch."""
+"""Merge partial attention results by their lse, with operators that count as one launch each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.merge_reference.merge` with few operators and without a gradient. ``out`` has
-    the dtype of lse.
+    """Return what :func:`para_core.kernels.merge_reference.merge` returns, with few operators and without autograd.
+
+    ``out`` has the dtype of lse. If ``into`` is not None, the results are written into its ``(out, lse)``.
     """
-    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). For two rows without a key (-inf - -inf) any weight is
-    # correct.
+    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf - -inf is NaN;
+    # any weight is then correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
-    if out_a.dtype != lse_a.dtype:  # A call of to() costs as much as a small addition, even if it does nothing.
+    if out_a.dtype != lse_a.dtype:  # Calling to() costs the host as much as a small addition even if it does nothing.
         out_a = out_a.to(lse_a.dtype)
     if out_b.dtype != lse_a.dtype:
         out_b = out_b.to(lse_a.dtype)
@@ -64,12 +65,12 @@ torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 
 class Merged:
-    """An accumulator of partial results of the same queries.
+    """An accumulator that merges partial attention results of the same queries.
 
     Attributes:
-        count: Number of partial results.
-        out, lse: The merged result. With two or more partial results ``out`` has the dtype of lse, so that the caller
-            rounds it once.
+        count: Number of partial results that were added.
+        out, lse: The merged result; not set while ``count`` is 0. With two or more partial results ``out`` has the
+            dtype of lse, so that the caller rounds it only once.
     """
 
     out: Tensor
@@ -86,12 +87,12 @@ class Merged:
         elif torch.is_grad_enabled():
             self.out, self.lse = merge_reference.merge(self.out.to(self.lse.dtype), self.lse, out, lse)
         elif self.count == 2:
-            # Not in place, because the first partial result may belong to a user's attn_func.
+            # Do not merge in place, because a user's attn_func may still use the first partial result.
             self.out, self.lse = torch.ops.para_core.merge.default(self.out, self.lse, out, lse)
         else:
             torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Replace the accumulated result by one that a kernel computed from it and one more partial result."""
+        """Set the merged result. A kernel has computed it from the previous one and one more partial result."""
         self.count += 1
         self.out, self.lse = out, lse

@@ -39,23 +39,24 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
 
-# (local query length, local key length, whether positions matter) -> layouts of queries and keys.
+# A function (local query length, local key length, whether positions matter) -> (query layout, key layout).
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
-# Numbers of entries that one MeshAttention keeps. A full cache is emptied.
+# Maximum numbers of entries in the caches of one MeshAttention. A full cache is emptied.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A validated and planned call, valid for all calls with the same shapes and flags.
+    """The cached result of validating and planning a call. It fits all calls with the same shapes and flags.
 
     Args:
-        signature: What must be equal on all ranks; None if the ranks do not compare calls.
-        extents: The extents of the mask; None without a mask, and if each call exchanges the sizes of the ranks' masks.
-        has_single_tokens: Whether a rank holds a single token in a call without ``is_causal``. The calling module may
-            still be causal.
+        signature: The record of the call that must be equal on all ranks; None if the ranks do not compare calls.
+        extents: The extents of the mask; None if there is no mask, or if ranks exchange the sizes of their masks in
+            each call.
+        has_single_tokens: Whether some rank holds a single token, in a call without ``is_causal``. It must then be
+            checked whether the calling module is causal.
     """
 
     plan: AttentionPlan
@@ -65,16 +66,18 @@ class _Prepared:
 
 
 class MeshAttention:
-    """``scaled_dot_product_attention`` over a mesh. Each rank calls it with its part of the tensors.
+    """``scaled_dot_product_attention`` over a mesh, as a callable. Each rank calls it with its part of the tensors.
 
-    In eager code a call is validated and planned once per shapes and flags.
+    In eager code, validation and planning are cached for calls with the same shapes and flags.
 
     Args:
-        layouts: Returns the layouts of queries and keys from this rank's lengths. Its answers are cached per state
-            (:meth:`under`).
-        assume_equal: Whether to skip the exchange at the start of each call. Bad input on one rank may then hang or
-            abort the others.
-        attn_func: Computes local attention instead of SDPA.
+        mesh: The ranks that share the sequence.
+        layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
+            layout)``. Its results are cached until :meth:`under` is called with another state.
+        options: The options of all calls.
+        assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may then hang or
+            abort the other ranks.
+        attn_func: Computes local attention in place of SDPA, if it is not None.
     """
 
     def __init__(
@@ -92,35 +95,33 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # Whether the rows of masks were counted from 0 on each rank. The values of each mask are read once.
+        # The cache of reviews that tell whether a model counted the rows of its mask from 0 on each rank.
         self.reviews = MaskReviews()
-        # Whether the next call checks that ranks hold different tokens. A mode sets it while nothing was sharded
-        # through it.
+        # Whether the next call checks that ranks hold different tokens. A mode sets it while no tensor was sharded
+        # through the mode.
         self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
-        """Use the cache of plans for ``state``, a hashable value on which the answers of ``layouts`` depend."""
+        """Switch to the cache of plans for ``state``, a hashable value that determines the results of ``layouts``."""
         if len(self._prepared_in) >= _MOST_STATES:
             self._prepared_in.clear()
         self._prepared = self._prepared_in.setdefault(state, {})
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Compute ``call``, whose tensors are this rank's part.
+        """Return the attention output of this rank's queries over the keys of all ranks.
 
         Args:
-            call: Tensors ``[B, H, S_local, D]``, with any leading dims that SDPA accepts. At most one of the last two
-                dims of the mask may be local.
+            call: The call with this rank's tensors, ``[B, H, S_local, D]`` or any leading dims that SDPA accepts. At
+                most one of the last two dims of the mask may cover this rank's tokens only.
 
         Returns:
             ``[B, H, S_local, D_v]``, with the memory layout of SDPA's result.
 
         Raises:
-            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code it is raised on every
-                rank.
+            TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.
         """
         compiling = torch.compiler.is_compiling()
-        # Tested before the call of refuse_transforms(), because it is hardly ever true and a function call costs the
-        # host time.
+        # This repeats a test of refuse_transforms() to save a function call, because it is hardly ever true.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             refuse_transforms()
         call = _normalized(call)
@@ -151,9 +152,10 @@ class MeshAttention:
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Whether one device would compute this 16-bit call and its gradient in float32.
+        """Whether a single device would compute this 16-bit call and its gradient in float32.
 
-        A ring then has to do the same: rounding its partial results to 16 bits would destroy gradients that cancel.
+        Several ranks then have to do the same: with partial results rounded to 16 bits, gradients that nearly cancel
+        would be lost.
         """
         tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
         if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
@@ -165,11 +167,14 @@ class MeshAttention:
     def _agree(
         self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with those of the other ranks. Returns the mask and the extents of its dims."""
+        """Compare this call with those of the other ranks, and return the mask to use and the extents of its dims.
+
+        All ranks raise if the calls differ. ``expected`` is the record that must be equal on all ranks.
+        """
         look, own = self.looks_for_copies, NO_MASK
         if mask is not None or look or prepared.has_single_tokens:
             own = own_part(prepared.plan.spec, self._mesh, query, key, mask, self.reviews, look_for_copies=look)
-            # The digest of a single token is 0 and proves nothing, so the next call checks again.
+            # If this call could not be checked (a single token has the digest 0), check the next one.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
         parts = check_consistent(expected, self._host_groups, own, explain=explain)
@@ -178,8 +183,9 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call. The result depends on its shapes and flags only, and is cached under
-        ``lookup_key``.
+        """Validate and plan a call. The result depends on its shapes and flags only.
+
+        It is cached under ``lookup_key``, unless this is None.
         """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
@@ -224,7 +230,7 @@ class MeshAttention:
         return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
-        """Raise ``error``; on every rank, if the ranks compare calls."""
+        """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set."""
         if not (self._assume_equal or torch.compiler.is_compiling()):
             self._mesh.check_alive()
             check_consistent(error, self._mesh)
@@ -240,7 +246,7 @@ class MeshAttention:
         extents: MaskExtents | None,
     ) -> Tensor:
         if query.is_meta:
-            # Only the shape of the result is needed, so nothing is sent.
+            # For meta tensors only the shape of the result is needed, so nothing is sent.
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
             return query.new_empty(shape).transpose(1, 2)
         mask = None
@@ -254,7 +260,7 @@ class MeshAttention:
 
 
 def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return each tensor cast as autocast casts the arguments of SDPA. float64 is not cast."""
+    """Return the tensors cast to the autocast dtype, as autocast does for SDPA. float64 and bool are not cast."""
     return tuple(
         [
             x.to(torch.get_autocast_dtype(x.device.type))
@@ -266,12 +272,14 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _normalized(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` with tensors cast by autocast, flags and scale as plain numbers, and expanded rows of the mask
-    reduced to one row.
+    """Return ``call`` in a canonical form.
+
+    Tensors are cast like autocast casts them, if it is enabled. ``is_causal`` and ``scale`` become plain numbers. A
+    mask whose rows are one expanded row gets a single row.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
-        # Autocast casts the arguments of SDPA, but not those of the operators that are used here.
+        # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its place.
         query, key, value, mask = _as_autocast_does(query, key, value, mask)
     elif (
         mask is None
@@ -280,7 +288,7 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     ):
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
-        scale = float(scale)  # A NumPy number or a tensor with one element.
+        scale = float(scale)  # It is a NumPy number or a tensor with one element.
     if isinstance(mask, Tensor):
         mask = _one_row(mask)
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
@@ -289,12 +297,12 @@ def _normalized(call: SdpaCall) -> SdpaCall:
 def _lookup_key(call: SdpaCall) -> Any:
     """Return the key of a call in the cache of plans; None if the call must not be cached."""
     query, key, value, mask, *flags = call
-    # Not cached: nested tensors, whose `shape` raises; and calls while the user has switched off the math backend,
-    # because the other switches, which are not part of the key, then decide whether the call is valid.
+    # Do not cache nested tensors, whose `shape` raises. Do not cache while the user has disabled the math backend:
+    # whether a call is valid then depends on the other enabled backends, which are not part of the key.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
-    except AttributeError:  # Not a tensor; check_kind() raises.
+    except AttributeError:  # An argument is no tensor; check_kind() will raise.
         return None
     keeps_graph = torch.is_grad_enabled()
     return (
@@ -324,9 +332,7 @@ def _one_row(mask: Tensor) -> Tensor:
 
 
 def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
-    """Return ``mask`` as ``[B or 1, H or 1, S_q, S_k]``, for a query with the dims ``leading`` instead of one batch
-    dim.
-    """
+    """Return ``mask`` with one batch dim, ``[B or 1, H or 1, S_q, S_k]``, for a query with batch dims ``leading``."""
     if mask.ndim <= 3:
         return mask
     if all(size == 1 for size in mask.shape[:-3]):

@@ -1,7 +1,7 @@
-"""``F.multi_head_attention_forward`` with any SDPA implementation.
+"""Reimplement ``F.multi_head_attention_forward`` with any SDPA implementation.
 
-Modes are off while torch computes a call that a mode let through. The SDPA call inside torch's own implementation,
-which ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would therefore not be intercepted.
+This is needed because modes are off while torch computes a call that a mode let through. The SDPA call inside torch's
+own function, which ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would not be intercepted.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
-    """Compute ``F.multi_head_attention_forward`` with its SDPA call computed by ``handler``. The other arguments are
-    torch's.
+    """Compute ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
+
+    The other arguments are those of torch's function.
 
     Args:
+        handler: Computes the SDPA call.
         query, key, value: ``[S_local, B, E]``, or ``[S_local, E]`` without a batch.
 
     Returns:
-        ``[S_local, B, E]`` (or ``[S_local, E]``), and None for the weights.
+        The output, ``[S_local, B, E]`` or ``[S_local, E]``, and None for the attention weights.
 
     Raises:
-        ValueError: An option cannot be computed from a shard of the sequence.
+        ValueError: An option cannot be computed from a shard of the sequence, such as ``need_weights=True``.
     """
     if need_weights:
         raise ValueError(
@@ -69,7 +71,7 @@ def multi_head_attention(
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
     if is_causal:
-        attn_mask = None  # With is_causal the mask is the causal mask, and the flag is enough.
+        attn_mask = None  # is_causal promises that the mask is the causal mask, so the flag is enough.
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
@@ -79,7 +81,7 @@ def multi_head_attention(
         if weight is None:
             raise ValueError("use_separate_proj_weight=True needs q_proj_weight, k_proj_weight and v_proj_weight.")
         projected = F.linear(x, weight, bias)
-        # [S, B, E] or [S, E] -> [B, H, S, E / H] or [H, S, E / H]
+        # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
     mask = _merged_mask(key_padding_mask, attn_mask, num_heads, query.dtype)
     out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p if training else 0.0, is_causal))
@@ -89,12 +91,15 @@ def multi_head_attention(
 def _merged_mask(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return both masks as one additive or boolean mask of SDPA. In the arguments True hides a key; in the result True
-    shows it.
+    """Combine both masks to one mask for SDPA, additive or bool; None if both are None.
+
+    In bool arguments True hides a key; in a bool result True shows it.
 
     Args:
         key_padding_mask: ``[B, S_k]`` or ``[S_k]``.
         attn_mask: ``[S_q, S_k]`` or ``[B · num_heads, S_q, S_k]``.
+        num_heads: Number of heads.
+        dtype: The dtype of an additive result.
     """
     if attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))

@@ -1,8 +1,8 @@
 """Attention over the mesh as one differentiable operation: an autograd function in eager code, an operator in a graph.
 
-In a graph each call is one opaque operator, and one for its gradient. The compiler can then neither drop nor reorder
-the collectives inside, a ring of any size is one node, lengths are plain integers at run time, and a rank without
-tokens or heads takes part. The arguments are the tensors, the spec of the call as constant JSON
+In a graph, each call and its gradient are one opaque operator each. The compiler can then neither drop nor reorder the
+collectives inside; a ring of any size is one node; lengths are plain integers at run time; and a rank without tokens or
+heads takes part in the collectives. The operator gets the tensors, the spec of the call as constant JSON
 (``AttentionSpec.text``), and the lengths.
 """
 
@@ -23,7 +23,7 @@ from para_core.torch_internals import innermost_transform, is_grad_tracking_tens
 
 
 def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute :func:`~para_core.attention.usp.usp_forward` with a gradient: one operator in a graph."""
+    """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; in a graph as one operator."""
     save = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )
@@ -38,8 +38,8 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         return usp_forward(plan, query, key, value, mask)[0]
 
 
-# -- saved for the backward: lse, and query, key, value and out of the block; without an exchange these are the inputs
-# and the output
+# The next two functions choose what the backward needs: lse, and query, key, value and out after the Ulysses exchange.
+# Without an exchange these four are the inputs and the output of the call, so they are not returned again.
 
 
 def _outputs(saved: Saved, plan: AttentionPlan) -> tuple[Tensor, ...]:
@@ -52,25 +52,31 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
     out, lse, *block = output[:6]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    # The marker makes activation checkpointing raise if it recomputes outside the mode, by SDPA: torch then compares
-    # saved tensors of different shapes.
+    # If activation checkpointing recomputes this call outside the mode, by SDPA, the marker makes torch raise an error,
+    # because the saved tensors then differ in shape.
     marker = lse.new_empty(plan.spec.mesh.ranks, 0)
     ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if plan.ulysses is None else block), lse)
 
 
 def _followed_outside(tensors: Sequence[Any]) -> bool:
-    """Whether any of ``tensors`` requires a gradient outside the transform of torch.func that runs now."""
+    """Whether any of ``tensors`` requires a gradient outside the innermost torch.func transform that is running."""
     inside = [x for x in tensors if isinstance(x, Tensor) and is_grad_tracking_tensor(x)]
     return any(unwrap_transform_tensor(x).requires_grad for x in inside)
 
 
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
-    """Raise ``RuntimeError`` if this gradient would be differentiated: autograd does not record the operators that
-    compute it.
+    """Raise ``RuntimeError`` if this gradient would itself be differentiated.
+
+    Autograd does not record the operators that compute it, so the second derivative would silently be wrong.
+
+    Args:
+        followed_outside: Whether an input requires a gradient outside the torch.func transform of the forward.
+        grad_out: The gradient of the output.
     """
     if not torch.is_grad_enabled():
         return
-    # torch.func.grad always keeps a graph, but a gradient is lost only if something outside of it needs that graph.
+    # Do not raise for a plain torch.func.grad: it always builds a graph of the gradient, but nothing uses this graph
+    # unless a transform around it, or an input that requires a gradient, does.
     innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(
@@ -81,7 +87,7 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """Attention over the mesh in eager code. In a graph the operators below take its place."""
+    """The autograd function of attention over the mesh in eager code. Graphs use the operators below instead."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
@@ -105,10 +111,8 @@ class _EagerAttention(torch.autograd.Function):
         return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)
 
 
-# -- the operator
-
-
-# The arguments of read_plan, and the last one of define_collective: ``*call`` below.
+# The part of an operator's schema that is ``*call`` below: the arguments of read_plan, and ``after``, which
+# define_collective adds.
 _CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
 _INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {_CALL}"
 

@@ -1,4 +1,4 @@
-"""Packing and unpacking of exchanged tensors as operators, so that each counts as one launch."""
+"""Operators that pack tensors into the buffer of an all-to-all, and unpack it. Each counts as one launch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ define_operator("unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes) -> Ten
 
 
 def as_numbers(regions: Sequence[CopyRegion]) -> list[int]:
-    """Return ``regions`` as integers, the form that operators accept."""
+    """Flatten ``regions`` to a list of integers, which operators accept as an argument."""
     return list(chain.from_iterable(regions))
 
 
 @lru_cache(maxsize=256)
 def read_regions(numbers: tuple[int, ...]) -> tuple[CopyRegion, ...]:
-    """Return the regions from which :func:`as_numbers` made ``numbers``."""
+    """Undo :func:`as_numbers`: return the regions that ``numbers`` describe."""
     each = len(CopyRegion._fields)
     return tuple([CopyRegion(*numbers[start : start + each]) for start in range(0, len(numbers), each)])
 
@@ -40,12 +40,15 @@ def pack(
     *,
     exchange: ModuleType = exchange_reference,
 ) -> Tensor:
-    """Run :func:`para_core.kernels.exchange_reference.pack` into a new buffer of ``numel`` elements, which the regions
-    must cover.
+    """Copy ``regions`` of ``tensors`` into a new buffer of ``numel`` elements, all of which they must cover.
+
+    See :func:`para_core.kernels.exchange_reference.pack`.
 
     Args:
-        to: Not exact. A dtype of 8 bits to which tensors are rounded, into a buffer of bytes.
-        exchange: The module of kernels, or of their references.
+        regions: :class:`CopyRegion` values as integers, from :func:`as_numbers`.
+        to: An 8-bit dtype to which tensors are rounded (not exact); the buffer then holds bytes. None to copy them
+            unchanged.
+        exchange: The module whose ``pack`` is called: the Triton kernels, or their references in PyTorch.
     """
     buffer = _new_buffer(tensors, regions, numel, to)
     packed: Tensor = exchange.pack(tensors, read_regions(tuple(regions)), buffer, to)
@@ -64,14 +67,16 @@ def unpack(
     *dtypes: torch.dtype,
     exchange: ModuleType = exchange_reference,
 ) -> list[Tensor]:
-    """Run :func:`para_core.kernels.exchange_reference.unpack` into new tensors. Elements that no region covers stay
-    uninitialised.
+    """Copy ``regions`` of ``buffer`` into new tensors. Elements that no region covers stay uninitialised.
+
+    See :func:`para_core.kernels.exchange_reference.unpack`.
 
     Args:
-        shapes: B, H, S, D of each tensor, one after the other. Tensors have the memory layout of SDPA's result,
+        regions: :class:`CopyRegion` values as integers, from :func:`as_numbers`.
+        shapes: B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result,
             ``[B, S, H, D]``.
-        dtypes: For a buffer that was rounded: the dtype of 8 bits, and the dtype of the new tensors.
-        exchange: The module of kernels, or of their references.
+        dtypes: Only for a rounded buffer: its 8-bit dtype, and the dtype of the new tensors.
+        exchange: The module whose ``unpack`` is called: the Triton kernels, or their references in PyTorch.
     """
     tensors = _new_tensors(buffer, regions, shapes, *dtypes)
     return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, *dtypes[:1]))
@@ -101,7 +106,7 @@ def _new_tensors(
 
 
 def register(pack_name: str, unpack_name: str) -> None:
-    """Register the functions of this module as the operators of these names."""
+    """Register :func:`pack` and :func:`unpack` as the implementations of the operators with these names."""
     for name, function, on_gpu, fake in (
         (pack_name, pack, pack_on_gpu, _new_buffer),
         (unpack_name, unpack, unpack_on_gpu, _new_tensors),

@@ -1,5 +1,6 @@
-"""Slices of tensors ``[B, H, S, D]`` that the peers of an all-to-all send or receive, and which of them one strided
-view covers.
+"""Describe the slices of tensors ``[B, H, S, D]`` that the peers of an all-to-all send or receive.
+
+Slices of equal size at equal distances are grouped, because one strided view covers them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from para_core.distributed.layout import Run
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """For each peer, the tokens and heads of a tensor ``[B, H, S, D]`` that it receives from, or sends for, this rank's
-    tensor.
+    """The slices of this rank's tensor ``[B, H, S, D]`` that each peer receives or, for a result, sends.
+
+    ``tokens[i]`` and ``heads[i]`` are the runs ``(start, count)`` of tokens and heads of peer i.
     """
 
     tokens: tuple[Run, ...]
@@ -24,21 +26,22 @@ class PeerSlices:
 
     @cached_property
     def output_size(self) -> tuple[int, int]:
-        """Numbers of tokens and heads of the tensor that these slices form."""
+        """The numbers of tokens and heads of the tensor that these slices form together."""
         tokens, heads = (max([sum(run) for run in runs]) for runs in (self.tokens, self.heads))
         return tokens, heads
 
     @cached_property
     def cover_output(self) -> bool:
-        """Whether every head of every token is in exactly one slice. Otherwise slices overlap, and are summed, or leave
-        gaps.
+        """Whether every head of every token is in exactly one slice, so that slices can be copied.
+
+        Otherwise they are summed into zeros, because slices overlap or leave gaps.
         """
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size)
 
     @property
     def may_overlap(self) -> bool:
-        """Whether several peers may send the same heads of the same tokens."""
+        """Whether slices of several peers may contain the same heads of the same tokens."""
         return not (_are_disjoint(self.tokens) or _are_disjoint(self.heads))
 
 
@@ -53,8 +56,9 @@ class UniformPeers:
 
     Args:
         number: Number of peers.
-        runs: ``(first, count, step)`` of the tokens and of the heads of each tensor. Peer i has ``count`` of them from
-            ``first + i · step`` on; ``step`` is ``count``, or 0 if all peers have the same ones.
+        runs: ``(first, count, step)`` for the tokens and for the heads of each tensor. The slice of peer i has
+            ``count`` of them, beginning at ``first + i · step``. ``step`` is ``count``, or 0 if all peers have the same
+            ones.
     """
 
     number: int
@@ -62,8 +66,9 @@ class UniformPeers:
 
 
 def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ...]:
-    """Split the peers into uniform groups. ``runs[k][i]`` is the run of peer ``i`` for kind ``k`` (tokens or heads of a
-    tensor).
+    """Split the peers into groups of consecutive peers with equal sizes and distances.
+
+    ``runs[k][i]`` is the run ``(start, count)`` of peer i for kind k, the tokens or the heads of one of the tensors.
 
     >>> group_uniform_peers([[(0, 2), (2, 2), (4, 1)]])
     (UniformPeers(number=2, runs=((0, 2, 2),)), UniformPeers(number=1, runs=((4, 1, 1),)))
@@ -80,7 +85,7 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the steps of ``group`` after adding the peer with the runs ``of_peer``; None if it does not fit."""
+    """Return the step of each kind after adding a peer with the runs ``of_peer``; None if it does not fit."""
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):
         possible = (count, 0) if group.number == 1 else (step,)

@@ -1,21 +1,23 @@
 """Ring attention: key and value blocks are passed around the ring, and partial results merge by lse (arXiv:2310.01889).
 
 R ring ranks need R - 1 hops of one buffer with a key and a value block. Per hop, rank i sends B · H_kv · S_block · (D +
-D_v) elements, where S_block is the length of the block that it passes on. The next block is in flight while a block is
-computed, so two blocks are in memory in addition to the rank's own. A replicated segment is not sent: each rank attends
-to it once, together with its own block.
+D_v) elements, where S_block is the length of the block that it passes on. The next block is in flight while attention
+to the current one is computed, so two blocks are in memory in addition to the rank's own. A replicated segment is not
+sent: each rank attends to it once, together with its own block.
 
-With ``rotate_method="allgather"`` one collective gathers all blocks while the rank's own is computed. It sends as many
-bytes if the blocks have equal lengths (otherwise shorter ones are padded), and holds R blocks in memory.
+With ``rotate_method="allgather"`` one collective gathers all blocks while attention to the rank's own is computed. It
+sends the same number of bytes if all blocks have equal lengths (otherwise shorter ones are padded), and holds R blocks
+in memory.
 
-With a block mask each rank sends its block only to the ranks that see any of it, without passing it around. If no rank
-sees the block of the rank s before it, there is no collective for s.
+With a block mask each rank sends its block directly to the ranks that see any of its keys. The hop over a distance of s
+ranks is left out if no rank sees a key of the rank s positions before it.
 
 Launches: one to pack, and per block one attention, one hop and one merge. With ``backend="triton"`` attention continues
 from the earlier blocks' result, without a merge.
 
-In the backward the blocks are passed around again, each followed by the gradient that the ranks so far have accumulated
-for it (in float32 also for 16-bit input): R - 1 hops each. Only query, key, value, mask, out and lse are saved.
+In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block, to which every rank
+adds its share, follows it with as many hops, in float32 also for 16-bit input. Only query, key, value, mask, out and
+lse are saved.
 """
 
 from __future__ import annotations
@@ -41,29 +43,27 @@ from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.exchange_reference import CopyRegion
 
-# -- sending blocks
-
 
 class Packing:
-    """Packs keys and values of a ring rank into one flat buffer.
+    """The format in which a ring rank sends its keys and values: one flat buffer.
 
     Args:
-        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]`` of any length, for their other sizes.
-        lengths: Number of tokens that each ring rank packs.
-        wire: Not exact. The format to which they are rounded.
+        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]``. All sizes but S, which may be any, are used.
+        lengths: Number of tokens that each ring rank sends.
+        wire: The format that rounds them (not exact); None to send them unchanged.
     """
 
     def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: WireFormat | None = None) -> None:
         self._wire, self._dtype, self._lengths = wire, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
-        # Buffer elements per token and head, for keys and for values.
+        # Numbers of buffer elements per token and head, for keys and for values.
         self._rows = self._width, self._value_width
         if wire is not None:
             self._rows = wire.row_size(self._width), wire.row_size(self._value_width)
 
     def numel(self, rank: int) -> int:
-        """Return the number of elements in the buffer of ring rank ``rank``."""
+        """Return the number of elements of the buffer that ring rank ``rank`` sends."""
         return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Packing:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
     def unpack(self, buffer: Tensor, rank: int) -> Block:
-        """Return the keys and values that ring rank ``rank`` packed; views of ``buffer`` if nothing was rounded."""
+        """Return the keys and values of a buffer from ring rank ``rank``. They are views unless they were rounded."""
         rows = (self._batch, self._heads, self._lengths[rank])
         if self._wire is not None:
             sizes = [*rows, self._width, *rows, self._value_width]
@@ -88,25 +88,25 @@ class Packing:
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
     def _regions(self, length: int) -> list[int]:
-        """Return the regions of ``length`` tokens in a rounded buffer: keys, then values."""
+        """Return where keys and values of ``length`` tokens are in a rounded buffer, as numbers of two CopyRegions."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
 
 
-# The two generators below send ``sent``, this rank's packed block, and yield the blocks that this rank sees, its own
-# first. The next block is in flight while the caller computes. A generator drops a block before it waits for the next,
-# and the caller must do so, too, or one more block stays in memory. Received buffers that autograd has to follow are
-# appended to ``received``.
+# The two generators below send this rank's packed block, ``sent``, and yield the blocks whose keys this rank sees, its
+# own first. The next block is in flight while the caller computes. A generator drops a block before it waits for the
+# next one. The caller must drop it too, or one more block stays in memory. With gradients enabled, the generators
+# append the received buffers to ``received``, so that the caller can make the result depend on them.
 
 
 def ring_pass(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
-    """Yield the blocks that this rank sees, its own first, passed on from neighbour to neighbour.
+    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first.
 
-    With a block mask, ranks send their blocks directly to the ranks that see any of it. The block is None in steps in
-    which other ranks receive one and this rank does not.
+    Blocks are passed on from neighbour to neighbour. With a block mask, each rank instead sends its block directly to
+    the ranks that see any of its keys; the block is None in a hop in which only other ranks receive one.
     """
     hops, dim = plan.hops, plan.dim
     passes_on = plan.spec.options.block_mask is None
@@ -114,14 +114,14 @@ def ring_pass(
     def start(hop: Hop) -> Travelling:
         if passes_on:
             return start_ring_shift(sent, packing.numel(hop.source), dim)
-        # With autograd, this makes the collectives of the backward run in reverse order on every rank.
+        # The dependency makes autograd run the collectives of the backward in reverse order, the same on every rank.
         x = add_autograd_dependency(sent if hop.sends else sent[:0], received[-1:])
         return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
     yield OWN, own
     for number, hop in enumerate(hops, start=1):
-        buffer = wait(arriving.pop())  # A finished collective still refers to the buffer that it sent.
+        buffer = wait(arriving.pop())  # Drop the finished collective, because it refers to the buffer that it sent.
         if torch.is_grad_enabled():
             received.append(buffer)
         if passes_on:
@@ -134,7 +134,7 @@ def ring_pass(
 def all_gather_kv(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
-    """Yield the blocks of all ring ranks, this rank's own first, gathered by one collective."""
+    """Yield ``(hop, block)`` for the keys and values of each ring rank, gathered by one collective. Own block first."""
     sizes = [packing.numel(rank) for rank in range(plan.dim.size)]
     largest = max(sizes)
     if sent.numel() < largest:
@@ -160,9 +160,6 @@ def _blocks(
     return (all_gather_kv if gather else ring_pass)(own, sent, packing, plan, received)
 
 
-# -- forward
-
-
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -173,15 +170,17 @@ def ring_attention(
     heads: Tensor | None = None,
     attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this ring block's queries to the keys of all ring blocks.
+    """Compute attention of this ring rank's queries to the keys of all ring ranks.
 
     Args:
-        query: ``[B, H, S_q, D]``, at the positions ``plan.query_runs``.
-        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, at the positions ``plan.key_runs(0)``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows as in ``query``, columns by position in the whole
-            sequence.
+        query: ``[B, H, S_q, D]``, the queries at the positions ``plan.query_runs``.
+        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, this rank's keys and values at the positions
+            ``plan.key_runs(0)``.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows are in the order of ``query``, columns are positions in
+            the whole sequence.
+        plan: The plan of the ring.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
-        attn_func: Computes local attention instead of ``plan.spec.options.backend``.
+        attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
 
     Returns:
         out, ``[B, H, S_q, D_v]`` in the dtype of query, and lse, ``[B, H, S_q]``.
@@ -194,7 +193,7 @@ def ring_attention(
     for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
         if block is not None:
             attention.add(block, hop.step, is_last=hop is last_hop)
-        # Otherwise three blocks would be in memory while the next hop is in flight.
+        # Drop the block, or three blocks would be in memory while the next hop is in flight.
         del block
     out, lse = attention.result(key, value)
     if out.dtype != query.dtype:
@@ -202,14 +201,12 @@ def ring_attention(
     return add_autograd_dependency(out, [query, key, value, *received]), lse
 
 
-# -- backward
-
-
 def ring_attention_backward(
     grad_out: Tensor, saved: Saved, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. ``mask`` and ``heads`` are those
-    of :func:`ring_attention`.
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
+
+    ``mask``, ``plan`` and ``heads`` are those of :func:`ring_attention`.
     """
     query, key, value = saved.query, saved.key, saved.value
     gradients = BlockGradients(
@@ -221,14 +218,14 @@ def ring_attention_backward(
 
 
 def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
-    """Return the gradients of this rank's keys and values.
+    """Return the gradients of this rank's keys and values. ``gradients`` accumulates those of query and mask.
 
-    The gradient of a block follows it around the ring, and returns to its owner in the last hop; with a block mask,
-    every rank sends its part directly to the owner.
+    The gradient of a block follows the block around the ring, every rank adds its share, and the last hop returns it to
+    the owner. With a block mask, every rank sends its share directly to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []
-    arriving: list[Travelling] = []  # In flight while this rank computes its own share.
+    arriving: list[Travelling] = []  # Gradients in flight while this rank computes its own share.
     for hop, block in _blocks(key, value, packing, plan, []):
         grads = [] if block is None else gradients.add(block, hop.step)
         del block

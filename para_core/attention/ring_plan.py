@@ -1,6 +1,4 @@
-"""The plan of ring attention: which block of keys and values is on which ring rank at each step, and where it is sent
-next.
-"""
+"""The plan of ring attention: which ring rank's keys and values each rank has at each step, and what is sent when."""
 
 from __future__ import annotations
 
@@ -16,10 +14,11 @@ from para_core.distributed.mesh import MeshDim
 
 
 class Hop(NamedTuple):
-    """The step in which this rank gets the block of ``source``, the ring rank ``step`` positions before it.
+    """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``.
 
-    With a block mask, blocks are sent only to ranks that see any of them: ``sends`` says whether this rank sends its
-    own block to the rank ``step`` positions after it, and ``receives`` whether it receives that of ``source``.
+    ``source`` is ``step`` positions before this rank. With a block mask, blocks are only sent to ranks that see any of
+    their keys: ``sends`` tells whether this rank sends its own block to the rank ``step`` positions after it, and
+    ``receives`` whether it receives the block of ``source``.
     """
 
     step: int
@@ -28,12 +27,15 @@ class Hop(NamedTuple):
     receives: bool = True
 
 
-OWN = Hop(0, 0)  # Stands for the step of the rank's own block.
+OWN = Hop(0, 0)  # The first step, in which a rank computes with its own block and receives nothing.
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """The blocks of a ring, their hops, and the tiling of this rank's queries and each block."""
+    """The plan of ring attention for one call: which keys and values each rank sends and computes with at each step.
+
+    A *block* is the keys and values of one ring rank after the Ulysses exchange.
+    """
 
     spec: AttentionSpec
 
@@ -49,7 +51,7 @@ class RingPlan:
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Number of sharded keys, which are sent, in the block of each ring rank."""
+        """The number of keys that each ring rank sends: the sharded ones of its block."""
         layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
         return tuple(
             [
@@ -64,12 +66,12 @@ class RingPlan:
         return self.spec.mesh.ring.size > 1 and bool(self.spec.key_layout.sharded)
 
     def source(self, step: int) -> int:
-        """Return the ring rank whose block this rank has at ``step``."""
+        """Return the index of the ring rank whose block this rank has at ``step``."""
         return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
 
     @cached_property
     def hops(self) -> list[Hop]:
-        """The hops of the ring: one per step in which any rank sends a block."""
+        """The steps of the ring in which any rank sends a block, without the first step, :data:`OWN`."""
         spec, size, index = self.spec, self.spec.mesh.ring.size, self.spec.mesh.ring.index
         blocks = spec.options.block_mask
         steps = range(1, size if self.rotates else 1)
@@ -92,7 +94,7 @@ class RingPlan:
 
     @cached_property
     def travels(self) -> list[Run]:
-        """The sharded keys of this rank's block, which are sent, as offsets in the block."""
+        """The keys of this rank's block that are sent, the sharded ones, as runs ``(offset in the block, length)``."""
         layout, mesh = self.spec.key_layout, self.spec.mesh
         if mesh.ulysses.size > 1:
             return [(0, self.block_sizes[mesh.ring.index])]
@@ -102,11 +104,11 @@ class RingPlan:
 
     @cached_property
     def query_runs(self) -> list[Run]:
-        """Positions of this block's queries, in the order of the block."""
+        """The positions of this rank's queries, as runs ``(start, length)`` in the order of the query tensor."""
         return own_runs(self.spec.query_layout, self.spec.mesh)
 
     def key_runs(self, step: int) -> list[Run]:
-        """Return the positions of the keys of the block that this rank has at ``step``."""
+        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``."""
         if step == 0:
             return own_runs(self.spec.key_layout, self.spec.mesh)
         return sharded_runs(self.spec.key_layout, self.spec.mesh, self.source(step))

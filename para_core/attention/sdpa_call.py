@@ -1,4 +1,4 @@
-"""One call of ``scaled_dot_product_attention``, with its arguments bound."""
+"""The arguments of an intercepted call of ``scaled_dot_product_attention``, as a named tuple."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from para_core.attention.checks import LengthCheck
 class SdpaCall(NamedTuple):
     """The arguments of one call of ``scaled_dot_product_attention``.
 
-    ``SdpaCall(*args, **kwargs)`` binds the arguments as SDPA does, once, at interception. It is a named tuple because
-    Dynamo traces its construction, and because it takes eager code a microsecond.
+    ``SdpaCall(*args, **kwargs)`` binds the arguments like SDPA's signature, once, when the call is intercepted. The
+    class is a named tuple because Dynamo can trace its construction, and because this only takes a microsecond in eager
+    code.
 
     Args:
         query: ``[..., H, S_q, D]``.
         key, value: ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``.
         attn_mask: Bool or float, broadcastable to ``[..., H, S_q, S_k]``.
-        lengths: Conditions on the lengths of the whole sequences, which FlashAttention's operators state. Not an
+        dropout_p, is_causal, scale, enable_gqa: The other arguments of SDPA.
+        lengths: Conditions on the lengths of the whole sequences, for calls of FlashAttention's operators. Not an
             argument of SDPA.
     """
 
@@ -37,21 +39,21 @@ class SdpaCall(NamedTuple):
     lengths: LengthCheck | None = None
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> SdpaCall:
-        """Return this call with other tensors. Dynamo of torch 2.11 does not trace ``_replace``."""
+        """Return a copy of this call with other tensors. Unlike ``_replace``, Dynamo of torch 2.11 can trace it."""
         flags = (self.dropout_p, self.is_causal, self.scale, self.enable_gqa, self.lengths)
         return SdpaCall(query, key, value, attn_mask, *flags)
 
     def on_one_device(self) -> Tensor:
-        """Compute the call by SDPA's operator, which no mode intercepts."""
+        """Compute the call with SDPA's ``aten`` operator, which no mode intercepts."""
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             *self[:6], scale=self.scale, enable_gqa=self.enable_gqa
         )
         return out
 
     def original(self) -> Tensor:
-        """Compute the call by ``F.scaled_dot_product_attention``, which outer modes intercept."""
+        """Compute the call with ``F.scaled_dot_product_attention``, which outer modes intercept."""
         return F.scaled_dot_product_attention(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
 
-# Computes an intercepted call.
+# A function that computes an intercepted call.
 SdpaHandler = Callable[[SdpaCall], Tensor]

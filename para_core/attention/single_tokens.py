@@ -1,5 +1,8 @@
-"""Calls in which a rank holds a single token: a mask dim of size 1 may then be of that token or of all, and a model may
-leave out ``is_causal``.
+"""Handle attention calls in which a rank holds a single token.
+
+Such calls are ambiguous: a mask dim of size 1 may belong to this token or be broadcast to all tokens, and a causal
+    model
+may pass ``is_causal=False``.
 """
 
 from __future__ import annotations
@@ -13,31 +16,37 @@ from para_core.attention.mask import MaskExtents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import SequenceLayout
 
-# Number of frames in which to look for the module that calls attention.
+# Maximum number of stack frames that are searched for the module that calls attention.
 _FRAMES = 24
 
 
 def has_single_tokens(layout: SequenceLayout) -> bool:
-    """Whether a rank holds exactly one token of a longer sequence."""
+    """Whether any rank holds exactly one token of a longer sequence."""
     return 1 in layout.sizes() and layout.total > 1
 
 
 def _holds_single_tokens(layout: SequenceLayout) -> bool:
-    """Whether several tokens are spread over the ranks, at most one on each."""
+    """Whether the sequence has several tokens, of which no rank holds more than one."""
     return layout.total > 1 and max(layout.sizes()) == 1
 
 
 def read_single_tokens(
     mask: Tensor | None, extents: MaskExtents, digests: Set[int], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Take a mask dim of size 1 to be of this rank's token if no rank holds more than one; if it is of all tokens, that
-    is the same.
+    """Return ``mask`` and its extents, with dims of size 1 read as this rank's token if no rank holds more than one.
+
+    This is also right if such a dim is broadcast: then all ranks have the same row or column, and reading it as that of
+    one token changes nothing.
 
     Args:
-        digests: Digests of the masks of all ranks that have rows.
+        mask: The mask of this rank, or None.
+        extents: The extents of its last two dims. Dims of size 1 are ``"broadcast"``.
+        digests: The digests of the masks of all ranks that have rows.
+        spec: The specification of the call.
+        rank: The index of this rank.
 
     Raises:
-        ValueError: both dims have size 1, and masks differ.
+        ValueError: Both dims have size 1, and the masks of the ranks differ.
     """
     queries, keys = _holds_single_tokens(spec.query_layout), _holds_single_tokens(spec.key_layout)
     if mask is None:
@@ -56,18 +65,19 @@ def read_single_tokens(
 
 
 def is_causal_caller() -> bool:
-    """Whether the module that calls attention is causal: by its attribute ``is_causal``, or because it was called with
-    ``is_causal=True``.
+    """Whether the module that calls attention is causal, found by searching the stack.
 
-    This matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` even in a
-    causal model, because on one device a single token has nothing to hide.
+    It is causal if its attribute ``is_causal`` is True or if it was called with ``is_causal=True``. This matters only
+    if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` to SDPA even in a causal model,
+    because on one device a single token has no later key to hide.
     """
     frame, of_module = sys._getframe(1), None
     for _ in range(_FRAMES):
         if frame.f_back is None:
             break
         frame = frame.f_back
-        # Text encoders with a causal mask (CLIP) share a module that is not causal with image encoders.
+        # Look at keyword arguments too: causal text encoders (CLIP) share a module class with image encoders, so the
+        # attribute of the module is False.
         keywords = frame.f_locals.get("kwargs")
         if isinstance(keywords, dict) and keywords.get("is_causal") is True:
             return True
@@ -80,7 +90,11 @@ def is_causal_caller() -> bool:
 
 
 def require_causal_known(layout: SequenceLayout) -> None:
-    """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes no ``is_causal``."""
+    """Raise ``ValueError`` if no rank holds more than one token.
+
+    It is called for a causal module that passes ``is_causal=False``, as some do for a single token: the call then does
+    not show that later keys are hidden.
+    """
     if max(layout.sizes()) == 1:
         raise ValueError(
             f"each rank holds at most one of {layout.total} tokens, and a module that is causal calls attention with "

@@ -1,5 +1,6 @@
-"""The specification of one attention call over a mesh, without its tensors: a frozen value that writes itself as JSON
-for a graph.
+"""The specification of one attention call over a mesh, without its tensors, as a frozen value with a JSON form.
+
+The JSON is a constant argument of the operators in compiled graphs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """The specification of a call: what it computes, and over which ranks.
+    """The specification of one attention call over a mesh: what it computes, and over which ranks.
+
     :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
 
     Args:
-        key_layout: The same object as ``query_layout`` if keys are sharded like queries. They are then packed together.
-        num_heads, num_kv_heads: Numbers of heads of the whole call. The second divides the first.
-        options_text: ``options`` as JSON, written before a graph is traced, because Dynamo treats numbers as variables.
+        query_layout: The layout of the queries.
+        key_layout: The layout of the keys. It is the same object as ``query_layout`` if keys are sharded like queries.
+        mesh: The ranks that share the sequence.
+        num_heads, num_kv_heads: Numbers of query heads and key heads over all ranks. The second divides the first.
+        options_text: ``options`` as JSON. It is written before a graph is traced, because Dynamo would treat numbers as
+            variables.
     """
 
     query_layout: SequenceLayout
@@ -39,23 +44,26 @@ class AttentionSpec:
 
     @cached_property
     def with_gradients(self) -> AttentionSpec:
-        """This spec without options that round to 8 bits, for a call that keeps a gradient. The same object if it has
-        none.
+        """This spec for a call that requires a gradient: without options that round to 8 bits.
+
+        This is the same object if there are no such options.
         """
         options = self.options.with_gradients
         return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 
     @cached_property
     def text(self) -> str:
-        """JSON of everything except :attr:`numbers` and the scale, which may be symbolic in a graph."""
+        """The JSON form of this spec without :attr:`numbers` and the scale, which may be symbolic in a graph."""
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of heads, and the lengths of the segments of the queries and, if the layouts differ, of the
-        keys.
+        """All integers of this spec that may be symbolic in a graph.
+
+        These are the numbers of heads, the lengths of the query segments and, if the keys have another layout, those of
+        the key segments.
         """
         layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
         return [
@@ -66,8 +74,9 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec with this :attr:`text` and these :attr:`numbers`. Its mesh finds process groups by their
-        names.
+        """Return the spec that was written as :attr:`text` and :attr:`numbers`.
+
+        The mesh is restored from the names of its process groups.
         """
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
@@ -80,19 +89,20 @@ class AttentionSpec:
 
 
 def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
-    """Return the mesh of a call: ``mesh``, or this rank alone if all keys are replicated, because nothing is sent."""
-    if key_layout.sharded or options.kept_keys is not None:  # Votes for kept keys come from all queries.
+    """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
+    # Which keys are kept depends on queries of all ranks, so that option needs the whole mesh.
+    if key_layout.sharded or options.kept_keys is not None:
         return mesh
     return mesh.alone()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
-    # Dynamo cannot trace the JSON encoder, but all arguments are constants of a graph.
+    # This function is a constant for Dynamo, which cannot trace the JSON encoder. All arguments are constants, too.
     return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
 
 
-# The letter of a segment's kind: (replicated, balanced).
+# Letters for the kinds of segments in the JSON form, with their values of (replicated, balanced).
 _KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}
 
 

@@ -1,9 +1,10 @@
-"""Split one call into pieces of queries and tiles of keys that need no position mask.
+"""Split a causal or block-sparse call into pieces of queries and tiles of keys, so that it needs no mask tensor.
 
-Tokens are identified by their position in the whole sequence: query i sees keys 0 … i. No layout then needs a mask
-tensor: tiles above the diagonal are skipped, tiles below it are computed without a mask, and tiles on it with SDPA's
-``is_causal``. A block mask becomes runs of keys in the same way. Except for :func:`take` and :func:`put`, everything
-here is integer arithmetic.
+A *piece* is a run of queries that see the same keys; a *tile* is the keys of one ring rank that a piece sees. Tokens
+are identified by their positions in the whole sequence. In a causal call, tiles above the diagonal are skipped, tiles
+below it are computed without a mask, and tiles on it with SDPA's ``is_causal``. With a block mask, tiles contain only
+the keys that the piece sees. A list of positions is given as runs ``(start, length)``. Except for :func:`take`,
+:func:`put` and :class:`TokenOrder`, everything here is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -23,14 +24,11 @@ if TYPE_CHECKING:
     from para_core.attention.block_mask import BlockMask
 
 
-# -- the tokens of a rank's block
-
-
 def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
-    """Return the positions of the tokens in the block of a ring rank, by default this one.
+    """Return the positions of a ring rank's tokens after the Ulysses exchange, as runs ``(start, length)``.
 
-    They are the sharded tokens of its Ulysses group, then the replicated ones. A single rank keeps its tokens in the
-    order of its layout.
+    These are the sharded tokens of its Ulysses group, followed by the replicated tokens. With one Ulysses rank, tokens
+    stay in the order of the layout. ``ring_index`` defaults to that of this rank.
     """
     ring_index = mesh.ring.index if ring_index is None else ring_index
     if mesh.ulysses.size == 1:
@@ -39,23 +37,20 @@ def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None 
 
 
 def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    """Return the positions of the sharded tokens in the block of a ring rank, which are sent to other ring ranks."""
+    """Return the positions of a ring rank's sharded tokens, which it sends to other ring ranks, as runs."""
     first = ring_index * mesh.ulysses.size
     return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
 
 
-# -- arithmetic of runs
-
-
 @dataclass(frozen=True)
 class Tile:
-    """Keys of a block that a run of queries sees.
+    """The keys of a ring rank that a piece (a run of queries) sees.
 
     Args:
-        runs: The keys as offsets in the block, ascending, without empty runs.
-        positions: The same keys as positions in the whole sequence.
-        diagonal: Whether the tile is one run at the positions of the queries, so that query i of the run sees keys 0 …
-            i of the tile.
+        runs: The keys as ascending runs ``(offset in the ring rank's keys, length)``, none of them empty.
+        positions: The same keys as runs of positions in the whole sequence.
+        diagonal: Whether the keys have the same positions as the queries of a causal call, so that query i of the piece
+            sees keys 0 … i of the tile.
     """
 
     runs: tuple[Run, ...]
@@ -64,7 +59,7 @@ class Tile:
 
 
 def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` sorted, without empty ones, and with adjacent ones joined.
+    """Return ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
 
     >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
     [(0, 6)]
@@ -73,8 +68,9 @@ def coalesce(runs: Sequence[Run]) -> list[Run]:
 
 
 def join_neighbours(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` in their order, without empty ones. A run that begins at the end of the one before it is joined
-    with it.
+    """Return ``runs`` ``(start, length)`` in their order, without empty ones, and with adjacent ones joined.
+
+    Only a run that begins where the run before it in the list ends is joined.
 
     >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
     [(4, 3), (0, 3)]
@@ -91,7 +87,7 @@ def join_neighbours(runs: Sequence[Run]) -> list[Run]:
 
 
 def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Split ``runs``, which are ascending, at the starts and ends of ``others``.
+    """Split the ascending ``runs`` ``(start, length)`` at the starts and ends of ``others``.
 
     >>> cut([(0, 10)], [(2, 3), (5, 20)])
     [(0, 2), (2, 3), (5, 5)]
@@ -106,13 +102,14 @@ def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
-    """Return the tiles of a key block that a run of queries sees.
+    """Return the tiles of a ring rank's keys that a run of queries sees: none, one, or two for a causal call.
 
     Args:
-        queries: Not empty. With ``is_causal``, each run of ``keys`` and of ``shown`` contains all of its positions or
-            none.
-        keys: Positions of the block's keys, ascending, in the order of the block.
-        shown: Positions of the keys that a block mask shows these queries, ascending; None for all.
+        queries: The run ``(start, length)`` of the queries, not empty. With ``is_causal``, each run of ``keys`` and of
+            ``shown`` contains all positions of this run or none.
+        keys: The positions of the keys, as ascending runs.
+        is_causal: Whether query i sees only keys 0 … i.
+        shown: The positions of the keys that a block mask shows these queries, as ascending runs; None for all.
 
     >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, shown=None)
     [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),),
@@ -151,7 +148,9 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Return the offsets of ``runs`` in a block with the positions ``block``, ascending. Adjacent runs are joined.
+    """Convert ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``, both ascending.
+
+    Adjacent runs are joined.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]
@@ -164,7 +163,7 @@ def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
 
 
 def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
-    """Return the concatenated parts of ``x`` at ``runs`` along ``dim``."""
+    """Return the concatenation of the slices of ``x`` at ``runs`` ``(start, length)`` along ``dim``."""
     if len(runs) == 1:
         start, length = runs[0]
         return x if length == x.size(dim) else x.narrow(dim, start, length)
@@ -172,9 +171,10 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 
 
 def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x``, ``[B, H, …]``, in place to the parts of ``total`` at ``runs``: the transpose of :func:`take`.
+    """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    Head i of ``x`` is added to head ``heads[i]``. Without ``heads``, ``x`` is summed to the shape of the parts first.
+    With ``heads``, head i of ``x`` is added to head ``heads[i]`` of ``total``. Without it, ``x`` is first summed over
+    the dims in which ``total`` has size 1.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
@@ -184,11 +184,13 @@ def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor |
             where.index_add_(1, heads, part.to(total.dtype))
 
 
-# -- one call
-
-
 class TokenOrder:
-    """The order of a block's tokens for computation: that of the block, or by position if positions matter."""
+    """The order in which a ring rank's tokens are computed: as the rank holds them, or sorted by position.
+
+    Args:
+        runs: The positions of the tokens, as runs ``(start, length)`` in the order in which the rank holds them.
+        ascending: Whether to sort them by position.
+    """
 
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
         self._order = sorted(range(len(runs)), key=runs.__getitem__) if ascending else list(range(len(runs)))
@@ -197,7 +199,7 @@ class TokenOrder:
         self.positions = coalesce(runs) if ascending else list(runs)
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Return ``x``, whose dim 2 is in the order of the block, in this order."""
+        """Return ``x`` with its tokens, dim 2, rearranged from the order in which the rank holds them to this order."""
         if self._as_held:
             return x
         parts = x.split(self._lengths, dim=2)
@@ -212,14 +214,14 @@ class TokenOrder:
 
 
 class Tiling:
-    """The pieces and tiles of the attention of one query block to every ring block of keys.
+    """The pieces and tiles of one rank's attention call: which of its queries see which keys at each step of a ring.
 
     Args:
-        query_runs: Positions of the block's queries, in the order of the block.
-        key_runs: For each step, the positions of the keys of the ring block that is processed; the rank's own block is
-            first.
+        query_runs: The positions of the queries, as runs ``(start, length)`` in the order of the tensor.
+        key_runs: For each step, the positions of the keys that the rank has then, in the same form. The rank's own keys
+            are step 0.
         is_causal: Whether query i sees only keys 0 … i.
-        visible: The block mask; None if all keys are seen.
+        visible: The block mask; None if there is none.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class Tiling:
 
     @cached_property
     def pieces(self) -> list[Run]:
-        """Runs of queries, such that all queries of a piece see the same tiles of every block."""
+        """Runs ``(start, length)`` of query positions, such that all queries of a run see the same keys of each step."""
         if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
         edges = [] if self._visible is None else self._visible.equal_runs(is_causal=self._is_causal)
@@ -251,11 +253,11 @@ class Tiling:
 
     @cached_property
     def keys(self) -> list[TokenOrder]:
-        """The order of the keys of each step."""
+        """The order in which the keys of each step are computed."""
         return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
-        """Return ``(index of a piece, tile)`` for each tile of the key block of ``step`` that a piece sees."""
+        """Return ``(index of the piece, tile)`` for all tiles of the keys of ``step``, piece by piece."""
         if step not in self._tiles:
             keys = self.keys[step]
             self._tiles[step] = [
@@ -273,9 +275,7 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` into pieces along dim 2, the queries of the block. A dim 2 of size 1 is repeated for each
-        piece.
-        """
+        """Split ``x`` along its queries, dim 2, into one tensor per piece. A broadcast dim of size 1 is not split."""
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)
@@ -283,5 +283,5 @@ class Tiling:
         return [x] if len(lengths) == 1 else list(x.split(lengths, dim=2))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Undo :meth:`split`."""
+        """Undo :meth:`split`: concatenate one tensor per piece along dim 2, in the order of the rank's queries."""
         return self.queries.restore(parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))

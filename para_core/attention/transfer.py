@@ -1,10 +1,11 @@
-"""One all-to-all of tensors ``[B, H, S, D]``, in which each peer gets a run of the tokens and a run of the heads.
+"""An all-to-all of tensors ``[B, H, S, D]``, in which each peer gets some of the tokens and some of the heads.
 
-Packing and unpacking are chosen once per shapes of the tensors (:func:`_choose_packing`): as a view or a concatenation
-of views, peer by peer, by one Triton kernel, or rounded by a :class:`~para_core.attention.hooks.WireFormat`.
+How tensors are packed and unpacked is chosen once per set of shapes (:func:`_choose_packing`): as a view, as a
+concatenation of views, peer by peer, by one Triton kernel, or rounded by a
+:class:`~para_core.attention.hooks.WireFormat`.
 
-Launches for any number of ranks: one strided copy serves all peers whose slices have equal sizes. On a GPU with Triton,
-one kernel serves all peers and tensors (:mod:`para_core.attention.pack_ops`).
+The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
+equal sizes. On a GPU with Triton, one kernel packs all slices of all tensors (:mod:`para_core.attention.pack_ops`).
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ Unpack = Callable[[Tensor], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class _PeerView:
-    """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of uniform peers.
+    """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of several uniform peers.
+
+    It is applied in this order, by :meth:`see`:
 
     Args:
-        shape, order: Arguments of ``view`` and ``permute``. Without a shape the view is of one peer, and has no dim for
-            peers.
+        narrows: Arguments of ``narrow``.
+        shape: The argument of ``view``; None for a single peer, whose view has no dim for peers.
+        order: The argument of ``permute``.
+        copies: Number of peers that get the same slice, to which the dim of peers is expanded.
     """
 
     narrows: tuple[tuple[int, int, int], ...]
@@ -48,14 +53,14 @@ class _PeerView:
 
     @staticmethod
     def of(peers: UniformPeers, index: int, shape: Sequence[int]) -> _PeerView:
-        """Return the view of the tensor of this ``index`` and shape."""
+        """Return the view for the tensor number ``index`` of an exchange, which has this ``shape``."""
         (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * index : 2 * index + 2]
         number = peers.number
         runs = (
             (2, token, tokens * number if token_step else tokens),
             (1, head, heads * number if head_step else heads),
         )
-        # While tracing, a comparison of symbolic lengths would add a guard.
+        # Do not compare lengths while tracing, because a comparison of symbolic lengths would add a guard.
         traced = torch.compiler.is_compiling()
         narrows = tuple([run for run in runs if traced or shape[run[0]] != run[2]])
         batch, _, _, width = shape
@@ -66,7 +71,7 @@ class _PeerView:
         return _PeerView(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
 
     def without_peers(self) -> _PeerView:
-        """Return the view of a single peer without the dim for peers: ``[S, B, heads, D]``."""
+        """Return this view of a single peer without the dim for peers: ``[S, B, heads, D]``."""
         return _PeerView(self.narrows, None, (2, 0, 1, 3), self.copies)
 
     def see(self, x: Tensor) -> Tensor:
@@ -78,12 +83,10 @@ class _PeerView:
         return x if self.copies == 1 else x.expand(self.copies, -1, -1, -1, -1)
 
 
-# -- the all-to-all
-
-
 class _Steps(NamedTuple):
-    """The steps of an all-to-all for tensors of certain shapes: pack, send parts of these sizes (elements per peer),
-    unpack.
+    """The steps of an all-to-all for tensors of certain shapes: pack, exchange, unpack.
+
+    ``send`` and ``receive`` are the numbers of buffer elements for each peer.
     """
 
     pack: Pack
@@ -95,13 +98,16 @@ class _Steps(NamedTuple):
 class SlicedAllToAll:
     """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets its slices.
 
-    Slices with the same tokens are packed as columns of one table, other slices one after the other. If the slices of
-    all peers have equal sizes (``is_even``), backends need no sizes, and are faster.
+    If the slices of all tensors for a peer contain the same tokens, they are packed as one table with a row per token,
+    otherwise one slice after the other. If the slices of all peers have equal sizes (``is_even``), the collective needs
+    no sizes and is faster.
 
     Args:
         sent: For each tensor, the slices that are sent to each peer.
-        arriving: For each result, the slices that each peer sends. Overlapping slices are summed.
-        wire: Not exact. The format to which tensors are rounded. Supports neither overlapping slices nor gradients.
+        arriving: For each result, the slices that each peer sends. Where slices overlap, they are summed.
+        dim: The mesh dim of the peers.
+        wire: The format that rounds tensors for sending (not exact); None to send them unchanged. It supports neither
+            overlapping slices nor gradients.
     """
 
     def __init__(
@@ -120,22 +126,23 @@ class SlicedAllToAll:
 
     @cached_property
     def groups(self) -> tuple[tuple[UniformPeers, ...], tuple[UniformPeers, ...]]:
-        """The uniform groups of peers, for sending and for receiving."""
+        """The peers grouped by slices of equal size, ``(for sending, for receiving)``."""
         return self._groups(self.sent), self._groups(self.arriving)
 
     def _groups(self, side: Sequence[PeerSlices]) -> tuple[UniformPeers, ...]:
         tokens = side[0].tokens
         in_a_row = all(sum(run) == following[0] for run, following in pairwise(tokens))
         if self.one_table and in_a_row and all(run == slices.heads[0] for slices in side for run in slices.heads):
-            # The tokens of all peers are consecutive in the buffer as well, so they count as one peer's.
+            # Treat all peers as one: their tokens are consecutive in the tensor as well as in the buffer.
             whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
             return (UniformPeers(1, tuple([run for slices in side for run in (whole, (*slices.heads[0], 0))])),)
         return group_uniform_peers([runs for slices in side for runs in (slices.tokens, slices.heads)])
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        """Start the exchange. Returns a function that waits, and returns the result for each tensor.
+        """Start the exchange, and return a function that waits for it and returns its results.
 
-        A result is a view of the received buffer, or has the memory layout of SDPA's result, ``[B, S, H, D]``.
+        A result is a view of the received buffer, or a tensor with the memory layout of SDPA's result,
+        ``[B, S, H, D]``.
         """
         shapes = tuple([x.shape for x in tensors])
         kind = shapes, tensors[0].dtype, takes_kernels(tensors[0])
@@ -151,7 +158,7 @@ class SlicedAllToAll:
         return lambda: steps.unpack(wait(started))
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
-        """Return the steps for tensors of these shapes. Cached in eager code, where lengths are plain integers."""
+        """Return the steps for tensors of these shapes; cache them in eager code, where lengths are plain integers."""
         widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
@@ -161,7 +168,7 @@ class SlicedAllToAll:
         return steps
 
     def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
-        """Return the number of buffer elements for each peer."""
+        """Return the number of buffer elements for each peer. ``widths`` are the elements per token and head."""
         pairs = list(zip(side, widths, strict=True))
         return [
             sum([batch * slices.tokens[peer][1] * slices.heads[peer][1] * width for slices, width in pairs])
@@ -169,13 +176,8 @@ class SlicedAllToAll:
         ]
 
 
-# -- packing and unpacking: pure functions of tensors and buffer
-
-
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, without a gradient or a graph. Meta tensors count as CUDA
-    tensors.
-    """
+    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA ones."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return load_kernel("exchange", x.device) is not None
@@ -189,12 +191,19 @@ def _choose_packing(
     numel: int,
     by_kernel: bool,
 ) -> tuple[Pack, Unpack]:
-    """Return the functions that pack tensors of these shapes into a buffer of ``numel`` elements, and unpack the
-    received buffer.
+    """Return ``(pack, unpack)``: functions that pack tensors into a buffer, and unpack the received buffer.
 
-    Views are preferred, because a kernel could not do better than one strided copy or none. Non-uniform peers, tensors
-    of different widths and overlapping slices are copied region by region: by one kernel if there is one, otherwise
-    group by group.
+    Views are preferred, because a kernel could not do better than one strided copy or none. Peers with slices of
+    different sizes, tensors of different widths and overlapping slices are copied region by region: by one kernel if
+    possible, otherwise group by group.
+
+    Args:
+        of: The all-to-all.
+        shapes: The shapes of the tensors.
+        widths: For each tensor, the number of buffer elements per token and head.
+        dtype: The dtype of the tensors.
+        numel: Number of elements of the packed buffer.
+        by_kernel: Whether a Triton kernel may be used.
     """
     out_groups, in_groups = of.groups
     if of.wire is not None:
@@ -229,14 +238,14 @@ def _choose_packing(
 
 
 def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor:
-    """Pack with one copy: of a strided view, or of a concatenation of views."""
+    """Pack all tensors with one copy: by copying one strided view, or by concatenating several views."""
     if len(views) == 1:
         return views[0].see(tensors[0]).contiguous()
     return torch.cat([view.see(x) for view, x in zip(views, tensors, strict=True)], dim=-2)
 
 
 def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    """Unpack a buffer in which all peers' slices have one shape, with views or with one copy.
+    """Unpack a buffer in which the slices of all peers have the same shape, with views or with one copy.
 
     Args:
         table: The shape of the buffer, ``[peers, S, B, heads of all tensors, D]``.
@@ -245,17 +254,17 @@ def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Seq
     peers, tokens, batch, all_heads, width = table
     if peers == 1:
         rows = buffer.view(tokens, batch, all_heads, width).permute(1, 2, 0, 3)
-        # Not split(), a method of Python's.
+        # Use split_with_sizes(), because split() is implemented in Python and slower.
         return (rows,) if len(heads) == 1 else rows.split_with_sizes(heads, 1)
     rows = buffer.view(peers, tokens, batch, all_heads, width).permute(2, 1, 0, 3, 4)
-    # With one head per peer reshape() returns a view with another memory layout, so contiguous() follows.
+    # Call contiguous(), because with one head per peer reshape() returns a view with another memory layout.
     return (rows.reshape(batch, tokens, peers * all_heads, width).contiguous().transpose(1, 2),)
 
 
 def _pack_groups(
     groups: Sequence[UniformPeers], one_table: bool, same_width: bool, numel: int, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """Pack with one copy per group of uniform peers, or per group and tensor."""
+    """Pack with one copy per group of peers with equal slices; with gradients or several widths, also per tensor."""
     buffer = tensors[0].new_empty(numel)
     shapes = [x.shape for x in tensors]
     for peers, table, slots in _slots(buffer, groups, one_table, shapes):
@@ -276,7 +285,7 @@ def _unpack_groups(
     shapes: Sequence[Sequence[int]],
     buffer: Tensor,
 ) -> list[Tensor]:
-    """Unpack with one copy per group of uniform peers and tensor. Overlapping slices are summed."""
+    """Unpack with one copy per tensor and group of peers with equal slices. Overlapping slices are summed."""
     buffer = buffer.view(-1)
     slots_of = [(peers, list(slots)) for peers, _, slots in _slots(buffer, groups, one_table, shapes)]
     if len(groups) == 1 and groups[0].number == 1:
@@ -300,7 +309,7 @@ def _unpack_groups(
 def _slots(
     buffer: Tensor, groups: Sequence[UniformPeers], one_table: bool, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[UniformPeers, Tensor, Iterable[Tensor]]]:
-    """Yield for each group its part of the buffer, and a view ``[peers, S, B, heads, D]`` of it per tensor."""
+    """Yield ``(group, its part of the buffer, views)``, with one view ``[peers, S, B, heads, D]`` of it per tensor."""
     batch, offset = shapes[0][0], 0
     for peers in groups:
         sizes = [
@@ -312,7 +321,8 @@ def _slots(
         table = buffer.narrow(0, offset, prod(lines) * sum(rows)).view(*lines, sum(rows))
         offset += table.numel()
         starts = accumulate(rows, initial=0)
-        # A generator, because autograd forbids changing a view that was made before a change of its base.
+        # Create each view only when it is used: autograd forbids writing to a view that is older than the last change
+        # of its base.
         slots = (table.narrow(-1, *run).view(size) for *run, size in zip(starts, rows, sizes, strict=False))
         yield peers, table, slots
 
@@ -338,7 +348,7 @@ def _unpack_rounded(
 
 
 def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return B, H, S and D of each result, as one list."""
+    """Return B, H, S and D of each result, flattened to one list."""
     pairs = zip(shapes, arriving, strict=True)
     return list(chain.from_iterable([(shape[0], *slices.output_size[::-1], shape[3]) for shape, slices in pairs]))
 
@@ -346,7 +356,7 @@ def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]
 def _regions(
     of: SlicedAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
 ) -> list[int]:
-    """Return the regions of the buffer for all peers and tensors, as the numbers of :class:`CopyRegion`."""
+    """Return the regions of the buffer for the slices of ``side``: :class:`CopyRegion` values, flattened to one list."""
     regions, offset, batch = [], 0, shapes[0][0]
     for peer in range(of.dim.size):
         rows = [slices.heads[peer][1] * width for slices, width in zip(side, widths, strict=True)]

@@ -1,7 +1,7 @@
-"""Ulysses: trade a shard of the tokens for a shard of the heads, and back (arXiv:2309.14509).
+"""Ulysses: exchange a shard of the tokens for a shard of the heads, and back (arXiv:2309.14509).
 
-Per attention call one all-to-all in, for query, key and value together, and one out. With ``n`` ranks, S_r tokens and
-H_r heads on rank r, and e bytes per element, rank r sends
+Each attention call runs one all-to-all before attention, for query, key and value together (in), and one after it, for
+the output (out). With S_r tokens and H_r heads on rank r, and e bytes per element, rank r sends
 
     in:   B · e · Σ_{j≠r} (S_r · (H_j · D + H_kv,j · (D + D_v)))   bytes
     out:  B · e · D_v · H_r · Σ_{j≠r} (S_j + replicated tokens)    bytes
@@ -10,11 +10,12 @@ Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that 
 get the same key head if there are fewer key heads than ranks. A replicated segment is not sent on the way in, because
 each rank takes its own heads of it; its output is gathered over heads.
 
-Launches for any number of ranks: one strided copy serves all peers whose parts have equal sizes. If heads and tokens
-divide evenly, that is one concatenation in, one copy out and, with more than one sample, one copy before it.
+The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
+equal sizes. If heads and tokens divide evenly, this is one concatenation before the first all-to-all, one copy after
+the second and, with more than one sample, one copy before it.
 
-The backward runs the transposed all-to-alls: one for the gradient of the output (for replicated tokens, that of each
-rank), one for the gradients of query, key and value together.
+The backward runs the transposed all-to-alls: one for the gradient of the output (those of replicated tokens are summed
+over ranks), and one for the gradients of query, key and value together.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 
-# Waits for an exchange that was started, and returns its results.
+# Finish is a function that waits for an exchange and returns its results. Start begins the exchange of some tensors.
 Finish = Callable[[], Sequence[Tensor]]
 Start = Callable[[Sequence[Tensor]], Finish]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as ``(start, count)``.
+    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``.
 
     Args:
-        chunk, chunks: The value describes part ``chunk`` of ``chunks`` parts of each rank's heads.
+        num_heads, num_kv_heads: Numbers of query heads and of key heads over all ranks.
+        ranks: Number of Ulysses ranks.
+        chunk, chunks: If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and the value
+            describes part ``chunk``.
     """
 
     num_heads: int
@@ -64,7 +68,7 @@ class Heads:
 
     @cached_property
     def of_key(self) -> tuple[Run, ...]:
-        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same one."""
+        """The key heads that the query heads of each rank need. Neighbouring ranks may need the same key head."""
         if self.num_kv_heads == self.num_heads:
             return self.of_query
         group = self.num_heads // self.num_kv_heads
@@ -76,18 +80,19 @@ class Heads:
         )
 
     def cut(self, chunks: int) -> list[Heads]:
-        """Return these heads in ``chunks`` parts."""
+        """Split each rank's heads into ``chunks`` parts, and return one value per part."""
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
     def is_grouped(self, rank: int) -> bool:
-        """Whether on ``rank`` key head i belongs to the i-th of equally large groups of query heads."""
+        """Whether the query heads of ``rank`` form equally large groups, of which the i-th uses key head i."""
         (start, count), (_, num_keys) = self.of_query[rank], self.of_key[rank]
         group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
         return start % group == 0 and count == num_keys * group
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
-        """Return the key head of each query head of ``rank``, both counted from 0 on that rank; None if they are
-        grouped evenly.
+        """Return the index of the key head of each query head of ``rank``; None if the heads are grouped evenly.
+
+        Both kinds of heads are counted from 0 on that rank.
         """
         if self.is_grouped(rank):
             return None
@@ -96,17 +101,15 @@ class Heads:
         return torch.arange(start, start + count, device=device) // group - first_key
 
 
-# -- one attention call
-
-
 class UlyssesPlan:
-    """The all-to-alls of one call, forward and backward.
+    """The Ulysses exchanges of one attention call, forward and backward.
 
-    A block contains all tokens of a Ulysses group: the sharded tokens of its ranks, then the replicated ones. With
-    ``comm_dtype`` the exchanges of the forward are rounded.
+    A *block* is all tokens of a Ulysses group, with some of the heads: the sharded tokens of the group's ranks,
+    followed by the replicated tokens. With ``comm_dtype`` the tensors of the forward are rounded for sending.
 
     Args:
-        heads: The heads of each rank, or a part of them.
+        spec: The specification of the call.
+        heads: The heads that each rank computes, or one chunk of them.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads) -> None:
@@ -114,7 +117,7 @@ class UlyssesPlan:
         self.query_layout, self.key_layout = query_layout, key_layout
         self.mesh, self.heads = spec.mesh, heads
         self._comm_dtype = spec.options.comm_dtype
-        # For query, key and value.
+        # The layouts and the heads of query, key and value.
         self._layouts = (query_layout, key_layout, key_layout)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)
         self._replicates = bool(query_layout.replicated or key_layout.replicated)
@@ -129,7 +132,7 @@ class UlyssesPlan:
         return sum(self.token_sizes(layout)) + num_replicated(layout)
 
     def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
-        """Return the run of each peer's sharded tokens in a block."""
+        """Return the run ``(start, length)`` of each Ulysses rank's sharded tokens in a block."""
         sizes = self.token_sizes(layout)
         return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
@@ -142,13 +145,17 @@ class UlyssesPlan:
         to_heads: bool,
         comm_dtype: torch.dtype | None = None,
     ) -> SlicedAllToAll:
-        """Return the exchange of sharded tokens from ``[B, H, S_local, D]`` to
-        ``[B, H_local, sharded tokens of the block, D]``, or back.
+        """Return an all-to-all of sharded tokens between local tensors and blocks.
+
+        A local tensor is ``[B, H, S_local, D]``, a block is ``[B, H_local, sharded tokens of the group, D]``.
 
         Args:
-            to_heads: The direction: from tokens to heads, or back.
-            num_common: If given, one more tensor of this many replicated tokens is exchanged. Towards tokens every rank
-                gets its heads from all ranks; towards heads the contributions of all ranks are summed.
+            layouts: The layout of each tensor.
+            heads: For each tensor, the heads that each Ulysses rank computes.
+            num_common: If not None, one more tensor with this number of replicated tokens is exchanged. Towards local
+                tensors, every rank gets all heads; towards blocks, the contributions of all ranks are summed.
+            to_heads: Whether to exchange local tensors for blocks; otherwise the reverse.
+            comm_dtype: The dtype to which tensors are rounded for sending (not exact); None to send them unchanged.
         """
         index, ranks = self.mesh.ulysses.index, self.mesh.ulysses.size
         local, block = [], []
@@ -168,16 +175,16 @@ class UlyssesPlan:
         """Number of replicated queries; None if the query layout has no replicated segment."""
         return num_replicated(self.query_layout) if self.query_layout.replicated else None
 
-    # -- in
-
     @cached_property
     def _entering(self) -> SlicedAllToAll:
         return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
     @cached_property
     def start_enter(self) -> Start:
-        """Starts the exchange of query, key and value: each ``[B, H, S_local, D]`` becomes
-        ``[B, H_local, S_block, D]``. Replicated tokens are not sent: each rank takes its own heads of them.
+        """A function that starts the exchange of query, key and value before attention.
+
+        Each tensor ``[B, H, S_local, D]`` becomes a block ``[B, H_local, S_block, D]``. Replicated tokens are not sent:
+        each rank takes its own heads of them.
         """
         return self._start_enter_with_replicated if self._replicates else self._entering.start
 
@@ -187,16 +194,15 @@ class UlyssesPlan:
         return lambda: self._with_replicated(finish(), [text for _, text in kinds])
 
     def _with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the blocks of query, key and value, with this rank's heads of the replicated tokens after the sharded
-        ones.
+        """Return the blocks of query, key and value with this rank's heads of the replicated tokens appended.
+
+        ``texts`` are the replicated tokens of each tensor with all heads; None for a tensor without any.
         """
         index = self.mesh.ulysses.index
         return [
             block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
             for block, text, heads in zip(blocks, texts, self._heads, strict=True)
         ]
-
-    # -- out
 
     @cached_property
     def _leaving(self) -> SlicedAllToAll:
@@ -205,8 +211,10 @@ class UlyssesPlan:
 
     @cached_property
     def start_leave(self) -> Start:
-        """Starts the exchange of the output: ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``, in which
-        every rank gets all heads of the replicated tokens.
+        """A function that starts the exchange of the output after attention.
+
+        The block ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``. Every rank gets all heads of the
+        replicated tokens.
         """
         return self._leaving.start if self._num_common is None else self._start_leave_with_replicated
 
@@ -217,18 +225,16 @@ class UlyssesPlan:
 
     @staticmethod
     def replicated_of(block: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the replicated tokens of a block, which follow the sharded ones."""
+        """Return the replicated tokens of a block, which are its last tokens."""
         number = num_replicated(layout)
         return block.narrow(2, block.shape[2] - number, number)
-
-    # -- gradients
 
     @cached_property
     def _gradient_entering(self) -> SlicedAllToAll:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Run the transpose of :attr:`start_leave`."""
+        """Exchange the gradient of the output for that of its block: the transpose of :attr:`start_leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
@@ -237,7 +243,10 @@ class UlyssesPlan:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Run the transpose of :attr:`start_enter` for the gradients of query, key and value."""
+        """Exchange the gradients of the blocks of query, key and value for those of the local tensors.
+
+        This is the transpose of :attr:`start_enter`.
+        """
         results = list(self._gradients_leaving.start(grads)())
         for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
@@ -253,8 +262,9 @@ def num_replicated(layout: SequenceLayout) -> int:
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``; None instead of the latter if
-    there are none.
+    """Return ``(sharded tokens, replicated tokens)`` of ``x``, ``[B, H, S_local, D]``, along dim 2.
+
+    The second is None if ``layout`` has no replicated segment.
     """
     if not layout.replicated:
         return x, None
@@ -265,7 +275,7 @@ def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor,
 
 
 def join_kinds(kinds: Sequence[Tensor], layout: SequenceLayout, rank: int) -> Tensor:
-    """Undo :func:`split_by_kind`. The result has the memory layout of SDPA's result."""
+    """Undo :func:`split_by_kind`. The result has the memory layout of SDPA's result, ``[B, S, H, D]``."""
     starts, parts = [0, 0], []
     for segment in layout.segments:
         kind, length = int(segment.replicated), segment.size(rank, layout.ranks)

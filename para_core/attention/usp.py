@@ -1,5 +1,6 @@
-"""Unified sequence parallelism: SDPA over a ``ring × ulysses`` mesh, Ulysses inside a ring, and its gradient
-(arXiv:2405.07719).
+"""Unified sequence parallelism (USP): SDPA and its gradient over a ``ring × ulysses`` mesh (arXiv:2405.07719).
+
+Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def usp_forward(
         query: ``[B, H, S_q_local, D]``, in the query layout.
         key, value: ``[B, H_kv, S_k_local, D]`` and ``[B, H_kv, S_k_local, D_v]``, in the key layout.
         mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
-        attn_func: Computes local attention instead of ``plan.spec.options.backend``.
-        save: Whether to return the tensors that :func:`usp_backward` needs.
+        attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
+        save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for sending.
 
     Returns:
         out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the
         saved tensors or None.
     """
     if autocasts(query):
-        # Autocast would round scores and lse, which must be float32.
+        # Disable autocast, because it would round scores and lse, which must be float32.
         with torch.autocast(query.device.type, enabled=False):
             return usp_forward(plan, query, key, value, mask, attn_func=attn_func, save=save)
     plan = plan.with_gradients if save else plan
@@ -57,7 +58,7 @@ def usp_forward(
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast casts tensors on the device of ``x``."""
+    """Whether autocast is enabled for the device type of ``x``. False for meta tensors."""
     if not (torch.compiler.is_compiling() or is_any_autocast_enabled()):
         return False
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
@@ -73,12 +74,24 @@ def attend_block(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of a block's queries to all keys. Returns out, and lse if ``save``, otherwise None."""
+    """Compute attention after the Ulysses exchange: of this rank's queries and heads to the keys of all ring ranks.
+
+    Args:
+        plan: The plan of the call.
+        query, key, value: The tensors after the exchange, ``[B, H_local, S_block, D]``.
+        mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
+        heads: The heads of each Ulysses rank, or a chunk of them.
+        attn_func: Computes local attention in place of the backend, if it is not None.
+        save: Whether the backward will run.
+
+    Returns:
+        out, ``[B, H_local, S_block, D_v]``, and lse, ``[B, H_local, S_block]``, or None without ``save``.
+    """
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
         key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
-        # A user's attn_func needs as many key heads as query heads.
+        # Expand the key heads, because a user's attn_func needs as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
     if not save and attn_func is None and plan.is_local:
         if key_heads is not None:
@@ -109,7 +122,10 @@ def _in_chunks(
     mask: Tensor | None,
     attn_func: LocalAttention | None,
 ) -> Tensor:
-    """Compute the heads in parts: while one part is computed, the next one arrives and the previous one leaves."""
+    """Compute attention in chunks of heads, so that communication overlaps with computation.
+
+    While one chunk is computed, the tensors of the next one arrive and the output of the previous one is sent.
+    """
     rank = plan.spec.mesh.ulysses.index
     first_head = plan.heads.of_query[rank][0]
     chunks = plan.chunks
@@ -135,8 +151,9 @@ def _in_chunks(
 def usp_backward(
     plan: AttentionPlan, grad_out: Tensor, saved: Saved, mask: Tensor | None, *, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of mask. They are those of the sum of all
-    ranks' losses.
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
+
+    They are gradients of the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
     """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
