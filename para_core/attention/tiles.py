@@ -243,7 +243,7 @@ class Tiling:
 
     @cached_property
     def pieces(self) -> list[Run]:
-        """Runs ``(start, length)`` of query positions, such that all queries of a run see the same keys of each step."""
+        """Runs ``(start, length)`` of query positions, such that all queries of a run see the same tiles."""
         if not self.by_position:
             return [(0, sum([length for _, length in self._query_runs]))]
         edges = [] if self._visible is None else self._visible.equal_runs(is_causal=self._is_causal)

@@ -177,7 +177,7 @@ class SlicedAllToAll:
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA ones."""
+    """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return load_kernel("exchange", x.device) is not None
@@ -356,7 +356,7 @@ def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]
 def _regions(
     of: SlicedAllToAll, side: Sequence[PeerSlices], shapes: Sequence[Sequence[int]], widths: Sequence[int]
 ) -> list[int]:
-    """Return the regions of the buffer for the slices of ``side``: :class:`CopyRegion` values, flattened to one list."""
+    """Return the regions of the buffer for the slices of ``side``, as :class:`CopyRegion` values in one flat list."""
     regions, offset, batch = [], 0, shapes[0][0]
     for peer in range(of.dim.size):
         rows = [slices.heads[peer][1] * width for slices, width in zip(side, widths, strict=True)]
