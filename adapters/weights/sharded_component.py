@@ -257,7 +257,7 @@ def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
 
 
 def refuse_other_tensor_ranks(module: nn.Module, name: str, dim: MeshDim) -> None:
-    """Refuse a transformer whose heads are sharded over other ranks than those along ``tensor``."""
+    """Refuse a transformer whose heads are sharded over other ranks than those along the mesh dim tensor."""
     sharded = tensor_mesh(module) or mesh_of_diffusers(module)
     shared = [] if sharded is None else sharded.mesh.flatten().tolist()
     ranks = [] if dim.group is None else get_process_group_ranks(dim.group)
@@ -305,7 +305,7 @@ def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> 
 
 
 def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse ``fullgraph=True`` for a model whose weights are sharded by FSDP2.
+    """Refuse one graph (fullgraph=True) for a model whose weights are sharded by FSDP2.
 
     Args:
         called: ``module``, or the compiled module around it.
