@@ -1,4 +1,4 @@
-"""Adapters: what each model family shards, gathers and caches, as data, one file per family."""
+"""Adapters: data that says what each model family shards, gathers and caches. One file per family."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from para_core.adapters.models import (
     wan,
 )
 
-# In the order in which messages list the pipelines.
+# The families in the order in which messages and pages list their pipelines.
 _FAMILIES = (
     *(flux, hunyuan_video, mochi, cogvideox, wan, qwen_image, ltx, helios, sd3, auraflow, pixart, lumina2, hidream),
     *(minimax, flux_relatives, one_stream, cogview, kandinsky, hunyuan_image, cosmos, easyanimate, prx, dit, audio),
     *(joyimage, allegro, nucleus, sana, motif, latte),
 )
 
-# Every adapter that a file of a family defines.
+# Every Adapter that is a global variable of one of these files.
 ADAPTERS: tuple[Adapter, ...] = tuple(
     value for family in _FAMILIES for value in vars(family).values() if isinstance(value, Adapter)
 )

@@ -1,4 +1,4 @@
-"""Allegro. Read against diffusers 0.42."""
+"""Adapter of Allegro (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -12,9 +12,11 @@ ALLEGRO = Adapter(
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
             "transformer_blocks.*": {
-                # (tables, indices of the tokens in the tables)
+                # image_rotary_emb is a tuple of the position tables and the tokens' indices in them; only the indices
+                # are sharded.
                 "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
-                # The processor pads a mask to the number of local keys, so the full mask must be sharded.
+                # The attention processor pads a mask to the number of keys that it sees, which is this rank's, so shard
+                # the full mask.
                 "attention_mask": Split(dim=2, like="video"),
             },
         },

@@ -1,6 +1,6 @@
-"""Sound and music: ACE-Step, Stable Audio and Stable Audio 3, LongCat-AudioDiT, MiniMax-Music.
+"""Adapters of models for sound and music: ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3.
 
-Read against diffusers 0.42.
+Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -16,7 +16,7 @@ ACE_STEP = Adapter(
     pipelines="ACE-Step",
     plan=Plan(
         inputs={},
-        # Masks of sliding windows cover the full sequence, so they stay replicated.
+        # The masks of sliding windows are for the full sequence, so they stay replicated.
         inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
@@ -26,7 +26,7 @@ ACE_STEP = Adapter(
             0,
         ),
     ),
-    # Only every second block has a mask, so blocks are not interchangeable.
+    # Only every second block gets a mask, so the blocks are not ``chained``.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
 )
 
@@ -36,9 +36,10 @@ STABLE_AUDIO = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # A time token comes first; it is sharded like the sound tokens.
+            # The sequence begins with a token for the time step, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The processor pads a mask to the number of local keys, so the full mask must be sharded.
+            # The attention processor pads a mask to the number of keys that it sees, which is this rank's, so shard the
+            # full mask.
             "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
         },
         outputs={"proj_out": GATHERED},
@@ -66,7 +67,7 @@ STABLE_AUDIO3 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Memory tokens come first; they are sharded like the sound tokens.
+            # The sequence begins with memory tokens, which are sharded as if they were sound tokens.
             "transformer_blocks.0": {"hidden_states": SOUND},
             "transformer_blocks.*": {"rope": POSITIONS, "num_memory_tokens": FirstTokens("sound")},
         },
@@ -105,7 +106,7 @@ MINIMAX_MUSIC = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # A time token comes first; it is sharded like the sound tokens.
+            # The sequence begins with a token for the time step, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
             "transformer_blocks.*": {"rotary_emb": POSITIONS},
         },

@@ -1,4 +1,4 @@
-"""AuraFlow. Read against diffusers 0.42."""
+"""Adapter of AuraFlow (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -11,7 +11,7 @@ AURAFLOW = Adapter(
         inputs={},
         inner={"joint_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image")}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
-        # Register tokens belong to the text segment.
+        # The model's register tokens precede the text tokens and are part of the text segment.
         joint_order=("text", "image"),
         batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs"), 0),
     ),

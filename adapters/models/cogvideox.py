@@ -1,4 +1,4 @@
-"""CogVideoX: text-, image- and video-to-video, 1.0 and 1.5; ConsisID. Read against diffusers 0.42."""
+"""Adapters of CogVideoX 1.0 and 1.5 (text-, image- and video-to-video) and ConsisID. Written for diffusers 0.42."""
 
 from dataclasses import replace
 
@@ -13,10 +13,10 @@ OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_co
 COGVIDEOX_PLAN = Plan(
     inputs={
         "encoder_hidden_states": Replicate(dim=1, segment="text"),
-        # The rotary embedding from the pipeline: (cos, sin), [S, D] each.
+        # The pipeline passes a tuple (cos, sin) of tensors [S, D] for the video tokens.
         "image_rotary_emb": Split(dim=0, like="video"),
     },
-    # Sharded after the position embedding, which is added to text and video together.
+    # The video is split after the position embedding, which the model adds to text and video tokens together.
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
@@ -50,7 +50,7 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks, each video token attends to replicated face tokens.
+    # Between blocks the video tokens attend to face tokens, which are replicated, so this needs no communication.
     plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (

@@ -1,4 +1,4 @@
-"""CogView 3+ and 4, GLM-Image. Read against diffusers 0.42."""
+"""Adapters of CogView 3+, CogView 4 and GLM-Image (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -35,5 +35,6 @@ COGVIEW4_PLAN = Plan(
 
 COGVIEW4 = Adapter(transformer="CogView4Transformer2DModel", pipelines="CogView 4", plan=COGVIEW4_PLAN, blocks=BLOCKS)
 
-# Text-to-image only. With images, their keys are cached, and attention raises because it has more keys than tokens.
+# Only text-to-image runs in parallel. With input images the model caches their keys; attention then has more keys than
+# the sequence has tokens, and raises.
 GLM_IMAGE = Adapter(transformer="GlmImageTransformer2DModel", pipelines="GLM-Image", plan=COGVIEW4_PLAN, blocks=BLOCKS)

@@ -1,4 +1,4 @@
-"""Cosmos 1, 2 and 2.5 (predict, transfer), and Cosmos 3. Read against diffusers 0.42."""
+"""Adapters of Cosmos 1, 2, 2.5 (predict and transfer) and Cosmos 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -9,7 +9,7 @@ VIDEO, WITH_VIDEO, POSITIONS = (
     Split(dim=1, like="video"),
     Split(dim=0, like="video"),
 )
-# One time step per sample, or one per token if frames are given.
+# [B, C] with one time step per sample, or [B, S, C] with one per token if the user gives some frames.
 TIME = Split(dim=1, like="video", ndim=3)
 
 COSMOS = Adapter(
@@ -27,10 +27,10 @@ COSMOS = Adapter(
                 "controlnet_residual": WITH_VIDEO,
             },
         },
-        # Gathered before the output layers, which apply the time steps of all tokens.
+        # Gathered before the output layers, which use the time step of each token of the full sequence.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Cross-attention to text, and in 2.5 to image tokens.
+        # Cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
     blocks=CachedBlocks(
@@ -43,7 +43,8 @@ COSMOS3 = Adapter(
     pipelines="Cosmos 3",
     plan=Plan(
         inputs={},
-        # [S, C] of one sample: replicated text, and sharded video with sound and actions.
+        # Tensors are [S, C], of one sample. Text (und_seq) is replicated; video, sound and action tokens (gen_seq) are
+        # one sharded segment.
         inner={
             "layers.0": {"gen_seq": Split(dim=0, segment="video")},
             "layers.*": {"rotary_emb": Entries((None, None, POSITIONS, POSITIONS))},

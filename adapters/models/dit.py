@@ -1,4 +1,4 @@
-"""DiT, conditioned on classes instead of text. Read against diffusers 0.42."""
+"""Adapter of DiT, which generates images of ImageNet classes. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks

@@ -1,4 +1,4 @@
-"""EasyAnimate. Read against diffusers 0.42."""
+"""Adapter of EasyAnimate (text-, image- and video-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks

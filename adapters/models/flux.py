@@ -1,6 +1,6 @@
-"""FLUX.1: text-to-image, img2img, inpaint, fill, control, kontext, ControlNet.
+"""Adapters of FLUX.1 (text-to-image, img2img, inpaint, fill, control, Kontext, ControlNet), FLUX.2 and FLUX.3.
 
-FLUX.2 and 3. Read against diffusers 0.42.
+Written for diffusers 0.42.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ FLUX_PLAN = Plan(
         # [S, 3], or [B, S, 3] from older pipelines: a negative dim fits both.
         "img_ids": Split(dim=-2, like="image"),
         "txt_ids": Split(dim=-2, like="text"),
-        # Lists of [B, S, C] that are added to the image tokens between blocks.
+        # ControlNet residuals: lists of [B, S, C], which the model adds to the image tokens between blocks.
         "controlnet_block_samples": Split(dim=1, like="image"),
         "controlnet_single_block_samples": Split(dim=1, like="image"),
     },
-    # The output of the model is gathered, not that of proj_out, because a LoRA may replace that module.
+    # Gather the output of the model itself and not that of proj_out, because loading a LoRA may replace proj_out.
     outputs={"": Gather(dim=1, segment="image")},
     joint_order=("text", "image"),
-    # After the joint attention, image tokens attend to those of each IP-Adapter.
+    # After the joint attention, image tokens also attend to the image tokens of each IP-Adapter, which are replicated.
     attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
 )
 
@@ -77,10 +77,10 @@ FLUX2 = Adapter(
     blocks=CachedBlocks(
         (
             BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
-            # Text and image tokens in one tensor.
+            # The single blocks take text and image tokens as one tensor.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
-        # Each block appends its own entry, so no block may be skipped.
+        # With kv_cache each block stores its keys in the cache, so no block may be skipped.
         uncached=("kv_cache",),
     ),
 )
@@ -99,7 +99,7 @@ FLUX3 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image", "condition"),
-        # Before they are joined, each segment attends to itself.
+        # Before the joint blocks, each segment has blocks of its own, in which it attends only to itself.
         attention={
             "txt_mode_blocks.*.attn": (Attention(("text",)),),
             "mode_blocks.image.*.attn": (Attention(("image",)),),

@@ -1,6 +1,6 @@
-"""Models that are sharded like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO.
+"""Adapters of models that are sharded like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and Bria FIBO.
 
-Read against diffusers 0.42.
+Written for diffusers 0.42.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 
 def _tensor(gated: bool = False) -> TensorPlan:
-    """Return a tensor plan like that of diffusers for FLUX.1.
+    """Return a tensor plan like the one that diffusers publishes for FLUX.1.
 
     Args:
-        gated: Whether a feed-forward's first layer returns hidden units and a gate.
+        gated: Whether the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
     of_heads = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -28,7 +28,7 @@ def _tensor(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
             f"{single}.proj_mlp": hidden,
-            # The input is the attention output followed by the hidden units, which are four times as many.
+            # The input concatenates the attention output and the hidden units, which are four times as wide.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
@@ -43,12 +43,13 @@ RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = Adapter(
     transformer="ChromaTransformer2DModel",
     pipelines="Chroma",
-    # Its mask covers pairs of all tokens, text first. Every rank makes the full mask.
+    # The attention mask covers all pairs of tokens, text first. Every rank makes the full mask, so it needs no rule.
     plan=FLUX_PLAN,
-    # Each block has its own modulation, so blocks are not interchangeable.
+    # Each block gets its own modulation, so the blocks are not ``chained``.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
-        # The model adds them in place to the output of a block.
+        # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache
+        # keeps.
         uncached=("controlnet_single_block_samples",),
     ),
     tensor=_tensor(),
@@ -78,7 +79,8 @@ BRIA = Adapter(
         FLUX_PLAN,
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
         common=IDS,
-        # diffusers adds the residuals of single blocks at the positions of text, which is not in this tensor.
+        # diffusers adds the residuals of single blocks at the positions of the text tokens, which this tensor does not
+        # have, so the call fails on one device too.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
     blocks=CachedBlocks(
@@ -92,7 +94,7 @@ BRIA_FIBO = Adapter(
     pipelines="Bria FIBO",
     plan=replace(
         FLUX_PLAN,
-        # One [B, S, C] per block, which replaces half of the text channels.
+        # One tensor [B, S, C] per block, which replaces half of the channels of the text tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
         common=IDS,

@@ -1,6 +1,6 @@
-"""Helios, as in diffusers 0.42.
+"""Adapter of Helios (video). Written for diffusers 0.42.
 
-This plan replaces the model's published one, which names forty blocks and gathers three times in each.
+This plan replaces the one that diffusers publishes, which names forty blocks and gathers three times in each.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -17,11 +17,12 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # Frames that were generated before come first and do not attend to text.
+                # The sequence begins with the tokens of earlier frames. Only the last original_context_length tokens
+                # attend to text.
                 "original_context_length": LastTokens("video"),
             },
         },
-        # Gathered before the earlier frames are cut off.
+        # Gathered before the model cuts off the tokens of earlier frames, which come first in the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},

@@ -1,10 +1,10 @@
-"""HiDream-I1. Read against diffusers 0.42."""
+"""Adapter of HiDream-I1 (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
-# Image tokens, followed by replicated text tokens.
+# For tensors that have entries of the image tokens, followed by entries of the replicated text tokens.
 WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
 OF_BLOCKS: dict[str | int, ShardRule] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 

@@ -1,4 +1,4 @@
-"""HunyuanImage 2.1 and HunyuanDiT. Read against diffusers 0.42."""
+"""Adapters of HunyuanImage 2.1 and HunyuanDiT (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -13,7 +13,7 @@ HUNYUAN_IMAGE = Adapter(
         inputs={},
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
-        # Masks cover the full sequence, with text last.
+        # The model makes attention masks for the full sequence, with text last.
         joint_order=("image", "text"),
     ),
     blocks=CachedBlocks(
@@ -53,6 +53,6 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks also get outputs of earlier blocks, so they are not chained.
+    # Later blocks also get outputs of earlier blocks (long skip connections), so the blocks are not ``chained``.
     blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
 )

@@ -1,4 +1,4 @@
-"""HunyuanVideo, its image-to-video and FramePack models, HunyuanVideo 1.5. Read against diffusers 0.42."""
+"""Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -7,9 +7,9 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
-# The model makes masks for the full sequence. Text comes last and is replicated.
+# Text comes last and is replicated, so the masks that the model makes for the full sequence stay right.
 JOINT = ("video", "text")
-# In image-to-video by token replacement the first frame has its own modulation.
+# Image-to-video by token replacement modulates the tokens of the first frame differently. num_tokens is their number.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
@@ -30,7 +30,7 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
         "transformer_blocks.*.ff_context.net.2": ROWS,
         "single_transformer_blocks.*.proj_mlp": COLUMNS,
-        # The input is the attention output followed by the hidden units, which are four times as many.
+        # The input concatenates the attention output and the hidden units, which are four times as wide.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         f"{_REFINER}.attn.to_out.0": ROWS,
         f"{_REFINER}.ff.net.0.proj": COLUMNS,
@@ -78,7 +78,7 @@ FRAMEPACK = Adapter(
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
-        # Gathered before the earlier frames are cut off.
+        # Gathered before the model cuts off the tokens of earlier frames, which come first in the full sequence.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),

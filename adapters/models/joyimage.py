@@ -1,4 +1,4 @@
-"""JoyImage-Edit and JoyImage-Edit Plus. Read against diffusers 0.42."""
+"""Adapters of JoyImage-Edit and JoyImage-Edit Plus (image editing). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -22,7 +22,7 @@ def _plan(positions: ShardRule) -> Plan:
 JOYIMAGE = Adapter(
     transformer="JoyImageEditTransformer3DModel",
     pipelines="JoyImage-Edit",
-    # (image, text)
+    # image_rotary_emb is a tuple (image positions, text positions); text is replicated.
     plan=_plan(Entries((Split(dim=0, like="image"), None))),
     blocks=BLOCKS,
 )

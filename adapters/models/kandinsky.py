@@ -1,4 +1,4 @@
-"""Kandinsky 5, Kandinsky 6 with sound, and its super-resolution. Read against diffusers 0.42."""
+"""Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -13,7 +13,7 @@ KANDINSKY5 = Adapter(
             "visual_transformer_blocks.0": {"visual_embed": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"rope": Split(dim=1, like="video")},
         },
-        # Gathered before tokens are reshaped to frames, rows and columns.
+        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
@@ -33,10 +33,10 @@ KANDINSKY6 = Adapter(
             "visual_transformer_blocks.0": {"vis": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"vis_rope": Split(dim=0, like="video")},
         },
-        # Gathered before tokens are reshaped to frames, rows and columns.
+        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
         outputs={"visual_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=("video",),
-        # The few sound tokens are computed on every rank.
+        # There are few sound tokens, so they are replicated and computed on every rank.
         attention={
             "**.video_dec_block.cross_attention": (Attention(("video",), ("text",)),),
             "**.audio_dec_block.self_attention": (Attention(("sound",)),),
@@ -56,10 +56,11 @@ KANDINSKY6_SR = Adapter(
     plan=Plan(
         inputs={},
         inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
-        # Gathered before tokens are reshaped to frames, rows and columns.
+        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Each head selects keys by means of queries and keys over 64 tokens, so it needs all tokens.
+        # Each head chooses which keys to use from means of queries and keys over 64 tokens of the full sequence, so
+        # each rank computes some heads with all tokens.
         attention={
             "**.self_attention": AttentionByHeads(
                 "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"

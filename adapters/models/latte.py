@@ -1,4 +1,4 @@
-"""Latte. Read against diffusers 0.42."""
+"""Adapter of Latte (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -10,20 +10,20 @@ LATTE = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # [B · F, H · W, C]
+            # The tokens are [B · F, H · W, C], so dim 1 holds the image tokens of one frame.
             "pos_embed": {0: Split(dim=1, segment="image")},
-            # [B · H · W, C]
+            # The temporal blocks get a time step per image token, [B · H · W, C]: the tokens of all samples in a row.
             "temporal_transformer_blocks.*": {"timestep": Split(dim=0, like="image", runs=True)},
         },
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=("image",),
         attention={
             "transformer_blocks.*.attn2": (Attention(("image",), ("text",)),),
-            # Each token attends to those at its position in other frames, which are on the same rank.
+            # Each token attends to the tokens at its own position in the other frames. These are on the same rank.
             "temporal_transformer_blocks.*.attn1": (Attention(("frames",)),),
         },
         batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"), 0),
     ),
-    # The temporal blocks run between these, also on skipped steps.
+    # Temporal blocks run between these blocks and are not cached: they run on skipped steps too.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),
 )

@@ -1,17 +1,18 @@
-"""LTX-Video, and LTX-2 with sound. Read against diffusers 0.42."""
+"""Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
-# [B, S, D], or [B, H, S, D / 2]: a negative dim fits both.
+# Rotary embeddings are [B, S, D] or [B, H, S, D / 2]: dim -2 is right for both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
-# [B], or [B, S] if some frames are given. The published plan omits it.
+# [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not split it.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
 
-# Queries and keys are normalized and rotated over the channels of all heads.
+# The norms of queries and keys span the channels of all heads, so their weights are sharded with the heads, and so are
+# the channels of the rotary embedding.
 TENSOR = TensorPlan(
     linears={
         **dict.fromkeys(
@@ -55,7 +56,7 @@ LTX = Adapter(
         ),
         common=("rope_interpolation_scale",),
     ),
-    # Cross-attention to replicated text needs no communication.
+    # Replicated text is the faster default, because cross-attention to it needs no communication.
     text="replicate",
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
     tensor=TENSOR,
@@ -69,13 +70,13 @@ LTX2 = Adapter(
             "hidden_states": VIDEO,
             "timestep": TIMESTEP,
             "video_keyframes_mask": Split(dim=1, like="video"),
-            # [B, S, S], sharded over keys, because the processor expects the number of local keys.
+            # [B, S, S], split over keys: the attention processor expects a mask with the number of this rank's keys.
             "video_self_attention_mask": Split(dim=-1, like="video"),
         },
         inner={"rope": POSITIONS, "cross_attn_rope": POSITIONS},
         outputs={"": (Gather(dim=1, segment="video"), None)},
         joint_order=("video",),
-        # The few sound tokens are computed on every rank.
+        # There are few sound tokens, so they are replicated and computed on every rank.
         attention={
             "**.attn1": (Attention(("video",), mask="keys"),),
             "**.attn2": (Attention(("video",), ("text",)),),
@@ -112,7 +113,7 @@ LTX2 = Adapter(
                 ("transformer_blocks",),
                 ("hidden_states", "audio_hidden_states"),
                 chained=True,
-                # Only some blocks are perturbed.
+                # With these arguments only some blocks are perturbed, so the blocks differ.
                 between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
             ),
         ),

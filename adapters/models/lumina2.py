@@ -1,4 +1,4 @@
-"""Lumina-Image 2.0. Read against diffusers 0.42."""
+"""Adapter of Lumina-Image 2.0 (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -10,11 +10,12 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Valid text, image and padding of each sample, after separate refiners.
+            # After separate refiners for text and image, each sample is one sequence: valid text tokens, image tokens,
+            # padding.
             "layers.0": {"hidden_states": Split(dim=1, segment="tokens")},
             "layers.*": {"image_rotary_emb": Split(dim=1, like="tokens")},
         },
-        # Gathered before each sample's image tokens are selected.
+        # Gathered before the model selects the image tokens of each sample by their positions in the full sequence.
         outputs={"layers.-1": Gather(dim=1, segment="tokens")},
         joint_order=("tokens",),
     ),

@@ -1,4 +1,4 @@
-"""Mochi. Read against diffusers 0.42."""
+"""Adapter of Mochi (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -14,14 +14,14 @@ TENSOR = TensorPlan(
         **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in _PROJECTIONS), COLUMNS),
         "transformer_blocks.*.attn1.to_out.0": ROWS,
         "transformer_blocks.*.attn1.to_add_out": ROWS,
-        # The hidden units, then the gate.
+        # The output of these layers concatenates hidden units and their gate, of equal width.
         "transformer_blocks.*.ff.net.0.proj": Linear("colwise", (1, 1)),
         "transformer_blocks.*.ff.net.2": ROWS,
         "transformer_blocks.*.ff_context.net.0.proj": Linear("colwise", (1, 1)),
         "transformer_blocks.*.ff_context.net.2": ROWS,
     },
     heads=("transformer_blocks.*.attn1",),
-    # Each head has its own frequencies, [S, H, D / 2].
+    # The rotary embedding is [S, H, D / 2], with own frequencies for each head, so it is sharded along its heads.
     positions={"rope": -2},
 )
 
@@ -35,7 +35,7 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # Samples are computed one by one, each with its own number of valid text tokens, which are replicated.
+        # Attention runs one sample at a time, each with its own number of valid text tokens. Text is replicated.
         joint_order=("video", "text"),
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0

@@ -1,4 +1,4 @@
-"""Motif-Video (from text, from an image). Read against diffusers 0.42."""
+"""Adapter of Motif-Video (text- and image-to-video). Written for diffusers 0.42."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ POSITIONS = Split(dim=0, like="video")
 
 
 def _with_decoder(plan: Plan, module: nn.Module) -> Plan:
-    """Add the attention of the decoder blocks, which concatenate the decoded and the encoded video."""
+    """Return ``plan`` with the attention of the decoder blocks: over decoded tokens, then encoded video tokens."""
     config: Any = module.config
     decoding = range(config.num_single_layers - config.num_decoder_layers, config.num_single_layers)
     joined = (Attention(("video", "video")),)
@@ -28,7 +28,8 @@ MOTIF = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # The processor makes masks from the local length, and they are used for the local keys.
+            # Split after this layer, so that the masks which the model makes from the token count cover this rank's
+            # keys only.
             "x_embedder": {0: Split(dim=1, segment="video")},
             "transformer_blocks.*": {"image_rotary_emb": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
@@ -42,7 +43,8 @@ MOTIF = Adapter(
         },
     ),
     complete=_with_decoder,
-    # The decoder blocks at the end of the single blocks use tokens that the cache does not store.
+    # Only these blocks are cached: the decoder blocks at the end of the single blocks read tokens that the cache does
+    # not store.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
     ),

@@ -1,4 +1,4 @@
-"""Nucleus-Image, a mixture of experts that select tokens. Read against diffusers 0.42."""
+"""Adapter of Nucleus-Image, a mixture of experts in which experts choose their tokens. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -15,9 +15,10 @@ NUCLEUS = Adapter(
         inner={
             "pos_embed": {0: POSITIONS},
             "transformer_blocks.0": {"hidden_states": IMAGE},
-            # Its mask covers image tokens, then text tokens.
+            # attention_kwargs holds a mask of the image tokens followed by the text tokens, which are replicated.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # Each expert selects its tokens among all tokens.
+            # Each expert chooses its tokens among all tokens of the image, so gather the inputs and split the output
+            # (0) again.
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,

@@ -1,6 +1,6 @@
-"""Models with text and image tokens in one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image, Ideogram 4, OmniGen.
+"""Adapters of models with text and image tokens in one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image and others.
 
-Read against diffusers 0.42.
+The others are Ideogram 4 and OmniGen. Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -10,7 +10,7 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
-# Text and image are found by their positions in the full sequence, so tokens are gathered right after the blocks.
+# Gathered right after the blocks, because the models then select image tokens by their positions in the full sequence.
 AFTER_LAYERS = {"layers.-1": GATHERED}
 
 _Z_BLOCKS = ("noise_refiner.*", "context_refiner.*", "layers.*")
@@ -31,11 +31,11 @@ Z_IMAGE = Adapter(
     transformer="ZImageTransformer2DModel",
     pipelines="Z-Image",
     plan=Plan(
-        # Each is added to the output of one block.
+        # ControlNet residuals: the model adds one of these tensors to the output of each block.
         inputs={"controlnet_block_samples": WITH_TOKENS},
         inner={
             "layers.0": {"x": TOKENS},
-            # noise_mask marks the noisy tokens if images are given.
+            # noise_mask marks the noisy tokens; it is given with input images.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS},
             "all_final_layer.*": {"noise_mask": WITH_TOKENS},
         },
@@ -43,7 +43,7 @@ Z_IMAGE = Adapter(
         joint_order=("tokens",),
         batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
         common=("joint_attention_kwargs",),
-        # Its length is that of the longest sample in the batch.
+        # The residuals are as long as the longest sample of the full batch, so a part of the batch could not use them.
         unshared=("controlnet_block_samples",),
     ),
     blocks=CachedBlocks(
@@ -60,7 +60,7 @@ BRIA_FIBO2 = Adapter(
         inputs={},
         inner={
             "layers.0": {"x": TOKENS},
-            # There is a mask if the prompts of the batch have different lengths.
+            # attn_mask is given if the prompts of the batch have different lengths.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
         },
         outputs=AFTER_LAYERS,
@@ -70,7 +70,7 @@ BRIA_FIBO2 = Adapter(
             "layers.*.cross_attention": (Attention(("tokens",), ("text",)),),
         },
     ),
-    # Some blocks also get text.
+    # Some blocks also get text, so the blocks are not ``chained``.
     blocks=CachedBlocks(
         (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),
@@ -96,7 +96,7 @@ ERNIE_IMAGE = Adapter(
     pipelines="ERNIE-Image",
     plan=Plan(
         inputs={},
-        # [S, B, C]; each token has its own modulation.
+        # Tensors are [S, B, C]. The modulation temb has one entry per token.
         inner={
             "layers.0": {"x": Split(dim=0, segment="tokens")},
             "layers.*": {"rotary_pos_emb": WITH_TOKENS, "temb": Split(dim=0, like="tokens")},
@@ -117,7 +117,7 @@ IDEOGRAM4 = Adapter(
         inputs={},
         inner={
             "layers.0": {"hidden_states": TOKENS},
-            # One modulation per sample, or one per token.
+            # adaln_input has one modulation per sample (size 1 along dim 1, so it stays replicated) or one per token.
             "layers.*": {"image_rotary_emb": WITH_TOKENS, "adaln_input": WITH_TOKENS},
         },
         outputs=AFTER_LAYERS,

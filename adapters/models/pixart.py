@@ -1,4 +1,4 @@
-"""PixArt-Alpha and PixArt-Sigma. Read against diffusers 0.42."""
+"""Adapter of PixArt-Alpha and PixArt-Sigma (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks

@@ -1,4 +1,4 @@
-"""PRX. Read against diffusers 0.42."""
+"""Adapter of PRX (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -11,12 +11,13 @@ PRX = Adapter(
         inputs={},
         inner={
             "blocks.0": {"hidden_states": Split(dim=1, segment="image")},
-            # [B, 1, S, D / 2, 2, 2]
+            # The rotary embedding is [B, 1, S, D / 2, 2, 2].
             "blocks.*": {"image_rotary_emb": Split(dim=2, like="image")},
         },
         outputs={"final_layer": Gather(dim=1, segment="image")},
         joint_order=("image",),
-        # Image tokens attend to text and image. The processor makes a mask of the local keys.
+        # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys that it sees,
+        # which are this rank's.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
         batched=dict.fromkeys(
             ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0

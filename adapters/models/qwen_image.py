@@ -1,6 +1,6 @@
-"""Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1.
+"""Adapters of Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1.
 
-Read against diffusers 0.42.
+Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -11,7 +11,8 @@ QWEN_IMAGE = Adapter(
     transformer="QwenImageTransformer2DModel",
     pipelines="Qwen-Image",
     plan=Plan(
-        # [B, S, C] each, added to the image tokens between blocks. The published plan omits them.
+        # ControlNet residuals [B, S, C], which the model adds to the image tokens between blocks. The plan that
+        # diffusers publishes does not split them.
         inputs={"controlnet_block_samples": Split(dim=1, like="image")},
         inner={
             "pos_embed": {0: Split(dim=0, like="image"), 1: Split(dim=0, like="text")},
@@ -19,7 +20,7 @@ QWEN_IMAGE = Adapter(
                 "hidden_states": Split(dim=1, segment="image"),
                 "encoder_hidden_states": Split(dim=1, segment="text"),
             },
-            # The processor makes a mask of the local keys from it.
+            # The attention processor makes a mask from encoder_hidden_states_mask, for this rank's keys.
             "transformer_blocks.*": {
                 "encoder_hidden_states_mask": Split(dim=1, like="text"),
                 "modulate_index": Split(dim=1, like="image"),
@@ -38,18 +39,19 @@ QWEN_IMAGE = Adapter(
             ),
         )
     ),
-    # The rotation of text becomes complex numbers, which must not be empty.
+    # The model views the rotary embedding of text as complex numbers, which fails for a text without tokens.
     empty_text=False,
 )
 
-# The image tokens follow those of the prompt and of input images, which are replicated.
+# For tensors in which the tokens of the generated image follow those of the prompt and of input images, which are
+# replicated.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(
     transformer="QwenImage21Transformer2DModel",
     pipelines="Qwen-Image 2.1",
     plan=Plan(
-        # The last image is the generated one: frames × height × width tokens.
+        # The last entry of img_shapes is the generated image; it has frames × height × width tokens.
         inputs={"img_shapes": Count("image", at=(0, -1))},
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image", after_replicated=True)},
@@ -59,7 +61,8 @@ QWEN_IMAGE_21 = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
         joint_order=("prompt", "image"),
         attention={
-            # Pieces of the prompt attend to earlier pieces. Every rank holds these and their cached keys.
+            # The prompt is computed in pieces, each of which attends to itself and to earlier pieces. Every rank has
+            # all pieces and their cached keys.
             "transformer_blocks.*.attn": OneForEach(
                 "segments",
                 each=Attention(("piece",), ("prompt",)),
@@ -69,7 +72,7 @@ QWEN_IMAGE_21 = Adapter(
     ),
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), chained=True),),
-        # Each block appends its own entry, so no block may be skipped.
+        # With kv_cache each block stores its keys in the cache, so no block may be skipped.
         uncached=("kv_cache",),
     ),
 )

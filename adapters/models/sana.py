@@ -1,4 +1,4 @@
-"""Sana (text-to-image, Sprint, ControlNet) and SanaVideo. Read against diffusers 0.42."""
+"""Adapters of Sana (text-to-image, Sprint, ControlNet) and SanaVideo. Written for diffusers 0.42."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), chained=True, between
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:
-    """Return ``plan`` with the patch size: it counts rows or frames in patches, ``hidden_states`` in latent pixels."""
+    """Return ``plan`` with ``per`` of ``hidden_states`` set to the patch size: latent rows or frames per token."""
     size: int | list[int] = module.config.patch_size  # type: ignore[assignment,union-attr]
     split: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
     return replace(
@@ -38,12 +38,13 @@ SANA = Adapter(
     transformer="SanaTransformer2DModel",
     pipelines="Sana",
     plan=Plan(
-        # Rows of the image are sharded, because the model convolves over neighbouring tokens.
+        # The image is split into rows of tokens, not into tokens, because the feed-forward convolves over neighbouring
+        # tokens.
         inputs={
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": Split(dim=1, like="rows", per=None),
         },
-        # In some models it adds the positions of the full image, so it needs all rows.
+        # In some models patch_embed adds the positions of the full image, so gather its input and split its output (0).
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
@@ -64,7 +65,7 @@ SANA_VIDEO = Adapter(
     plan=Plan(
         inputs={
             "hidden_states": Split(dim=2, segment="frames"),
-            # [B], or [B, 1, F, H, W] with one time step per token if an image is given.
+            # [B], or [B, 1, F, H, W] with one time step per token if the user gives an image.
             "timestep": Split(dim=2, like="frames", ndim=5),
             "controlnet_block_samples": Split(dim=1, like="frames", per=None),
         },
@@ -79,7 +80,7 @@ SANA_VIDEO = Adapter(
         outputs={"": Gather(dim=2, segment="frames", per=None)},
         joint_order=("frames",),
         attention={
-            # The sum of the normalizer, then the product of the state.
+            # Over tokens the module sums the normalizer (its first ``sum``) and the state (its second ``matmul``).
             "transformer_blocks.*.attn1": LinearAttention("frames", sums=(("sum", 0), ("matmul", 1))),
             "transformer_blocks.*.attn2": (Attention(("frames",), ("text",)),),
         },

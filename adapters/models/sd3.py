@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Read against diffusers 0.42."""
+"""Adapter of Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
@@ -10,16 +10,17 @@ SD3 = Adapter(
     transformer="SD3Transformer2DModel",
     pipelines="Stable Diffusion 3",
     plan=Plan(
-        # [B, S, C] each, added to the image tokens between blocks.
+        # ControlNet residuals: tensors [B, S, C], which the model adds to the image tokens between blocks.
         inputs={"block_controlnet_hidden_states": Split(dim=1, like="image")},
-        # Sharded after the embedding, because a call may skip any block, including the first.
+        # Split after the position embedding and not at the first block, because a call may skip any block
+        # (skip_layers).
         inner={"pos_embed": {0: Split(dim=1, segment="image")}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=JOINT,
         attention={
-            # After the joint attention, image tokens attend to each other and to those of an IP-Adapter.
+            # After the joint attention, image tokens attend to image tokens and to the tokens of an IP-Adapter.
             "transformer_blocks.*.attn": (Attention(JOINT), Attention(("image",), ("image", "ip_adapter"))),
-            # In 3.5 medium, image tokens also attend to each other.
+            # Stable Diffusion 3.5 medium has a second attention among the image tokens.
             "transformer_blocks.*.attn2": (Attention(("image",)),),
         },
         batched=dict.fromkeys(
@@ -29,7 +30,7 @@ SD3 = Adapter(
                 "pooled_projections",
                 "timestep",
                 "block_controlnet_hidden_states",
-                # It holds the embeddings of an IP-Adapter's images.
+                # It may hold embeddings of IP-Adapter images, which have a batch dim.
                 "joint_attention_kwargs",
             ),
             0,

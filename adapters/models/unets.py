@@ -1,4 +1,4 @@
-"""UNets and ControlNets of diffusers whose rows are sharded over ranks. Read against diffusers 0.42."""
+"""UNets and ControlNets of diffusers whose image rows can be sharded over ranks. Written for diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnetAdapter:
-    """Facts about one UNet or ControlNet.
+    """Description of one UNet or ControlNet class.
 
     Args:
         unet: Name of the class.
         pipelines: Names of its pipelines as users know them, for messages; empty for a ControlNet.
-        images: Arguments ``[..., H, W]`` whose rows are sharded. The first decides the layout; others have a multiple
-            of its rows.
+        images: Names of the arguments ``[..., H, W]`` whose rows are sharded. The rows of the first one are split over
+            the ranks. The others must have a multiple of its number of rows, and are split at the same places.
     """
 
     unet: str
@@ -27,7 +27,8 @@ UNETS: Mapping[str, UnetAdapter] = {
     for adapter in (
         UnetAdapter("UNet2DConditionModel", "Stable Diffusion 1, 2 and Stable Diffusion XL"),
         UnetAdapter("UNetSpatioTemporalConditionModel", "Stable Video Diffusion"),
-        # Its output is gathered, because a pipeline may add the outputs of several ControlNets.
+        # The output of a ControlNet is gathered on every rank, because a pipeline may add the outputs of several
+        # ControlNets.
         UnetAdapter("ControlNetModel", images=("sample", "controlnet_cond")),
     )
 }

@@ -1,4 +1,4 @@
-"""Transformers of diffusers that cannot run on several ranks, each with the reason. Read against diffusers 0.42."""
+"""Transformers of diffusers that cannot run on several ranks, and the reason for each. Written for diffusers 0.42."""
 
 from collections.abc import Mapping
 

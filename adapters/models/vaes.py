@@ -1,4 +1,7 @@
-"""Autoencoders of diffusers whose rows are sharded over ranks. Read against diffusers 0.42."""
+"""Autoencoders of diffusers whose image rows can be sharded over ranks, and those whose rows cannot.
+
+Written for diffusers 0.42.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from para_core.instance_patching import original_class
 
 @dataclass(frozen=True)
 class VaeAdapter:
-    """Facts about one autoencoder.
+    """Description of one autoencoder class.
 
     Args:
         vae: Name of the class.
-        encode, decode: Innermost methods that take and return images ``[..., H, W]`` and whose callers do not depend on
-            the size of an image. Slices over the batch are made by the callers. ``encode`` is None for a decoder.
-        tiled: Methods that tile and blend. They take and return all rows.
+        encode, decode: Names of the methods to parallelize: the innermost ones that take and return images ``[..., H,
+            W]`` and whose callers do not depend on the size of an image. Their callers split the batch if slicing is
+            on. ``encode`` is None for a class that only decodes.
+        tiled: Names of the methods that split an image into tiles, run these and blend the results; empty without
+            tiling.
         only_tiled: Whether the class always tiles.
-        why_not_tiles: Reason why the tiles of a class with tiling cannot be distributed; empty if they can.
+        why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
         windows: Whether it is a diffusion decoder whose attention sees a window around each pixel.
     """
 
@@ -33,7 +38,7 @@ class VaeAdapter:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of ``encode``, if there is one, and ``decode``."""
+        """Names of the methods to parallelize: ``encode``, if there is one, and ``decode``."""
         return (self.decode,) if self.encode is None else (self.encode, self.decode)
 
     @property
@@ -65,8 +70,8 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLLTX2Video"),
         VaeAdapter("AutoencoderKLLTXVideo"),
         VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_CACHED_FRAMES),
-        # It tiles by default. Without tiling its decoder concatenates tokens of rows with other tokens, which raises
-        # MixesRows.
+        # This class tiles by default. If the user turns tiling off, its decoder concatenates tokens of rows with other
+        # tokens, which cannot be sharded: the call raises MixesRows.
         VaeAdapter("AutoencoderKLMiniMaxH3", tiled=("_encode_clip", "_decode_clip")),
         VaeAdapter("AutoencoderKLMiniMaxH3Audio", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLMochi"),
@@ -74,7 +79,7 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLQwenImage21"),
         VaeAdapter("AutoencoderKLTemporalDecoder", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLWan"),
-        # [B, C, length]: the samples of a waveform are sharded instead of rows.
+        # A waveform [B, C, length] has no rows; its samples are sharded instead.
         VaeAdapter(
             "AutoencoderOobleck",
             tiled=("_tiled_encode", "_tiled_decode"),
@@ -103,7 +108,7 @@ VAES: Mapping[str, VaeAdapter] = {
 }
 
 
-# Other autoencoders of diffusers, and why their rows are not sharded.
+# Other autoencoders of diffusers, each with the reason why its rows are not sharded.
 REFUSED_VAES: Mapping[str, str] = {
     "AsymmetricAutoencoderKL": "its decoder also takes a mask and an image, whose rows would have to be sharded "
     "equally",
@@ -119,9 +124,9 @@ REFUSED_VAES: Mapping[str, str] = {
 
 
 def rows_per_latent(vae: Any) -> int:
-    """Return the number of rows of pixels per row of latents."""
+    """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``."""
     config = vae.config
-    # Not getattr, because diffusers then looks in the config as well, and warns.
+    # Read vars() instead of using getattr, because diffusers' getattr also looks in the config, and warns.
     attributes = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
     for ratio in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *attributes):
         if ratio is not None:

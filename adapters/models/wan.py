@@ -1,6 +1,6 @@
-"""Wan, ChronoEdit, Wan VACE, Wan Animate and Animate 2, SkyReels V2, AnyFlow and AnyFlow FAR.
+"""Adapters of Wan and models derived from it: ChronoEdit, VACE, Animate 1 and 2, SkyReels V2, AnyFlow, AnyFlow FAR.
 
-Read against diffusers 0.42.
+Written for diffusers 0.42.
 """
 
 from dataclasses import replace
@@ -12,16 +12,19 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
-# Text tokens and conditioning image tokens are replicated.
+# The keys of cross-attention are text tokens and conditioning image tokens, which are replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
 
 
 def _tensor(*lists: str) -> TensorPlan:
-    """Return the tensor plan for the blocks in ``lists``. Queries and keys are normalized over all heads."""
+    """Return the tensor plan for the blocks of the module lists ``lists``.
+
+    The norms of queries and keys span the channels of all heads, so their weights are sharded too.
+    """
     blocks = [f"{name}.*" for name in lists]
-    # The last two are for conditioning image tokens.
+    # Keys and values of conditioning image tokens have their own projections, add_k_proj and add_v_proj.
     columns = (
         *(f"{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
         "ffn.net.0.proj",
@@ -39,7 +42,8 @@ def _tensor(*lists: str) -> TensorPlan:
 
 
 TENSOR = _tensor("blocks")
-# Each block of the face adapter attends to face tokens with its own heads, normalized one by one.
+# Each block of the face adapter attends to face tokens with heads of its own. Its norms are per head, so they need no
+# rule.
 _ADAPTER = "face_adapter.*"
 TENSOR_WITH_FACES = replace(
     TENSOR,
@@ -65,7 +69,7 @@ WAN_VACE = Adapter(
         inputs={},
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            # All VACE blocks get the tokens from before the first block.
+            # Every VACE block gets the video tokens as they are before the first block, so split them at each.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
             "blocks.0": {"hidden_states": VIDEO},
@@ -74,7 +78,7 @@ WAN_VACE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
-    # The VACE blocks run before the first of these, at every step.
+    # The VACE blocks run before these blocks and are not cached: they run at every step.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=_tensor("blocks", "vace_blocks"),
 )
@@ -87,14 +91,15 @@ WAN_ANIMATE = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # The tokens of a frame attend to its face. They are gathered, because a frame may span two ranks.
+            # The video tokens of a frame attend to the face of that frame. Gather them, because a frame may span two
+            # ranks.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
-    # The face adapter runs after some blocks.
+    # The face adapter runs between some blocks, so the blocks are not ``chained``.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=TENSOR_WITH_FACES,
 )
@@ -107,10 +112,11 @@ SKYREELS_V2 = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # One per token if frames have their own time steps. The causal mask is replicated.
+            # temb has one entry per token if frames have their own time steps. The causal mask is for the full sequence
+            # and stays replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
-        # Gathered before the output layers, which apply the time steps of all tokens.
+        # Gathered before the output layers, which use the time step of each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -126,11 +132,11 @@ ANYFLOW = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # For queries and for keys, [1, 1, S, D / 2] each.
+            # rotary_emb holds one tensor for queries and one for keys, [1, 1, S, D / 2] each.
             "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
         },
-        # Gathered before the output layers, which apply the time steps of all tokens.
+        # Gathered before the output layers, which use the time step of each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -139,8 +145,8 @@ ANYFLOW = Adapter(
     tensor=TENSOR,
 )
 
-# Self-attention packs or pads all tokens for a mask of flex attention, and caches keys for later calls. Queries and
-# keys are normalized over all heads before the all-to-all.
+# For self-attention that packs or pads all tokens for a mask of flex attention, and caches keys for later calls. The
+# all-to-all comes after the norms of queries and keys, which span all heads.
 _BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
 _WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
@@ -152,13 +158,13 @@ ANYFLOW_FAR = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
-        # Gathered before the output layers, which apply the time steps of all tokens.
+        # Gathered before the output layers, which use the time step of each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # kv_cache holds keys and values of earlier chunks, [2, B, H, S, D].
+        # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]; each rank stores its heads.
         attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
     ),
-    # There are no blocks for First Block Cache, because a skipped block would cache no keys for later chunks.
+    # No ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later chunks.
 )
 
 WAN_ANIMATE_2 = Adapter(
@@ -169,10 +175,11 @@ WAN_ANIMATE_2 = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.0": {"hidden_states": VIDEO}},
-        # Not gathered after the last block, because a model of ten blocks skips that block without a condition.
+        # Gathered after the head and not after the last block, because a model of ten blocks skips that block in
+        # unconditional calls.
         outputs={"head": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Keys of the reference are cached by the module, with the heads of this rank.
+        # The module caches the keys of the reference image, only those of this rank's heads.
         attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},
     ),
 )
