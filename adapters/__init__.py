@@ -1,4 +1,4 @@
-"""Parallel and cached diffusers pipelines, and the adapters of diffusers models."""
+"""Run diffusers pipelines in parallel or with a cache; contains the adapters that describe diffusers' models."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.calibration.calibrate import calibrate_cache

@@ -1,4 +1,4 @@
-"""The type of adapters: facts about one model family of diffusers."""
+"""The type ``Adapter``: how one transformer class of diffusers is sharded and cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from para_core.plans.plan import Plan
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan
 
-# Treatment of the text tokens of a sequence.
+# How text tokens are treated: sharded like image tokens, or replicated on every rank.
 Text = Literal["shard", "replicate"]
 
 
@@ -26,20 +26,21 @@ class Adapter:
         pipelines (`str`): Names of its pipelines as users know them, for messages.
         plan (`Plan`, *optional*): What is sharded and gathered. If text can be sharded, the plan shards it, as the
             segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
-        complete (`Callable`, *optional*): Function of ``plan`` and the module that returns the module's plan, if the
-            plan depends on the config of the module.
+        complete (`Callable`, *optional*): ``complete(plan, module)`` returns the plan of one module, for a plan that
+            depends on the module's config.
         text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens.
-        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages.
+        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages. Without it both are
+            refused.
         uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.
         tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class publishes
             (``_tp_plan``).
-        frames (`Frames`, *optional*): Position of the frames in the input of a model that turns a video into tokens.
-            PipeFusion then splits the input into patches of whole frames.
-        empty_text (`bool`, defaults to `True`): Whether the model accepts an empty text. Then only PipeFusion's first
-            patch carries the text; otherwise each patch carries all of it.
-        fills (`tuple[str, str]`, *optional*): Name and value of the argument of a call that only fills a cache of keys,
-            which the calls of all CFG branches read. Every rank along ``batch`` computes such a call.
-        steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines takes its steps with copies of its
+        frames (`Frames`, *optional*): Which dim of the input holds the frames, if the model turns a video into tokens
+            itself. PipeFusion then splits the input into patches of whole frames.
+        empty_text (`bool`, defaults to `True`): Whether the model accepts a text without tokens. Then only PipeFusion's
+            first patch carries the text; otherwise each patch carries all of it.
+        fills (`tuple[str, str]`, *optional*): Name and value of an argument by which a call only fills a cache of keys
+            that the calls of all CFG branches read. Every rank along ``batch`` computes such a call.
+        steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
         threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends this

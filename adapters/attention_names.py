@@ -1,9 +1,9 @@
-"""Attention backends of diffusers by name: which backend of para_core computes the same over several ranks.
+"""Map the attention backends that diffusers names to backends of para_core, for calls on several ranks.
 
-``set_attention_backend``, ``attention_backend(...)`` and the environment name a function that most of them do not share
-with scaled_dot_product_attention, so interception cannot see it. During a call on several ranks the processors use
-``"native"``, which it sees, and the plan uses the backend that the name stands for. Written for diffusers 0.42.1,
-``models/attention_dispatch.py``.
+A user chooses a backend of diffusers by ``set_attention_backend``, ``attention_backend(...)`` or the environment. Most
+of these do not call scaled_dot_product_attention, so interception cannot see them. During a call on several ranks the
+processors therefore use ``"native"``, which calls it, and para_core computes attention with the equivalent backend of
+its own. Written for diffusers 0.42.1, ``models/attention_dispatch.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads
 from para_core.plans.region import region_of
 
-# Names that call scaled_dot_product_attention, with or without a choice of its backend.
+# Names of backends that call scaled_dot_product_attention, so interception sees them.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-# The backends of the other names. None is the choice of PyTorch: the name computes exact attention, with a kernel that
-# PyTorch has as well, and takes masks that the kernel alone does not.
+# Other names of diffusers, each with the equivalent backend of para_core. None leaves the choice to SDPA: these names
+# compute exact attention with a kernel that PyTorch also has, and with masks, which that kernel alone does not support.
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,
@@ -34,28 +34,28 @@ TRANSLATED: Mapping[str, Backend | None] = {
     "flex": None,
     "xformers": None,
     **dict.fromkeys(("sage", "sage_varlen"), "sage"),
-    # sageattn chooses among these kernels by the GPU.
+    # sageattn itself chooses one of the following kernels, by the GPU.
     **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"), "sage"),
     **dict.fromkeys(("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"), "sage"),
 }
 
 
 class _Setting(NamedTuple):
-    """The backend of one processor."""
+    """The backend of diffusers that one attention processor uses."""
 
     path: str
     processor: Any
     name: str
-    crosses: bool  # whether its keys are those of another sequence
+    crosses: bool  # whether it is cross-attention, whose keys come from another sequence
 
     @property
     def backend(self) -> Backend | None:
-        """The backend of para_core; None also for a native one, which chooses inside SDPA."""
+        """The equivalent backend of para_core; None leaves the choice to SDPA."""
         return TRANSLATED.get(self.name)
 
 
 def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -> None:
-    """Refuse an attention backend of diffusers that para_core has no equal of."""
+    """Refuse an attention backend of diffusers that has no equivalent in para_core."""
     for setting in _settings(module):
         if setting.name not in (*_SEEN, *TRANSLATED):
             raise RuntimeError(
@@ -81,7 +81,7 @@ def refuse_mixed_attention(module: nn.Module, name: str) -> None:
 
 
 def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
-    """Refuse an attention backend of diffusers beside another one of para_core."""
+    """Refuse an attention backend of diffusers that contradicts the backend= or cross_backend= of para_core."""
     region = region_of(module)
     for kind in _by_kind(module):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
@@ -97,7 +97,7 @@ def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
 
 
 def require_native_attention(module: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` if diffusers names an attention backend for ``module``, which follows a schedule."""
+    """Raise ``ValueError`` if ``module`` follows an attention schedule and diffusers names a backend for it as well."""
     other = next((setting for setting in _settings(module) if setting.name not in _SEEN), None)
     if other is not None:
         raise ValueError(
@@ -107,13 +107,13 @@ def require_native_attention(module: nn.Module, name: str) -> None:
 
 
 def _by_kind(module: nn.Module) -> list[list[_Setting]]:
-    """Return the backends of attention to the own sequence, and of attention to another."""
+    """Return the settings of self-attention processors, and those of cross-attention processors."""
     settings = _settings(module)
     return [[setting for setting in settings if setting.crosses == crosses] for crosses in (False, True)]
 
 
 def attention_by_name(module: nn.Module) -> dict[str, str]:
-    """Return the attention options of a parallel ``module``, for the comparison between ranks."""
+    """Return the attention options of ``module`` by name, to compare them between ranks; empty if not parallel."""
     region = region_of(module)
     if region is None:
         return {}
@@ -125,10 +125,10 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def translated_attention(module: nn.Module) -> Iterator[None]:
-    """Use para_core's backends for those that diffusers names, inside the ``with`` block.
+    """Use para_core's equivalents of the backends that diffusers names for ``module``, inside the ``with`` block.
 
-    :func:`refuse_unseen_attention` and :func:`refuse_mixed_attention` have accepted them. Does nothing on one rank,
-    which needs no interception.
+    The checks :func:`refuse_unseen_attention` and :func:`refuse_mixed_attention` must have passed. Does nothing on one
+    rank, where diffusers' own backends run.
     """
     region = region_of(module)
     others = [] if region is None or region.mesh.ranks == 1 else [x for x in _settings(module) if x.name not in _SEEN]
@@ -152,11 +152,8 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 
 
 def _settings(module: nn.Module) -> list[_Setting]:
-    """Return the backend of each processor, or nothing if all of them are native.
-
-    A processor without a backend always calls scaled_dot_product_attention.
-    """
-    # Few modules have a processor, and getattr() is slow for those without.
+    """Return the backend of each processor; empty if all processors call scaled_dot_product_attention."""
+    # Read the dicts directly: getattr() is slow on the many modules that have no processor.
     found: list[Any] = [vars(x).get("processor") or x._modules.get("processor") for x in module.modules()]
     names = {_name_of(x._attention_backend) for x in found if hasattr(x, "_attention_backend")}
     return [] if names <= set(_SEEN) else _settings_by_path(module)
@@ -167,7 +164,7 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
     plan = plan_for(module)
     for pattern, attention in () if plan is None else plan.attention.items():
         if isinstance(attention, AttentionByHeads):
-            # It has all tokens and some of the heads, for which any backend is correct.
+            # This module runs on all tokens and some of the heads, for which any backend is correct.
             by_heads |= set(matching_modules(module, pattern))
         elif isinstance(attention, tuple) and all(call.keys is not None for call in attention):
             crossing |= set(matching_modules(module, pattern))
@@ -180,7 +177,8 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
 
 def _name_of(backend: Any) -> str:
     if backend is None:
-        # The default of all models: from the last set_attention_backend, attention_backend(...), or the environment.
+        # No backend is set on this processor, so diffusers uses its default, which set_attention_backend,
+        # attention_backend(...) and the environment change.
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
         backend, _ = _AttentionBackendRegistry.get_active_backend()

@@ -1,4 +1,4 @@
-"""Transformers and text encoders of a pipeline, and their blocks, for sharded weights, stages and the planner."""
+"""Find the transformers and encoders of a pipeline and their blocks, to shard weights, to run stages and to plan."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Where text encoders and autoencoders are held, and how weights are quantized: options of sharded pipelines and of the
-# planner.
+# Values of the options text_encoders=, vae_placement= and quantize=, of parallelize_pipe, the loader and the planner.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 
-# Beginnings of the names of encoders of prompts and conditioning images.
+# Names of components that encode prompts or conditioning images begin with one of these.
 _ENCODERS = ("text_encoder", "image_encoder")
-# Names of layers that process one vector per sample or only text tokens. They take little time relative to the size of
-# their weights.
+# Matches names of layers that process one vector per sample, or only text tokens. They take little time relative to the
+# size of their weights, so the cost of a block leaves them out.
 _CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
 
 
 def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Return the transformers and encoders of ``pipe`` by name, without the wrappers of ``torch.compile``.
+    """Return the transformers and encoders of ``pipe`` that have blocks, by name, without compile wrappers.
 
     Args:
-        names: Components to return. None for all transformers and encoders that have blocks.
+        pipe: The pipeline.
+        names: Names of the components to return; None for all.
 
     Raises:
         TypeError: If ``names`` is a string.
@@ -43,7 +43,8 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
     possible = {
         name: part
         for name, part in parts.items()
-        # Autoencoders are excluded, because calls of their parts bypass the hooks of FSDP2.
+        # Autoencoders are left out, because pipelines call their methods and submodules without calling the module
+        # itself, which bypasses FSDP2's hooks.
         if (name in transformers or name.startswith(_ENCODERS)) and isinstance(part, nn.Module) and blocks_of(part)
     }
     if names is None:
@@ -70,7 +71,8 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
     stack = [name for group in groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
-    # Other blocks (refiners of text, blocks of a condition) mostly run before the stack.
+    # The other blocks come first in the result: most of them (text refiners, blocks of a condition) run before the
+    # stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
 
 
@@ -84,7 +86,7 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | None:
-    """Return the reason why ``module`` cannot run in pipeline stages; None if it can."""
+    """Return why ``module`` cannot run in pipeline stages, as a part of a sentence; None if it can."""
     adapter = adapter_for(module, adapter)
     if adapter is None or adapter.blocks is None:
         return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
@@ -94,7 +96,7 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
 
 
 def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
-    """Return the block stack of ``module`` in order, with the cost of each block.
+    """Return the blocks of ``module`` in the order in which they run, each with its streams and its cost.
 
     Raises:
         TypeError: If no adapter describes the blocks.
@@ -107,13 +109,13 @@ def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBl
 
 
 def cost_of(block: nn.Module) -> float:
-    """Return the number of elements of the matrices that all image or video tokens go through."""
+    """Return the relative cost of ``block``: the number of elements of the matrices for image or video tokens."""
     matrices = {name: x.numel() for name, x in block.named_parameters() if x.ndim > 1}
     return sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
 
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """Return how PipeFusion splits a supported transformer into patches, or the reason why it cannot."""
+    """Return how PipeFusion splits a supported transformer into patches, or (a string) the reason why it cannot."""
     own = require_adapter(module, adapter)
     text: Text | None = None if own.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, own.frames)

@@ -1,4 +1,4 @@
-"""Lookup of adapters, plans, transformers and UNets, and checks that there is one."""
+"""Look up adapters, plans, transformers and UNets, and refuse models that have none."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
 _DESCRIBE_BLOCKS = "pass adapter=Adapter(transformer='…', pipelines='…', blocks=CachedBlocks(...))."
-# Usual names of the components that denoise. Wan 2.2 has one for each part of the schedule, Ideogram 4 one for each
-# branch of guidance. A component of such a name is a transformer whatever its class, so that a class without a plan is
-# refused with the reason, or described by adapter=.
+# Usual names of the components that denoise. Wan 2.2 has two, for the two parts of its schedule, and Ideogram 4 has one
+# for each CFG branch. A component with such a name counts as a transformer whatever its class: a class without a plan
+# is then refused with a reason, or described by adapter=.
 USUAL_NAMES = ("transformer", "transformer_2", "unconditional_transformer")
 _CLASSES = frozenset(adapter.transformer for adapter in ADAPTERS)
-# Name of LTX-2.5's decoder, which denoises pixels.
+# Component name of the decoder of LTX-2.5, which is a diffusion model over pixels.
 DIFFUSION_DECODER = "diffusion_decoder"
 
 
 def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
-    """Return the plan of the adapter for ``module``, or the published one (``_cp_plan``); None if there is neither.
+    """Return the plan of ``module``: its adapter's, or else the one that its class publishes (``_cp_plan``), or None.
 
     Args:
-        text: Whether the plan shards or replicates text. None for the faster way.
+        module: The transformer, compiled or not.
+        text: Whether the plan shards or replicates text tokens. None for the faster way.
         adapter: An adapter that has priority if it is for the class of ``module``.
 
     Raises:
@@ -62,10 +63,13 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
 
 
 def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
-    """Return the tensor plan of the adapter, or the published one (``_tp_plan``); None if there is neither."""
+    """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes (``_tp_plan``).
+
+    None if there is neither, or no adapter.
+    """
     adapter = adapter_for(module)
     if adapter is None:
-        # Models of the transformers library publish plans of another form under this name.
+        # Text encoders have none: classes of the transformers library also publish a _tp_plan, but in another format.
         return None
     if adapter.tensor is not None:
         return adapter.tensor
@@ -77,7 +81,8 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     """Return the adapter for the class of ``module``, or for the nearest of its base classes; None if there is none.
 
     Args:
-        adapter: An adapter that has priority if it is for the same class.
+        module: The transformer.
+        adapter: An adapter that has priority over the library's for the same class.
     """
     candidates = ADAPTERS if adapter is None else (adapter, *ADAPTERS)
     names = [cls.__name__ for cls in type(module).__mro__]
@@ -85,7 +90,7 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
 
 
 def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapter:
-    """Return the adapter for the class of ``module`` like :func:`adapter_for`.
+    """Return the adapter of :func:`adapter_for`.
 
     Raises:
         TypeError: If there is none.
@@ -109,12 +114,13 @@ def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedB
 
 
 def transformers_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the transformers of ``pipe`` by the name of the component, without the wrappers of ``torch.compile``.
+    """Return the transformers of ``pipe`` by component name, without the wrappers of ``torch.compile``.
 
-    They are the modules whose class an adapter describes or that publish a plan, under any name, and those of a usual
-    name. Text encoders, VAEs, ControlNets and UNets have neither.
+    These are the modules under one of the usual names, and, under any name, modules whose class has an adapter or
+    publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither.
     """
-    # A pipeline that is a module keeps its parts in ``_modules``. A property, which is in neither, has a usual name.
+    # A pipeline that is an nn.Module keeps its components in ``_modules``. Components that are properties are found by
+    # their usual names only.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
     others = [name for name, part in attributes.items() if name not in USUAL_NAMES and _is_transformer(part)]
     components = {name: uncompiled(getattr(pipe, name, None)) for name in (*USUAL_NAMES, *sorted(others))}
@@ -130,7 +136,7 @@ def _is_transformer(part: Any) -> bool:
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the UNet of a pipeline without a transformer, and its supported ControlNets, by path."""
+    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty if it has a transformer or no UNet."""
     unet = uncompiled(getattr(pipe, "unet", None))
     if not isinstance(unet, nn.Module) or transformers_of(pipe):
         return {}
@@ -141,7 +147,7 @@ def unets_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def decoders_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the diffusion decoder of a pipeline that only decodes, by the name of the component."""
+    """Return the diffusion decoder of ``pipe`` by name; empty unless the pipeline only decodes."""
     module = uncompiled(getattr(pipe, DIFFUSION_DECODER, None))
     if not isinstance(module, nn.Module) or transformers_of(pipe) or unets_of(pipe):
         return {}
@@ -155,12 +161,12 @@ def unet_adapter(unet: Any) -> UnetAdapter | None:
 
 
 def component_of(pipe: Any, path: str) -> Any:
-    """Return the component at a dotted ``path`` of ``pipe``; None if there is none."""
+    """Return the component of ``pipe`` at a dotted ``path`` such as ``controlnet.nets.0``; None if there is none."""
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), pipe)
 
 
 def supported() -> str:
-    """Return a list of the pipelines that run in parallel, for messages."""
+    """Return the names of the pipelines that run in parallel, as one string for messages."""
     return "; ".join(
         [
             *[adapter.pipelines for adapter in ADAPTERS if adapter.plan is not None],
@@ -171,13 +177,14 @@ def supported() -> str:
 
 
 def cached() -> str:
-    """Return a list of the pipelines that First Block Cache supports, for messages."""
+    """Return the names of the pipelines that First Block Cache supports, as one string for messages."""
     return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
 
 
-# -- wrappers that para_core applies
+# -- wrappers that para_core installs
 
-# Keys of the wrappers of ``__call__``. Their handlers have an attribute ``mesh``, a GuidedMesh.
+# Keys of the wrappers of ``__call__`` on pipelines and on UNets. The object that handles the call has an attribute
+# ``mesh``.
 PARALLEL_PIPE = "parallel"
 PARALLEL_UNET = "parallel_unet"
 
@@ -231,7 +238,11 @@ def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | 
 
 
 def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: Text | None = None) -> Plan:
-    """Return the plan of :func:`plan_for`, and refuse a transformer that has none."""
+    """Return the plan of ``module``, as :func:`plan_for` does.
+
+    Raises:
+        TypeError: If there is no plan. The message names ``owner``, the pipeline.
+    """
     plan = plan_for(module, text, adapter)
     if plan is None:
         raise TypeError(
@@ -245,7 +256,7 @@ def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: T
 
 
 def refuse_replaced_model(called: Any, module: nn.Module, name: str) -> None:
-    """Refuse another transformer than the one that was parallelized."""
+    """Refuse a transformer that replaced the one that was parallelized."""
     if uncompiled(called) is not module:
         raise RuntimeError(
             f"{name} is another module than when the pipe was parallelized, and would run on one rank. Call "
@@ -254,7 +265,7 @@ def refuse_replaced_model(called: Any, module: nn.Module, name: str) -> None:
 
 
 def refuse_other_mesh(module: nn.Module, name: str, applied: SequenceMesh | None) -> None:
-    """Refuse a transformer whose plan was replaced or removed."""
+    """Refuse a transformer whose plan was replaced or removed after its pipeline was parallelized."""
     if applied_mesh(module) != applied:
         raise RuntimeError(
             f"{name} got another mesh, or was unparallelized, after the pipe was parallelized, perhaps through a pipe "
@@ -301,7 +312,7 @@ def refuse_unknown_blocks(owner: Any, module: nn.Module, adapter: Adapter | None
 
 
 def refuse_replaced_cached_model(called: Any, module: nn.Module, name: str) -> None:
-    """Refuse another transformer than the one that was cached."""
+    """Refuse a transformer that replaced the one that has the cache."""
     if uncompiled(called) is not module:
         raise RuntimeError(
             f"{name} is another module than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."

@@ -1,4 +1,4 @@
-"""The position of a running pipeline in its schedule, read from its scheduler."""
+"""Find the denoising step of a running pipeline, from the calls of its scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from para_core.cache.options import CacheOptions
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 _KEY = "scheduler tracker"
-# Schedulers that list the end of the schedule as their last timestep. No pipeline of diffusers takes that step.
+# Schedulers whose list of timesteps ends with the end of the schedule. The pipelines of diffusers take no step there.
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
 
@@ -18,8 +18,8 @@ class Position(NamedTuple):
     """A step of a schedule.
 
     Args:
-        step: Index of the step; 0 for the first that the call takes.
-        num_steps: Steps of the schedule, at least 1.
+        step: Index of the step; 0 for the first one that the call of the pipeline takes.
+        num_steps: Number of steps that the call takes, at least 1.
         time: Timestep of the step, on the scheduler's own scale; 0.0 if the scheduler lists none.
     """
 
@@ -29,42 +29,43 @@ class Position(NamedTuple):
 
 
 class SchedulerTracker:
-    """Tracker of a pipeline's scheduler while the pipeline runs.
+    """Counts the steps of a pipeline's scheduler while the pipeline runs.
 
-    Every call of ``scheduler.step`` that moves the scheduler on is a step of the schedule, so schedulers that call the
-    model twice per timestep (Heun) have twice as many steps. A pipeline may begin after the first timestep (image to
-    image, video to video). Diffusion forcing pipelines take their steps with copies of the scheduler, one for each
-    frame (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); the tracker then counts the calls of
-    each branch.
+    A step is a call of ``scheduler.step`` that advances the scheduler. So a scheduler that calls the model twice per
+    timestep (Heun) has twice as many steps. A pipeline may begin after the first timestep (image to image, video to
+    video). Diffusion forcing pipelines step with copies of the scheduler, one for each frame
+    (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); the tracker then counts the model calls of
+    each CFG branch instead.
     """
 
     def __init__(self) -> None:
         self.active = False
-        # A pipeline may have several trackers, which wrap the same scheduler.
+        # The key is unique, because a pipeline may have several trackers, which wrap the same scheduler.
         self._key = f"{_KEY} {id(self)}"
         self._pipe: Any = None
         self._scheduler: Any = None
         self._with_copies = False
         self._begin: Callable[[], None] = lambda: None
-        # Steps that the scheduler took.
+        # Number of steps that the scheduler has taken.
         self._num_taken = 0
-        # The scheduler's own step index after the last of them, if it has one.
+        # ``scheduler.step_index`` after the last step; None if the scheduler has no such attribute.
         self._step_index: int | None = None
-        # If copies take the steps: calls by branch, and the number of steps of the section that they belong to.
+        # Only if copies take the steps: number of model calls by branch, and the number of steps in the current section
+        # of the video.
         self._num_calls: dict[str, int] = {}
         self._section = 0
-        # Timesteps are read once per schedule, because on an accelerator the host waits for them.
+        # Timesteps are read once per schedule, because reading them from an accelerator makes the host wait.
         self._times: list[float] = []
 
     @contextmanager
     def following(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
-        """Make :meth:`position` available inside the ``with`` block.
+        """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
         Args:
-            pipe: The pipeline that runs inside. A pipeline without a scheduler has a schedule of one step.
-            begin: Called when a schedule begins. Some pipelines have one for each section of a video.
-            with_copies (`bool`, defaults to `False`): Whether the pipeline may leave its scheduler alone and take its
-                steps with copies of it.
+            pipe: The pipeline. One without a scheduler has a schedule of one step.
+            begin: Called each time a schedule begins. Some pipelines run one schedule per section of a video.
+            with_copies (`bool`, defaults to `False`): Whether the pipeline may step with copies of its scheduler
+                instead.
 
         Raises:
             RuntimeError: If this tracker already follows a pipeline, in another thread.
@@ -81,7 +82,8 @@ class SchedulerTracker:
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             output = call(scheduler, *args, **kwargs)
-            # Cosmos 1 calls step for a clean sample first, sets the step index back, and takes the same step again.
+            # Cosmos 1 first steps to a clean sample, resets the step index and takes the same step again, which must
+            # count once.
             step_index = getattr(scheduler, "step_index", None)
             if step_index is None or step_index != self._step_index:
                 self._num_taken += 1
@@ -122,7 +124,7 @@ class SchedulerTracker:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
 
     def _times_of_call(self) -> list[float]:
-        """Return the timesteps that this call of the pipeline takes."""
+        """Return the timesteps that this call of the pipeline takes, without those that it leaves out at the begin."""
         listed = getattr(self._scheduler, "timesteps", None)
         times = [] if listed is None else [float(t) for t in listed.tolist()]
         if original_class(self._scheduler).__name__ in _END_IS_LISTED:
@@ -136,16 +138,20 @@ class SchedulerTracker:
     def _times_of_copies(self) -> list[float]:
         """Return one timestep per step of the section, spread evenly over the schedule.
 
-        Each frame is at a timestep of its own, so these are approximate.
+        They are approximate, because in diffusion forcing each frame has its own timestep.
         """
         total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
         return [self._times[i * len(self._times) // total] for i in range(total)]
 
     def _count_call(self, branch: str, total: int) -> int:
-        """Return the step of this call, if each branch is called once per step.
+        """Count this model call and return its step, assuming one call per step for each branch.
 
-        A branch that was left out for some steps continues one step after the latest at most. A section of a video ends
-        when the number of steps changes, or when a branch has been called once for every step.
+        Args:
+            branch: Name of the CFG branch.
+            total: Number of steps in the current section of the video.
+
+        If a branch was not called at some steps, it continues at most one step behind the branch with the most calls. A
+        new section begins when ``total`` changes, or when a branch has been called ``total`` times.
         """
         if total != self._section or self._num_calls.get(branch, 0) >= total:
             if self._section:

@@ -1,1 +1,1 @@
-"""Phases in which a model is checked, and the checks of features of diffusers and accelerate."""
+"""Checks whether para_core can run a model with the features of diffusers and accelerate that it uses."""

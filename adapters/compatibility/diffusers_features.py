@@ -12,14 +12,14 @@ from para_core.adapters.weights.sharded_component import mesh_of_diffusers
 from para_core.cache.diffusers_caches import foreign_cache
 from para_core.instance_patching import has_compiled_parts, original_class
 
-# Functions with which a processor computes scores itself, as processors of diffusers did before PyTorch 2.
+# Functions by which a processor computes attention scores without SDPA, as in diffusers before PyTorch 2.
 _OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
 _SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 
 
 def refuse_scores_of_processor(module: nn.Module, name: str, sequence_ranks: int) -> None:
     """Refuse an attention processor that computes scores itself."""
-    # Other processors of the model may call SDPA, so all are checked.
+    # Check all processors, because one that computes scores may stand among others that call SDPA.
     for path, submodule in module.named_modules():
         cls: Any = type(getattr(submodule, "processor", None))
         call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
@@ -34,7 +34,7 @@ def refuse_scores_of_processor(module: nn.Module, name: str, sequence_ranks: int
 
 
 def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
-    """Refuse a cache of diffusers."""
+    """Refuse a cache of diffusers on the transformer."""
     cache = foreign_cache(module)
     if cache is not None:
         raise RuntimeError(
@@ -48,7 +48,7 @@ def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: A
     """Refuse compiled layers of a GGUF file, or with layerwise casting.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     if called is module and not has_compiled_parts(module):
         return
@@ -61,7 +61,7 @@ def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: A
         )
 
 
-# Hooks of diffusers that move and cast weights, whatever the tokens are.
+# Hooks of diffusers that only move or cast weights. They are correct for any part of the tokens.
 _WEIGHT_HOOKS = (
     "GroupOffloadingHook",
     "LazyPrefetchGroupOffloadingHook",
@@ -69,7 +69,7 @@ _WEIGHT_HOOKS = (
     "LayerwiseCastingHook",
     "PeftInputAutocastDisableHook",
 )
-# Hooks that skip layers, equally for all tokens unless they use dropout.
+# Hooks that skip layers. They are correct for a part of the tokens, unless they apply random dropout.
 _SKIP_HOOKS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook", "FeedForwardSkipHook")
 _DROPS = "it drops activations at random, and each rank would draw its own values. Skip whole layers (dropout=1.0)"
 _BLURS = (
@@ -81,7 +81,7 @@ _UNKNOWN = "it may need tokens of other ranks. Remove it, or unparallelize_pipe(
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each hook in diffusers' registries with the path of its module."""
+    """Yield every hook that diffusers registered on ``module`` or a submodule, with the path of that submodule."""
     for path, submodule in module.named_modules():
         registry: Any = submodule.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():
@@ -97,7 +97,7 @@ def refuse_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int)
 
 
 def _reason_against(hook: Any, sequence_ranks: int) -> str | None:
-    """Return the reason why ``hook`` is not correct on several ranks. Hooks of the user's own are allowed."""
+    """Return why ``hook`` of diffusers is not correct on several ranks; None if it is, or if it is the user's own."""
     cls = type(hook)
     if not cls.__module__.startswith("diffusers.") or cls.__name__ in _WEIGHT_HOOKS:
         return None
@@ -113,7 +113,7 @@ def _drops(hook_or_config: Any) -> bool:
 
 
 def refuse_guider(pipe: Any, sequence_ranks: int) -> None:
-    """Refuse a guider that adds such a hook."""
+    """Refuse a guider that skips layers with dropout or blurs queries."""
     guider = getattr(pipe, "guider", None)
     for configs in () if guider is None else vars(guider).values():
         for config in configs if isinstance(configs, list) else [configs]:
@@ -124,7 +124,7 @@ def refuse_guider(pipe: Any, sequence_ranks: int) -> None:
 
 
 def refuse_parallelism_of_diffusers(module: Any) -> None:
-    """Refuse diffusers' own parallelism."""
+    """Refuse a model under diffusers' own parallelism."""
     if getattr(module, "_parallel_config", None) is not None and mesh_of_diffusers(module) is None:
         raise ValueError(
             "the transformer already runs under diffusers' own enable_parallelism(config=...). Use one of the two: "

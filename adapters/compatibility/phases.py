@@ -1,8 +1,8 @@
-"""Phases in which a transformer or UNet is checked, and the checks of each phase.
+"""The checks of a transformer or UNet, by phase: before it is parallelized, cached or sharded, and before each call.
 
 A check is a function that raises if the model has a feature or an option that para_core cannot combine with what the
-user asks for. It is defined next to that feature. Its docstring begins with "Refuse" and names the combination;
-docs/refusals.md lists all of them.
+user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names the combination;
+docs/refusals.md is made from these lines.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class CheckedModel:
         owner: The pipeline of ``module``, or ``module`` itself.
         module: The transformer or UNet; None if the pipeline has none.
         component: Path of ``module`` in the pipeline; empty without a pipeline.
-        adapter: Adapter that the user gave.
-        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized.
+        adapter: Adapter that the user passed; None without one.
+        applied: Ranks over which the tokens or rows of ``module`` were sharded when it was parallelized; None before
+            that, or if they are not sharded.
     """
 
     owner: Any
@@ -92,36 +93,35 @@ class CheckedModel:
 
     @property
     def name(self) -> str:
-        """Name of the model, for messages."""
+        """Name of the model in messages: its path in the pipeline, or ``unet`` or ``transformer``."""
         return f"pipe.{self.component}" if self.component else "unet" if self.is_unet else "transformer"
 
     @property
     def called(self) -> Any:
-        """The object that the pipeline calls: ``module``, the wrapper of ``torch.compile`` around it, or a new model
-        in its place.
-        """
+        """The object that the pipeline calls: ``module``, the compiled module around it, or a model in its place."""
         return component_of(self.owner, self.component) if self.component else self.module
 
 
 def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
-    """Return the transformers, or UNets, of ``pipe``. Without any, return one whose module is None."""
+    """Return the transformers of ``pipe``, or else its UNet and ControlNets; if it has none, one with module None."""
     modules = transformers_of(pipe) or unets_of(pipe)
     return [CheckedModel(pipe, module, name, adapter) for name, module in modules.items()] or [CheckedModel(pipe, None)]
 
 
 def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
-    """Return :func:`models_to_check`; none of a pipeline that only decodes."""
+    """Return the models of ``pipe`` to parallelize: :func:`models_to_check`, or none if the pipeline only decodes."""
     return [] if decoders_of(pipe) else models_to_check(pipe, adapter)
 
 
 def check_parallelize(
     models: Sequence[CheckedModel], mesh: GuidedMesh | None = None, *, unshards: bool = False
 ) -> None:
-    """Run the checks before ``models`` are parallelized.
+    """Run the checks before ``models`` are parallelized. The first one that fails raises.
 
     Args:
-        mesh: None if it is not known yet. Then the checks that need it are left out.
-        unshards: Whether weights that are sharded now are gathered before.
+        models: The models to parallelize.
+        mesh: The mesh; None if it is not known yet, which leaves out the checks that need it.
+        unshards: Whether weights that are sharded now will be gathered first, so they are no problem.
     """
     for model in models:
         owner, module, adapter = model.owner, model.module, model.adapter
@@ -147,7 +147,7 @@ def check_parallelize(
 
 
 def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> None:
-    """Run the checks before a call of ``models`` on ``mesh``."""
+    """Run the checks before a parallel call of ``models`` on ``mesh``. The first one that fails raises."""
     for model in models:
         module, name = model.module, model.name
         if model.component:
@@ -167,7 +167,8 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             refuse_unseen_attention(module, name, mesh.sequence.ranks)
             refuse_mixed_attention(module, name)
             refuse_attention_named_twice(module, name)
-            # In a UNet any processor is correct, because matrix products of sharded rows are intercepted as well.
+            # UNets need no check of processors: their matrix products of sharded rows are intercepted too, so any
+            # processor works.
             if not model.is_unet:
                 refuse_scores_of_processor(module, name, mesh.sequence.ranks)
         if mesh.ranks > 1:
@@ -177,10 +178,11 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
 
 
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:
-    """Run the checks before a cache with ``options`` is applied to ``model``.
+    """Run the checks before a cache with ``options`` is applied to ``model``. The first one that fails raises.
 
     Args:
-        options: None if they are not known yet. Then the checks that need them are left out.
+        model: The model.
+        options: The options; None if they are not known yet, which leaves out the checks that need them.
     """
     owner, module, adapter = model.owner, model.module, model.adapter
     refuse_cache_without_transformer(owner, module)
@@ -193,7 +195,7 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
 
 
 def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
-    """Run the checks before a call of the pipeline of ``model``, to which a cache with ``options`` is applied."""
+    """Run the checks before a cached call of the pipeline of ``model``. The first one that fails raises."""
     module, name = model.module, model.name
     refuse_replaced_cached_model(model.called, module, name)
     refuse_missing_scheduler(model.owner, options)
@@ -203,7 +205,7 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     refuse_late_quantization(module, name)
 
 
-# Phases by their names in docs/refusals.md. Each runs its checks in order, and the first check that fails raises.
+# The checks of each phase, by the name of the phase in docs/refusals.md.
 PHASES: Mapping[str, Callable[..., None]] = {
     "`parallelize_pipe`": check_parallelize,
     "a parallel call": check_parallel_call,
@@ -214,10 +216,13 @@ PHASES: Mapping[str, Callable[..., None]] = {
 
 
 def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
-    """Raise on every rank if a call of ``module`` is refused on one rank, or its ``inputs`` differ between ranks.
+    """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between ranks.
 
     Args:
-        assume_equal: Whether to skip the comparison. Then only the rank whose call is refused raises.
+        module: The transformer or UNet that is called.
+        mesh: The ranks that call it.
+        inputs: Arguments and settings to compare, by name.
+        assume_equal: Whether to skip the comparison and its exchange. Then a rank whose call is refused raises alone.
     """
     mesh.check_alive()
     models = [CheckedModel(module, module)]

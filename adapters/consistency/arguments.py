@@ -1,4 +1,4 @@
-"""Compare the arguments of one call of a pipeline or a model over the ranks of a mesh, in one exchange."""
+"""Compare the arguments of one call of a pipeline or a model between the ranks of a mesh, in one exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
 
-# Characters of a value in a record; a longer text is cut and gets a hash.
+# Longest text of a value in a record. A longer text is cut and ends with a hash of all of it.
 _MAX_CHARACTERS = 60
 
 
@@ -29,13 +29,17 @@ def require_same_call(
     state: Callable[[bool], Mapping[str, Any]],
     check: Callable[[], None],
 ) -> None:
-    """Raise on every rank unless all ranks call ``pipe`` with equal arguments. The message names what differs.
+    """Raise on every rank if ranks call ``pipe`` with different arguments or in a different state.
+
+    The message names the values that differ. Every rank of ``mesh`` must call this function.
 
     Args:
+        pipe: The pipeline.
+        args, kwargs: The arguments of the call on this rank.
+        mesh: The ranks that make the call.
         what: Name of the called object, for messages.
-        state: Returns the state of the pipeline that must also be equal. Its argument is whether the call decodes
-            latents.
-        check: Called first. It raises if this rank cannot take part in the call.
+        state: Returns further values by name that must be equal. Its argument is whether the call decodes latents.
+        check: Called first, on each rank. Raises if this rank cannot take part in the call.
 
     Raises:
         ValueError: If an argument or the state differs between two ranks.
@@ -60,10 +64,11 @@ def require_same_call(
 
 
 def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, check: Callable[[], None]) -> None:
-    """Raise on every rank unless all ranks call a module with equal inputs. The message names what differs.
+    """Raise on every rank if ranks call a module with different inputs. The message names the inputs that differ.
 
     Args:
-        what, check: As in :func:`require_same_call`.
+        inputs: The inputs of this rank, by name.
+        mesh, what, check: As in :func:`require_same_call`.
 
     Raises:
         ValueError: If an input differs between two ranks.
@@ -81,7 +86,7 @@ def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, 
 
 
 def _record(values: Mapping[str, Any]) -> Record:
-    """Return a text for each value that is not None. The host waits for the device once for all tensors."""
+    """Return a short text for each value that is not None. Waits for the device only once, for all tensors together."""
     pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
     tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
     digits = iter(fingerprints(tensors))
@@ -94,9 +99,9 @@ def _record(values: Mapping[str, Any]) -> Record:
 def _require_equal(
     values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, check: Callable[[], None], way_out: str
 ) -> None:
-    """Raise on every rank unless all ranks have equal ``values()``.
+    """Raise on every rank if ``values()`` differs between ranks, or if ``check`` or ``values`` raised on one of them.
 
-    An error of ``check`` or ``values`` on one rank raises on all of them.
+    ``way_out`` ends the message: advice to the user.
     """
 
     def explain(records: list[Record]) -> str:
@@ -127,7 +132,7 @@ def _shortened(text: str) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str | Tensor]:
-    """Yield the parts of a text that describes ``value``. A tensor takes the place of its fingerprint."""
+    """Yield strings and tensors that, joined with each tensor's fingerprint in its place, describe ``value``."""
     if value is None or isinstance(value, (str, bool, int, float)):
         yield repr(value)
     elif isinstance(value, Tensor):
@@ -139,13 +144,13 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):
         yield from _joined("[]", [("", item) for item in value])
-    elif is_dataclass(value) and not isinstance(value, type):  # for example LTX-Video's conditions
+    elif is_dataclass(value) and not isinstance(value, type):  # for example the conditions of LTX-Video
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:
-        # Of callbacks and other objects only the class can be compared.
+        # Callbacks and other objects have no values to compare between processes, so compare their class only.
         yield f"a {type(value).__name__}"
 
 

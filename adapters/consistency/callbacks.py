@@ -1,8 +1,8 @@
-"""Callbacks of a pipeline's call: run code around them, and check that they change the same on all ranks.
+"""Run the callbacks of a pipeline's call, and check that they have the same effect on all ranks.
 
-A callback that acts differently on one rank raises on every rank, instead of giving a wrong image or a wait until the
-time-out. After each callback the ranks exchange a few numbers over the CPU. They compare values (fingerprints of the
-returned tensors, and the LoRAs) only if a callback changed something on some rank.
+Without the check a callback that acts differently on one rank would give a wrong image, or a wait until the time-out;
+with it, every rank raises. After each callback the ranks exchange a few numbers over the CPU. Only if a callback
+changed something on some rank, they also compare fingerprints of the returned tensors and of the LoRAs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ _WAY_OUT = (
 def around_callbacks(
     kwargs: Mapping[str, Any], key: str, run: Callable[..., Any], *, order: WrapperPriority
 ) -> Iterator[dict[str, Any]]:
-    """Inside the block, run each callback among the arguments of a call as ``run(callback, *args, **kwargs)``.
+    """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
+
+    Args:
+        kwargs: Keyword arguments of a pipeline's call. Those whose names begin with ``callback`` are replaced.
+        key: Key of the wrapper.
+        run: Called instead of each callback, with the callback first.
+        order: Priority among the wrappers of one callback.
 
     Yields:
-        The arguments to call the pipeline with.
+        The keyword arguments to call the pipeline with.
     """
     callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
     with ExitStack() as stack:
@@ -44,7 +50,7 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPrio
     if not hasattr(callback, "tensor_inputs"):
         yield partial(run, callback)
         return
-    # Pipelines check the class of diffusers' own callbacks, so these are wrapped on the instance.
+    # Pipelines check the class of a diffusers PipelineCallback, so wrap its method instead of passing another object.
     wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
     try:
         yield callback
@@ -53,22 +59,24 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPrio
 
 
 class CheckedCallbacks:
-    """Runner of callbacks that compares their effects over the ranks of ``mesh``.
+    """Runs callbacks and compares their effects over the ranks of ``mesh``.
 
     Args:
-        loras: LoRAs of ``pipe``, described when the call began.
+        pipe: The pipeline that the callbacks may change.
+        mesh: The ranks that run it.
+        loras: Descriptions of the LoRAs of ``pipe``, made when the call began.
     """
 
     def __init__(self, pipe: Any, mesh: GuidedMesh, loras: Loras) -> None:
         self._pipe, self._mesh, self._loras = pipe, mesh, loras
 
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``callback(*args, **kwargs)`` after all ranks ran theirs with the same effect.
+        """Return ``callback(*args, **kwargs)``, after all ranks have run their callback with the same effect.
 
         Raises:
-            ValueError: If it changed something on one rank that it did not change equally on the others.
-            RuntimeError: If it raised on another rank.
-            Exception: What it raised on this rank.
+            ValueError: If the effect of the callback differs between ranks.
+            RuntimeError: If the callback raised on another rank.
+            Exception: The error of the callback, if it raised on this rank.
         """
         inputs = _tensors(args)
         versions = {name: version_of(x) for name, x in inputs.items()}
@@ -86,11 +94,11 @@ class CheckedCallbacks:
         try:
             check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
         except RuntimeError:
-            return  # This rank raises its own error, even if no other rank answers.
+            return  # Ignore it: this rank raises its own error below, even if no other rank answers.
 
     def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
         state: Record = {
-            # Callbacks set these to end a generation, and to end its guidance.
+            # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
             "guidance_scale": _plain(getattr(self._pipe, "_guidance_scale", None)),
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
@@ -108,7 +116,7 @@ class CheckedCallbacks:
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the tensors among ``values`` by name.
 
-    A callback takes and returns them in a dict, or (an old form) one by one.
+    A callback takes and returns its tensors in a dict, or one by one in the old form.
     """
     named = {f"argument {index}": value for index, value in enumerate(values)}
     for value in values:

@@ -1,12 +1,12 @@
-"""Diagnosis of a time-out: which rank does not answer, and why.
+"""Find out which rank does not answer, and why, when a collective times out.
 
-The time-out of a collective does not say which rank is missing. So the ranks of a pipeline exchange once where they run
-(:func:`places_of_all`). A rank that leaves a call with an exception writes the reason into torch's store
-(:func:`leave_reason`). A rank that gives up waiting signs in at the store and names the ranks that do not
+The time-out of a collective does not say which rank is missing. So the ranks exchange their process ids and hosts in
+advance (:func:`places_of_all`). A rank that leaves a call with an exception writes the reason into torch's store
+(:func:`leave_reason`). A rank whose collective timed out signs in at the store and names the ranks that do not
 (:func:`why_no_answer`).
 
-The store is reached over the network that may have failed, and its calls may then block for minutes. So they run in a
-thread, which is abandoned after ``_PATIENCE`` seconds.
+The store is reached over the same network, which may have failed; its calls may then block for minutes. So they run in
+a thread that is abandoned after ``_PATIENCE`` seconds.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.foreign_errors import is_lost_connection
 from para_core.torch_internals import default_store
 
-# Seconds to wait for other ranks. They give up at nearly the same time, because a rank that gives up closes its
-# connections.
+# Seconds to wait until the other ranks sign in. They give up at nearly the same time as this one, because a rank that
+# gives up closes its connections.
 _PATIENCE = 4.0
 _INTERVAL = 0.05
 _REASON_CHARACTERS = 2000
 
 Result = TypeVar("Result")
-# Process and host by global rank.
+# Process id and host of each rank, as a text for messages, by global rank.
 Places = Mapping[int, str]
 
 
 def _own_rank() -> int:
-    # A single process may have no group.
+    # Without torch.distributed there is a single process.
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def places_of_all(mesh: GuidedMesh) -> Places:
-    """Return the process and host of each rank of ``mesh``. A collective call of one exchange."""
+    """Return the process id and host of each rank of ``mesh``, by global rank. A collective call with one exchange."""
     own = {"rank": _own_rank(), "place": f"process {os.getpid()} on host {socket.gethostname()}"}
     return {record["rank"]: record["place"] for record in exchange(own, mesh)}
 
 
 def leave_reason(token: str, reason: str) -> None:
-    """Store the reason why this rank leaves the call ``token``. The first reason of all ranks counts."""
+    """Store why this rank leaves the call ``token``, unless a rank has stored a reason before."""
     _in_time(lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]), None)
 
 
 def why_no_answer(token: str, places: Places) -> str:
-    """Return sentences that say which ranks of ``places`` missed a collective of the call ``token``, and why."""
+    """Return sentences that say which of the ranks in ``places`` do not answer in the call ``token``, and why."""
     answer = _in_time(lambda store: _call_roll(store, token, places), None, seconds=_PATIENCE + 1.0)
     return answer or (
         f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either: its process "
@@ -63,7 +63,10 @@ def why_no_answer(token: str, places: Places) -> str:
 
 
 def _call_roll(store: Any, token: str, places: Places) -> str:
-    """Sign in, wait up to ``_PATIENCE`` seconds for the others, and return the reason of a rank or the silent ranks."""
+    """Sign in at the store and wait up to ``_PATIENCE`` seconds for the other ranks.
+
+    Returns a text: the reason that a rank has stored, or else the ranks that did not sign in.
+    """
     store.set(_key(token, f"here/{_own_rank()}"), "")
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -106,9 +109,11 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 
 @contextmanager
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
-    """Inside the block, tell other ranks the reason of an exception, and add their reason to a collective's time-out.
+    """Make errors inside the ``with`` block explain themselves on the other ranks of the call ``token``.
 
-    This works on gloo. The time-out of NCCL ends the process and raises nothing here (docs/several_nodes.md).
+    An exception on this rank is stored for the other ranks. If a collective of this rank times out, the raised error
+    includes the reason that another rank has stored. Works with gloo only: a time-out of NCCL ends the process and
+    raises nothing here (docs/several_nodes.md).
 
     Raises:
         RuntimeError: If another rank stopped answering; the message says which, and why.

@@ -1,4 +1,4 @@
-"""LoRAs of peft on the models of a pipeline: layers, weights, and the text and fingerprint that ranks compare."""
+"""Find the LoRAs on a pipeline's models, and describe them in a text that ranks compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from para_core.weights.subclasses import consists_of_tensors, plain_tensors
 
 
 def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules among the components of ``pipe`` by name, without the wrappers of ``torch.compile``."""
+    """Yield each component of ``pipe`` that is a module, with its name and without the wrapper of ``torch.compile``."""
     for name, component in getattr(pipe, "components", {}).items():
         if isinstance(component, nn.Module):
             yield name, uncompiled(component)
@@ -27,10 +27,10 @@ def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Identity and version of a weight when it was described.
+    """Identity and version of a weight, to see later whether it was replaced or written to.
 
-    It holds no reference to the tensor. PyTorch does not swap the content of a tensor with weak references
-    (``Module.to`` does that), and a strong reference would keep a removed LoRA in memory.
+    Holds no reference to the tensor: a strong one would keep a removed LoRA in memory, and PyTorch refuses to swap the
+    content of a tensor that has weak references, which ``Module.to`` may do.
     """
 
     owner: ref[nn.Module]
@@ -40,28 +40,28 @@ class _Weight:
 
     @classmethod
     def of(cls, owner: nn.Module, x: Tensor) -> _Weight:
-        # Sharded weights are not compared, so their address does not matter.
+        # No address for a sharded weight: the values of these are not compared, so it does not matter where they are.
         pointers = () if isinstance(x, DTensor) else tuple(inner.data_ptr() for inner in plain_tensors(x))
         return cls(ref(owner), id(x), version_of(x), pointers)
 
     def is_still(self, owner: nn.Module, x: Tensor) -> bool:
-        """Whether ``x`` is certainly the described weight, unchanged since."""
+        """Whether ``x`` is certainly the same weight as before, unchanged since. False if in doubt."""
         return self.owner() is owner and is_version(x, self.version) and self == _Weight.of(owner, x)
 
 
 class Loras:
-    """Descriptions of the LoRA layers of one pipeline's models, made again only if the layers changed."""
+    """Text descriptions of the LoRAs of one pipeline, computed again only if the LoRAs may have changed."""
 
     def __init__(self) -> None:
-        # For each model the settings of its layers, its weights, and the text.
+        # By component name: settings of its LoRA layers, identities of their weights, and the text.
         self._descriptions: dict[str, tuple[list[str], list[_Weight], str]] = {}
 
     def described(self, pipe: Any) -> dict[str, str]:
-        """Return for each model with LoRAs a text: active adapters, scales, and a fingerprint of the weights.
+        """Return a text for each model of ``pipe`` with LoRAs: active adapters, scales, fingerprint of the weights.
 
-        Weights that another stage holds count as they were when this rank freed them. The fingerprint excludes sharded
-        weights, because they differ between ranks, weights that an offload keeps elsewhere, weights fused into those of
-        the model, and weights that were quantized after stages freed them on some ranks.
+        LoRA weights of blocks that belong to another stage are described as they were when this rank freed them. The
+        fingerprint leaves out weights that are sharded, offloaded, fused into the model, or quantized after stages
+        freed them on other ranks, because not every rank could compare these.
         """
         for name, model in models_of(pipe):
             layers = lora_layers(model)
@@ -75,7 +75,7 @@ class Loras:
         return {f"LoRA of pipe.{name}": text for name, (_, _, text) in self._descriptions.items()}
 
     def changed(self, pipe: Any) -> bool:
-        """Whether :meth:`described` may return other texts than at its last call. Reads no values of weights."""
+        """Whether :meth:`described` may return other texts than at its last call. Cheap: reads no values of weights."""
         models = {name: layers for name, model in models_of(pipe) if (layers := lora_layers(model))}
         return models.keys() != self._descriptions.keys() or not all(starmap(self._is_current, models.items()))
 
@@ -93,28 +93,25 @@ _NO_VERSION = -1
 
 
 def version_of(x: Tensor) -> int:
-    """Return a number for :func:`is_version` that grows with each write to ``x``."""
+    """Return a number that grows with each write to ``x``; -1 for a tensor made in ``torch.inference_mode``."""
     return _NO_VERSION if x.is_inference() else version_of_tensor(x)
 
 
 def is_version(x: Tensor, version: int) -> bool:
-    """Whether ``x`` is certainly unchanged since it had ``version``.
-
-    False for tensors of ``torch.inference_mode``, which have none.
-    """
+    """Whether ``x`` is certainly unchanged since :func:`version_of` gave ``version``. False for inference tensors."""
     return version != _NO_VERSION and version_of(x) == version
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """Return the layers of ``model`` that peft wrapped with adapters (LoRA, LoKr, …)."""
-    # peft lists its adapters here. Without the list there is none, and the modules need not be searched.
+    # peft lists its adapters in peft_config, so without an entry there the modules need not be searched.
     if not getattr(model, "peft_config", None):
         return []
     return [module for module in model.modules() if hasattr(module, "adapter_layer_names") and hasattr(module, "merge")]
 
 
 def lora_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the adapters of ``model``, without those of the wrapped layers."""
+    """Return the parameters of all LoRAs of ``model``, without the weights of the layers that they adapt."""
     return [weight for _, weight in _weights_of(lora_layers(model))]
 
 
@@ -127,7 +124,7 @@ def _settings_of(layers: list[Any]) -> list[str]:
 
 
 def _weights_of(layers: list[Any]) -> list[tuple[nn.Module, nn.Parameter]]:
-    """Return the weights of all adapters of ``layers``, each with the module that holds it."""
+    """Return the weights of all adapters of ``layers``, each with the submodule that holds it."""
     return [
         (owner, weight)
         for layer in layers
@@ -138,10 +135,10 @@ def _weights_of(layers: list[Any]) -> list[tuple[nn.Module, nn.Parameter]]:
 
 
 def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
-    """Return the weights that all ranks can compare.
+    """Return those of ``weights`` that every rank can compare.
 
-    Stages free the weights of other stages' blocks and keep their bits. The bits of a weight that was quantized later
-    are on one rank only.
+    In stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was quantized afterwards, only
+    the rank that holds it has its new values, so quantized weights are left out.
     """
     if not any(x.is_meta for x in model.parameters()):
         return weights
@@ -150,19 +147,22 @@ def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
 
 # -- fingerprints
 
-# Attribute of a weight on the meta device: the fingerprints of the tensors of the freed weight.
+# Attribute that :func:`keep_bits` sets on a weight on the meta device: fingerprints of the tensors that were freed.
 _BITS = "_para_core_bits"
 
 
 def keep_bits(weight: Tensor, stand_in: Tensor) -> None:
-    """Make a :func:`fingerprint` treat ``stand_in``, on the meta device, as ``weight``, which is to be freed."""
+    """Store the fingerprint of ``weight`` on ``stand_in``, the meta tensor that replaces it when it is freed.
+
+    :func:`fingerprint` then gives the same digits for ``stand_in`` as for ``weight``.
+    """
     setattr(stand_in, _BITS, fingerprints(_compared(weight)))
 
 
 def fingerprint(tensors: list[Any]) -> str:
     """Return 16 hexadecimal digits that depend on every bit of ``tensors`` and on their order, but not on the device.
 
-    Excludes sharded tensors, and tensors on the meta device unless :func:`keep_bits` was called for them.
+    Leaves out sharded tensors, and tensors on the meta device unless :func:`keep_bits` was called for them.
     """
     parts = [part for x in tensors for part in (getattr(x, _BITS, ()) if x.is_meta else _compared(x))]
     digits = iter(fingerprints([part for part in parts if isinstance(part, Tensor)]))
@@ -171,7 +171,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 
 def _compared(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors inside ``x``, without those that are sharded or on the meta device."""
+    """Return the tensors to compare: ``x``, or those of which a quantized ``x`` consists; not sharded or meta ones."""
     if isinstance(x, DTensor):
         return []
     return [inner for inner in plain_tensors(x.detach()) if not isinstance(inner, DTensor) and not inner.is_meta]

@@ -1,4 +1,4 @@
-"""Random numbers of a call: all ranks use the generator state of the mesh's first rank."""
+"""Let all ranks draw the random numbers of the mesh's first rank during a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
-    """Inside the block, the default generators of all ranks have the state of those of the mesh's first rank.
+    """Give the default generators of all ranks the state of the first rank's, inside the ``with`` block.
 
-    Afterwards each rank has its own state again. The generators of the first rank advance as in a run on one device.
+    Afterwards the other ranks get their own state back; the generators of the first rank have advanced as on one
+    device.
 
     Yields:
-        A random token of this call, equal on all ranks.
+        A random token that identifies this call, equal on all ranks.
     """
-    # Not the device of the mesh: diffusers draws on the pipeline's device, and a gloo group also serves accelerators.
+    # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device, and a gloo
+    # mesh of type cpu may serve a pipeline on an accelerator.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device_module = None if accelerator is None else torch.get_device_module(accelerator)
     own = [torch.get_rng_state()] + ([device_module.get_rng_state()] if device_module else [])

@@ -1,4 +1,4 @@
-"""State of a pipeline that must be equal on all ranks of a mesh, in addition to the arguments of a call.
+"""Collect the state of a pipeline that must be equal on all ranks, in addition to the arguments of a call.
 
 It consists of the scheduler, guider and cache, the dtypes of the models, their LoRAs, and the versions of the packages.
 """
@@ -23,8 +23,10 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
     """Return the state of ``pipe`` by name, as values that :func:`require_same_call` can compare.
 
     Args:
-        decodes: Whether the VAE belongs to the state. A rank needs none if the call returns latents. Text encoders
-            never belong to it, because a call may pass embeddings.
+        pipe: The pipeline.
+        loras: Its LoRA descriptions, kept from call to call.
+        decodes: Whether to include the VAE. A call that returns latents works without one. Text encoders are never
+            included, because a call may pass embeddings instead of prompts.
         cache: Options of the cache by transformer; None without a cache.
     """
     parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
@@ -40,7 +42,7 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
 
 
 def _attention(pipe: Any) -> dict[str, str]:
-    """Return the attention options of each parallel transformer."""
+    """Return the attention options of each parallel transformer, by a name for messages."""
     return {
         f"{option} of {name}": value
         for name, module in transformers_of(pipe).items()
@@ -49,7 +51,7 @@ def _attention(pipe: Any) -> dict[str, str]:
 
 
 def _configured(part: Any) -> dict[str, Any]:
-    # Names with an underscore are diffusers' own bookkeeping, in no fixed order.
+    # diffusers keeps internal values under names with an underscore, some as lists in no fixed order.
     settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
     return {"class": type(part).__name__, **settings}
 
@@ -57,17 +59,17 @@ def _configured(part: Any) -> dict[str, Any]:
 @cache
 def _versions() -> str:
     packages: list[Any] = [torch]
-    # A user's own pipeline or transformer runs without diffusers.
+    # Works without diffusers, because a user's own pipeline may run without it.
     with suppress(ImportError):
         import diffusers
 
         packages.append(diffusers)
-    # The part after a plus names the build, which may differ between machines.
+    # Drop the part after a plus, such as +cu128: it names the build, which may differ between machines.
     return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in packages)
 
 
 def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the dtypes of the parameters of each model in ``names`` that has any."""
+    """Return the dtypes of the parameters of each model in ``names``, by a name for messages."""
     dtypes = {
         name: sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
         for name, model in models_of(pipe)

@@ -1,1 +1,1 @@
-"""Knowledge of diffusers for the planner: published models, transformer inputs and default sizes of pipelines."""
+"""Planner for diffusers pipelines: counts the work of a generation and predicts the fastest mesh."""

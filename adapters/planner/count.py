@@ -1,4 +1,4 @@
-"""Calls, bytes and operations of one generation with a diffusers pipeline, counted on models without weights."""
+"""Count operations, bytes and transfers of one generation with a diffusers pipeline, on models without weights."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.fsdp import LARGE
 
-# Config names that give the number of blocks of one kind.
+# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
 _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 
 
 class UnknownModelError(TypeError):
-    """Error for a model whose inputs for a size, or whose plan, the planner does not know."""
+    """Raised for a model whose plan, or whose inputs for a given image size, are not known to the planner."""
 
 
 @contextmanager
 def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Make modules in ``dtype`` and without weights inside this context."""
+    """Create modules on the meta device, in ``dtype``, inside the ``with`` block."""
     with torch.device("meta"), torch.no_grad(), _default_dtype(dtype):
         yield
 
 
 @contextmanager
 def without_data(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Make tensors without data inside this context. All entries of masks count as valid."""
+    """Create fake tensors without data inside the ``with`` block. Every entry of a mask counts as valid."""
     with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad(), _default_dtype(dtype), _AllValid():
-        # Mochi requests autocast to float32, which CPUs do not support.
+        # Mochi requests autocast to float32, which CPUs do not support and warn about.
         warnings.filterwarnings("ignore", "In CPU autocast")
         yield
 
@@ -63,9 +63,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _AllValid(TorchFunctionMode):
-    """Mode in which :func:`torch.nonzero` finds every element of a mask valid.
+    """Mode in which :func:`torch.nonzero` returns the indices of all elements, because fake tensors have no values.
 
-    Mochi attends to valid text tokens only, so this predicts the most that it can compute and send.
+    Mochi attends to valid text tokens only. If all are valid it computes and sends the most, so the prediction is an
+    upper bound.
     """
 
     def __torch_function__(
@@ -78,10 +79,13 @@ class _AllValid(TorchFunctionMode):
 
 
 def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, ModelCall]:
-    """Count one transformer call for ``sizes``, with its samples in 1 and in 2 parts. Call inside :func:`without_data`.
+    """Count one transformer call with its batch on 1 rank and split over 2 ranks. Call it inside :func:`without_data`.
 
-    ``transformer`` itself is not run: models with one and with two blocks of each kind are, because blocks of one kind
-    have equal operations.
+    ``transformer`` itself does not run. Models with one block and with two blocks of each kind run, and the difference
+    is multiplied by the number of blocks.
+
+    Returns:
+        The call by the number of parts of the batch, 1 and 2.
 
     Raises:
         UnknownModelError: If the inputs or the plan of the transformer are unknown.
@@ -95,7 +99,8 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
     depths = {
         name: value
         for name, value in config.items()
-        # Stable Diffusion 3.5 lists by index which blocks attend twice, so its blocks are not of one kind.
+        # A model with ``dual_attention_layers`` (Stable Diffusion 3.5) is counted with all blocks, because its blocks
+        # differ.
         if _DEPTH.fullmatch(name) and isinstance(value, int) and value > 1 and not config.get("dual_attention_layers")
     }
     calls: dict[int, ModelCall] = {}
@@ -124,7 +129,12 @@ def _count_call(transformer: nn.Module, sizes: GenerationSizes, batch: int) -> M
 
 
 def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
-    """Add to ``base`` the given number of blocks of each kind; each pair has the work with one block more."""
+    """Return the work of a model with more blocks than ``base``, which has one block of each kind.
+
+    Args:
+        base: The work with one block of each kind.
+        more: For each kind, the number of further blocks, and the work with one further block.
+    """
     operations, launches, moved = Counter(base.operations), base.launches, list(base.moved)
     for blocks, part in more:
         for operation in {*part.operations, *base.operations}:
@@ -134,16 +144,17 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
             total + blocks * (with_one - without)
             for total, with_one, without in zip(moved, part.moved, base.moved, strict=True)
         ]
-    # Blocks run one after the other, so more of them do not raise the peak.
+    # Blocks run one after the other, so more blocks do not raise the peak memory.
     peak = max([base.peak, *[part.peak for _, part in more]], key=sum)
     return CallWork(+operations, base.returned, launches, (moved[0], moved[1]), peak)
 
 
 def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
-    """Return the bytes of the module's parameters, with shared ones counted once.
+    """Return the bytes of the module's parameters. Shared parameters count once.
 
     Args:
-        in_8_bits: Whether weights of linear layers count as quantized: a byte per element, and a scale in float32 per
+        module: The module.
+        in_8_bits: Whether to count weights of linear layers as quantized: 1 byte per element and a float32 scale per
             row.
     """
     whole = {id(x): x.numel() * x.element_size() for x in module.parameters()}
@@ -156,11 +167,14 @@ def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
 def weights_of(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
-    """Return the bytes of a pipeline with ``transformers`` transformers like this one.
+    """Return the bytes of the weights of a pipeline, in the form that the planner needs.
 
     Args:
+        transformer: The transformer.
+        encoders: The text encoders.
         vae (`float`): Bytes of all autoencoders.
         other (`float`): Bytes of all other modules.
+        transformers: Number of transformers of this size that the pipeline has.
     """
     no_stages = why_no_stages(transformer)
     patches = no_stages or patch_plan_for(transformer)
@@ -190,13 +204,14 @@ def weights_of(
 
 
 def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
-    """Return the bytes that FSDP2 shards, and those gathered while the module runs."""
+    """Return the bytes of a module: in total, sharded by FSDP2, and gathered at the same time while the module runs."""
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block, in_8_bits=in_8_bits) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
     root = sum(x.numel() * x.element_size() for x in outside)
-    # FSDP2 keeps the gathered buffer of a block while it runs, besides the block's weights, and gathers the next block.
+    # While a block runs, FSDP2 holds its gathered buffer and the weights made from it, and already gathers the next
+    # block.
     gathered = max((2 * first + second for first, second in pairwise(of_blocks)), default=2 * sum(of_blocks))
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
     total = bytes_of(module, in_8_bits=in_8_bits)
@@ -204,7 +219,7 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
 
 
 def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
-    """Return the bytes of the weights that tensor ranks split."""
+    """Return the bytes of the weights that the tensor plan splits; 0 without a plan."""
     plan = tensor_plan_for(transformer)
     linears = {} if plan is None else plan.linears
     return sum(
@@ -216,13 +231,16 @@ def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
 
 
 def encoder_operations(encoder: nn.Module, tokens: int) -> float:
-    """Return the operations of encoding one prompt: those of the linear layers without the language-model head."""
+    """Return the floating-point operations of encoding one prompt of ``tokens`` tokens: 2 per weight and token.
+
+    Counts the linear layers without the language-model head.
+    """
     layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
     return 2.0 * tokens * sum(weight.numel() for weight in layers)
 
 
 class _Operations(TorchFunctionMode):
-    """Mode that counts the operations of convolutions and of attention."""
+    """Mode that counts the floating-point operations of convolutions and of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,14 +259,18 @@ class _Operations(TorchFunctionMode):
         return out
 
 
-# Side of the latents that are decoded to count operations. Convolutions of larger latents grow with their pixels.
+# Side of the small latents that are decoded to count operations. The count is then scaled to the real size:
+# convolutions by the number of pixels, attention by its square.
 _SIDE = 8
 
 
 def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float = 0.0) -> float:
-    """Return the operations of decoding latents of ``sizes``. Call inside :func:`on_meta`.
+    """Return the floating-point operations of decoding latents of ``sizes``. Call it inside :func:`on_meta`.
 
     Args:
+        vae: The autoencoder.
+        channels: Number of channels of the latents.
+        sizes: Sizes of the generation.
         tiled (`float`, defaults to `0.0`): Fraction of a tile that overlaps with the next one.
     """
     frames, height, width = sizes.latents
@@ -256,7 +278,7 @@ def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: f
     if sizes.frames == 1 and not hasattr(vae, "temperal_downsample"):
         few, many = _decode(vae, (1, channels, _SIDE, _SIDE)), None
     else:
-        # The first latent frame decodes to fewer frames than each later one.
+        # The first latent frame decodes to fewer frames than later ones, so count with 2 and with 3 latent frames.
         few = _decode(vae, (1, channels, min(frames, 2), _SIDE, _SIDE))
         many = _decode(vae, (1, channels, 3, _SIDE, _SIDE)) if frames > 2 else None
     steps = frames - 2 if many is not None else 0

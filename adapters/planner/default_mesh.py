@@ -1,10 +1,10 @@
-"""The mesh of a pipeline or model if the user gives none.
+"""Choose the mesh of a pipeline or model if the user gives none.
 
-On several ranks with CUDA devices on one host, the mesh is the one that the planner predicts to be fastest at the
-pipeline's default sizes; rank 0 predicts for all ranks. In every other case :func:`choose_mesh` chooses, from the
-number of ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default. These cases are one
-rank, another device, several hosts, a transformer or UNet without a pipeline, and a device or model that the planner
-does not know.
+If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be fastest at the pipeline's
+default sizes; rank 0 predicts for all ranks. Otherwise :func:`choose_mesh` chooses by a fixed rule, from the number of
+ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default. That is the case on other
+devices or several hosts, for a transformer or UNet without a pipeline, and for a device or model that the planner does
+not know.
 
 Rank 0 logs the mesh and its reason at level INFO. If the planner raises an error that it does not document, which is a
 defect, rank 0 also logs a warning with the error, because a later version may choose another mesh.
@@ -43,8 +43,9 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
     """Return ``mesh`` as this rank sees it. If it is None, return the default mesh over all ranks.
 
     Args:
+        mesh: The mesh that the user gave.
         owner: Pipeline or model that the mesh is for.
-        weights: How weights will be sharded on the mesh.
+        weights: How weights will be sharded on the mesh; None if they are not.
 
     Raises:
         TypeError, ValueError: If ``mesh`` is not a mesh of para_core.
@@ -77,7 +78,7 @@ def mesh_and_method(
 
 
 def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshChoice | Unpredicted:
-    """Return the prediction of rank 0 on all ranks. Every rank calls it."""
+    """Return the planner's choice, or why there is none. A collective call: rank 0 predicts for all ranks."""
     if isinstance(owner, nn.Module):
         return Unpredicted("there is no pipeline")
     if device_type != "cuda" or dist.get_backend() == "fake":
@@ -85,22 +86,22 @@ def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshCh
     predicted: list[Any] = [None]
     if dist.get_rank() == 0:
         predicted = [fastest_mesh(owner, dist.get_world_size(), weights)]
-    # Other ranks may have other devices, for which the prediction could differ.
+    # Broadcast it, because on other ranks' devices the prediction could differ.
     dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
     choice: MeshChoice | Unpredicted = predicted[0]
     return choice
 
 
 def _cpu_group() -> ProcessGroup:
-    """Return a group of all ranks over which CPU tensors travel. Every rank calls it."""
+    """Return a gloo group of all ranks, for CPU tensors. Every rank must call this function."""
     return find_or_make_group("para_core: choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
 
 
 def _ranks_per_host() -> int | None:
-    """Return a number of neighbouring ranks that are certainly on the same host. Every rank calls it.
+    """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. None if it is unknown.
 
     The number comes from the launcher's environment. Without a launcher (Ray, or processes started by hand) the ranks
-    compare host names.
+    compare host names, which is a collective call.
     """
     on_host = ranks_per_host()
     ranks = dist.get_world_size()
@@ -108,7 +109,7 @@ def _ranks_per_host() -> int | None:
         return on_host
     names: list[Any] = [None] * ranks
     dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
-    # Hosts may have different numbers of ranks. Groups of the common divisor never span two hosts.
+    # If hosts have different numbers of ranks, groups of their greatest common divisor never span two hosts.
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 
@@ -119,7 +120,8 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()), None)
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
-    # The planner does not know the network between hosts. choose_mesh keeps Ulysses within a host.
+    # Several hosts are not predicted, because the planner does not know the network between them. choose_mesh keeps
+    # Ulysses within a host.
     one_host = on_host == dist.get_world_size()
     predicted = _planned(device_type, owner, weights) if one_host else Unpredicted("the ranks are on several hosts")
     if isinstance(predicted, MeshChoice):

@@ -1,4 +1,4 @@
-"""Text encoders at their published sizes: functions that make them without weights. Nothing is downloaded."""
+"""Text encoders in their published sizes, created without weights and without any download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def _make(model: str, config: str, **options: Any) -> nn.Module:
-    """Make transformers' class ``model`` with a ``config`` of the given options."""
+    """Return an instance of transformers' class ``model``, whose ``config`` class gets ``options``."""
     import transformers
 
     encoder: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
@@ -18,10 +18,10 @@ def _make(model: str, config: str, **options: Any) -> nn.Module:
 
 
 _t5_xxl = partial(_make, d_model=4096, d_ff=10240, num_layers=24, num_heads=64, d_kv=64, feed_forward_proj="gated-gelu")
-# The encoder of T5 v1.1 XXL.
+# The encoder of T5 v1.1 XXL, for example in FLUX.1.
 T5: Callable[[], nn.Module] = partial(_t5_xxl, "T5EncoderModel", "T5Config", vocab_size=32128)
 UMT5: Callable[[], nn.Module] = partial(_t5_xxl, "UMT5EncoderModel", "UMT5Config", vocab_size=256384)
-# Llama 3 8B without its head, as in llava-llama-3-8b.
+# Llama 3 8B without its language-model head, as in llava-llama-3-8b of HunyuanVideo.
 LLAMA: Callable[[], nn.Module] = partial(
     _make,
     "LlamaModel",
@@ -33,7 +33,7 @@ LLAMA: Callable[[], nn.Module] = partial(
     num_key_value_heads=8,
     vocab_size=128320,
 )
-# The language model of Mistral Small 3.
+# The language model of Mistral Small 3, in FLUX.2.
 MISTRAL: Callable[[], nn.Module] = partial(
     _make,
     "MistralForCausalLM",
@@ -47,7 +47,7 @@ MISTRAL: Callable[[], nn.Module] = partial(
     vocab_size=131072,
     tie_word_embeddings=False,
 )
-# Qwen2.5-VL 7B.
+# Qwen2.5-VL 7B, in Qwen-Image.
 QWEN: Callable[[], nn.Module] = partial(
     _make,
     "Qwen2_5_VLForConditionalGeneration",

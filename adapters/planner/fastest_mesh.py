@@ -1,4 +1,4 @@
-"""The fastest mesh of a pipeline on one host, by the planner."""
+"""Predict the fastest mesh of a pipeline on the GPUs of this host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from para_core.planner.hardware import gpu_at_hand
 
 
 def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
-    """Return the fastest mesh by :func:`plan_mesh` of ``ranks`` GPUs of this kind on one host, or why there is none.
+    """Return the mesh of ``ranks`` GPUs that :func:`plan_mesh` predicts to be fastest, or why there is none.
 
     Args:
-        weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"`` the mesh has ranks to shard weights in this way.
-            Any other value replicates weights.
+        pipe: The pipeline.
+        ranks: Number of GPUs, all on this host and of the kind of the current device.
+        weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in
+            this way count. Any other value replicates weights.
     """
     if hasattr(pipe, "pag_applied_layers"):
         return Unpredicted("the planner does not count perturbed attention guidance")
@@ -26,13 +28,13 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
         return Unpredicted(f"{error}")
     try:
         sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
-        placed: Any = "fsdp" if sharing else "replicate"  # as parallelize_pipe places them by default
+        placed: Any = "fsdp" if sharing else "replicate"  # the default of parallelize_pipe
         plan = plan_mesh(
             pipe,
             ranks=ranks,
             device=device,
             ranks_per_host=ranks,
-            compiled=False,  # it may be compiled later, or not at all
+            compiled=False,  # unknown at this time: the pipeline may be compiled later
             weights=sharing,
             text_encoders=placed,
             vae_placement="replicate",
@@ -41,7 +43,7 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
     except UnknownModelError as error:
         return Unpredicted(f"{error}")
     except Exception as error:
-        # The pipeline's class or config may be the user's own, so counting may raise anything.
+        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise anything.
         return Unpredicted(f"{type(error).__name__}: {error}", failed=True)
     best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
     if best.problem is not None or not _shards(best.shape, weights):
@@ -52,7 +54,7 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
 
 
 def _shards(shape: MeshShape, weights: str | None) -> bool:
-    """Whether a mesh of ``shape`` has ranks to shard weights in the way ``weights``."""
+    """Whether a mesh of ``shape`` can shard weights by the method ``weights``; True for None and other values."""
     if weights == "tensor":
         return shape.tensor > 1
     return weights != "fsdp" or (shape.tensor == 1 and shape.sequence > 1)

@@ -1,4 +1,4 @@
-"""Inputs of diffusers' transformers for an image or video size, as empty tensors. Read against diffusers 0.42."""
+"""Make inputs of diffusers' transformers for an image or video size, as empty tensors, for diffusers 0.42."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class GenerationSizes:
     """Sizes of one generation.
 
     Args:
-        height, width, frames (`int`): Pixels and frames.
-        text (`int`): Text tokens.
-        spatial, temporal (`int`): Pixels and frames per latent pixel and latent frame.
+        height, width (`int`): Size of the image or video in pixels.
+        frames (`int`): Number of frames; 1 for an image.
+        text (`int`): Number of text tokens.
+        spatial (`int`): Pixels per latent pixel along each side.
+        temporal (`int`): Frames per latent frame, after the first.
+        dtype (`torch.dtype`): Dtype of the inputs.
     """
 
     height: int
@@ -30,7 +33,7 @@ class GenerationSizes:
 
     @property
     def latents(self) -> tuple[int, int, int]:
-        """Frames, height and width of the latents."""
+        """Number of frames, height and width of the latents."""
         return (self.frames - 1) // self.temporal + 1, self.height // self.spatial, self.width // self.spatial
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sizes of the default mesh, and the rule that gives them without a prediction."""
+"""Choose the sizes of the default mesh by a fixed rule, for cases that the planner does not predict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from para_core.attention.attention_options import RotateMethod
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """Sizes of the mesh dims, the reason for them, and how keys travel around the ring."""
+    """Number of ranks along each mesh dim, the reason for the choice, and the ``rotate_method`` of the ring."""
 
     batch: int
     ring: int
@@ -22,10 +22,10 @@ class MeshChoice:
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """Reason why there is no prediction."""
+    """Stands for a prediction that is missing, with the reason."""
 
     reason: str
-    failed: bool = False  # The planner raised an error that it does not document.
+    failed: bool = False  # whether the planner raised an error that it does not document
 
 
 def choose_mesh(
@@ -37,14 +37,16 @@ def choose_mesh(
 ) -> MeshChoice:
     """Return the sizes of a mesh of ``num_ranks`` ranks by a fixed rule.
 
-    With guidance each of two branches gets half of the ranks. The ranks of a branch go to Ulysses, up to the number of
-    key heads and within a host, then to the ring. Sharded weights come first: ``"tensor"`` takes the fewest ranks that
-    divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
+    With guidance, each of the two CFG branches gets half of the ranks. The ranks of a branch go to Ulysses, as many as
+    the key heads and one host allow, and the rest to the ring. Sharded weights come first: ``"tensor"`` takes the
+    fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
 
     Args:
-        num_heads: Number of key heads; None if unknown, which limits nothing.
-        guidance: Reason to expect two branches of guidance; None without guidance.
-        ranks_per_host: None if all ranks are on one host, or if it is unknown.
+        num_ranks: Number of ranks.
+        num_heads: Number of key heads; None if unknown, which sets no limit.
+        guidance: Reason to expect two CFG branches, such as ``"guidance_scale is 6.0 by default"``; None without
+            guidance.
+        ranks_per_host: Number of ranks on each host; None if all are on one host, or if it is unknown.
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
 
     >>> def sizes(*args, **options):
@@ -59,10 +61,10 @@ def choose_mesh(
     sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
     tensor = sizes[0] if weights == "tensor" and sizes else 1
     left = num_ranks // tensor
-    # FSDP2 shards weights over the ranks of one branch.
+    # FSDP2 shards weights over the ranks of one branch, so a branch needs at least two.
     batch = 2 if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2) else 1
     left //= batch
-    # A group of neighbouring ranks lies within a host if its size divides the number of ranks on the host.
+    # A group of consecutive ranks is on one host if its size divides the number of ranks on the host.
     neighbours = gcd(left, max((ranks_per_host or num_ranks) // tensor, 1))
     heads_left = left if num_heads is None else num_heads // tensor
     ulysses = next(size for size in range(min(neighbours, heads_left), 0, -1) if neighbours % size == 0)

@@ -1,4 +1,4 @@
-"""The guidance, sizes and steps of a pipeline called with default arguments, and its number of heads."""
+"""Find the guidance, sizes and steps that a pipeline uses with default arguments, and its number of heads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from para_core.instance_patching import original_class
 
 
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
-    """Return the reason why calls of ``pipe`` with default arguments use guidance; None if they do not.
+    """Return why calls of ``pipe`` with default arguments use classifier-free guidance; None if they do not.
 
-    The pipeline's property ``do_classifier_free_guidance`` decides if there is one, because it knows distilled models.
-    Without it, a ``true_cfg_scale`` counts if a negative prompt is a default, and a ``guidance_scale`` counts if the
-    pipeline takes a negative prompt and the model does not embed the scale.
+    If the pipeline has the property ``do_classifier_free_guidance``, it decides, because it knows distilled models.
+    Otherwise guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there is a default negative
+    prompt, or (for ``guidance_scale``) the pipeline takes a negative prompt and the model does not embed the scale.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:
@@ -40,14 +40,14 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
 
 
 def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
-    """Return ``do_classifier_free_guidance`` of ``pipe`` in a call with the arguments ``defaults``.
+    """Return what ``pipe.do_classifier_free_guidance`` is during a call with the arguments ``defaults``.
 
-    None if it is unknown.
+    None if the class has no such property, or it fails outside of a call.
     """
     cls: Any = original_class(pipe)
     if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
         return None
-    # A call stores its arguments in attributes with these names, and the property reads them.
+    # The property reads attributes in which a call stores its arguments, so set these on a copy of the pipeline.
     copy = cls.__new__(cls)
     copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
     try:
@@ -56,8 +56,8 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
         return None
 
 
-# Config entries with the number of heads. Key heads come first, because some models have fewer of them.
-# LongCat-AudioDiT also lists the heads of its text encoder, under other names.
+# Config entries that hold the number of heads. Key heads come first, because models with grouped queries have fewer of
+# them. LongCat-AudioDiT also lists the heads of its text encoder, hence its own name dit_heads.
 _HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -76,13 +76,13 @@ def number_of_heads(transformer: Any) -> int | None:
         heads = getattr(config, name, None)
         if isinstance(heads, int):
             return heads
-    # Kandinsky's config has the width of a token, and that of a head in parts.
+    # Kandinsky's config gives the width of a token, and the width of a head in parts, one for each rotary axis.
     width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
     return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 
 
 def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
-    """Return the sizes and number of steps of a call of ``pipe`` with default arguments and ``changed``."""
+    """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for ``changed``."""
     parameters = inspect.signature(original_class(pipe).__call__).parameters
 
     def default(name: str, otherwise: int) -> int:

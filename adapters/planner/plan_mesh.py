@@ -1,4 +1,4 @@
-"""Prediction of the fastest mesh for a diffusers pipeline, before anything runs on it."""
+"""Predict which mesh is fastest for a diffusers pipeline, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published models: their configs and sizes, so that planning for one downloads nothing."""
+"""Configs and sizes of published models, so that the planner needs no download for them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ class PublishedModel:
 
     Args:
         transformer (`str`): Class of the transformer in diffusers.
+        sizes (`GenerationSizes`): Sizes of a generation, if the user gives none.
+        steps (`int`): Number of denoising steps, if the user gives none.
         vae (`str`): Class of the autoencoder in diffusers.
-        encoder (`Callable[[], nn.Module]`): Makes the largest text encoder, on the meta device.
-        config (`Mapping[str, Any]`): Arguments of the transformer that differ from the defaults.
-        vae_config (`Mapping[str, Any]`): The same of the autoencoder.
-        branches (`int`): CFG branches that are called one after the other.
-        transformers (`int`): Transformers that take turns in the schedule.
-        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding, which multiplies the
-            operations by ``1 / (1 - tiled)²``.
+        encoder (`Callable[[], nn.Module]`): Creates the largest text encoder. Call it inside :func:`on_meta`.
+        config (`Mapping[str, Any]`): Arguments of the transformer that differ from the defaults of its class.
+        vae_config (`Mapping[str, Any]`): Arguments of the autoencoder that differ from the defaults of its class.
+        latent_channels (`int`): Number of channels of the latents.
+        branches (`int`): Number of transformer calls per step, one for each CFG branch.
+        prompts (`int`): Number of prompts that are encoded, 2 with a negative prompt.
+        transformers (`int`): Number of transformers, each of which runs a part of the schedule.
+        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding; multiplies the operations by
+            ``1 / (1 - tiled)²``. 0 without tiling.
         repository (`str`): Repository on the Hub.
     """
 

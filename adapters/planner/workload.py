@@ -1,4 +1,4 @@
-"""The work of one generation, counted on a pipeline or on a published model without weights."""
+"""Count the work of one generation, on a pipeline or on a published model without weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def workload(
     frames: int | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """Count one generation with a pipeline or a published model; for the arguments see :func:`plan_mesh`."""
+    """Return the work of one generation with a pipeline or a published model. Arguments as in :func:`plan_mesh`."""
     options = {"height": height, "width": width, "frames": frames}
     changed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name, value in {**changed, "steps": steps}.items():
@@ -57,7 +57,7 @@ def workload(
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raise ValueError if ``value`` is not a positive integer."""
+    """Raise ``ValueError`` if ``value`` is not a positive integer; ``name`` is the argument's name in the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected a positive integer.")
 
@@ -105,7 +105,10 @@ def _size(sizes: GenerationSizes) -> str:
 
 
 def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Workload:
-    """Count one generation with ``pipe``, without text encoders and VAE, which take equal time on every mesh."""
+    """Return the work of one generation with ``pipe``.
+
+    Leaves out the time of text encoders and VAE, which is equal on every mesh.
+    """
     transformers = transformers_of(pipe)
     if not transformers:
         raise UnknownModelError(
