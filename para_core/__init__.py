@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
     """Import para_core.api when the first public name is used. ``para_core --help`` uses none, so it need not import
     torch.
     """
-    # Not `from para_core import api`, which would call this function again.
+    # import_module is needed, because `from para_core import api` would call this function again.
     api = importlib.import_module("para_core.api")
     globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
     if name not in globals():

@@ -33,14 +33,15 @@ def is_closed_connection(error: BaseException) -> bool:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether Dynamo raised because the traced code depends on the values of tensors. Dynamo has several types for
-    this.
+    """Whether Dynamo raised because the traced code depends on the values of tensors.
+
+    The message is tested, because Dynamo has several exception types for this.
     """
     return isinstance(error, TorchDynamoException) and _says(error, ("data-dependent",))
 
 
 def mask_length_mismatch(error: BaseException | None) -> str | None:
-    """Return the message of flex_attention if ``error`` is a block mask whose lengths do not fit query and key; else
+    """Return flex_attention's message if ``error`` says that the lengths of a block mask do not fit query and key; else
     None.
     """
     # The type is not checked: ValueError before torch 2.15, RuntimeError since then, and an exception of Dynamo in a

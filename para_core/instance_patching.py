@@ -3,7 +3,7 @@
 Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module.
 The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offloading, LoRA
 and other code can replace them at any time. The instance's compiled graph is compiled again, because its type has
-changed. An exception is ``__call__`` of a module that was compiled in place (``Module.compile``).
+changed. Only if ``__call__`` of a module is wrapped that was compiled in place (``Module.compile``), its graph is kept.
 
 ``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the wrappers, and
 run on one rank alone. Copying a wrapped instance therefore raises ``TypeError``, unless every wrapper allows copies
@@ -41,7 +41,7 @@ Around = Callable[..., Any]
 class WrapperPriority(IntEnum):
     """The position of a wrapper among the wrappers of one method, from the outermost to the innermost.
 
-    The order in which wrappers are added does not matter.
+    The order in which wrappers are added only matters among equal positions.
     """
 
     # First, ranks check that they all make the same call.
@@ -176,10 +176,10 @@ def _without_fsdp(cls: type) -> type:
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
-    """Remove all wrappers of ``instances`` inside the ``with`` block, and afterwards add them again.
+    """Remove all wrappers of ``instances`` inside the ``with`` block, and afterwards add them to the classes that the
+    instances then have.
 
-    For code that derives a new class from an instance's class, as FSDP2 does: it must not derive it from the private
-    class. Afterwards the wrappers are added to the new class.
+    For code such as FSDP2, which derives a new class from an instance's class: that must not be the private class.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
@@ -209,7 +209,7 @@ def is_compiled(module: Any) -> bool:
 def has_compiled_parts(module: Any) -> bool:
     """Whether ``module`` or a module inside it was compiled."""
     modules = [module]
-    # The list grows inside the loop, which for over a thousand modules is faster than module.modules().
+    # Submodules are appended inside the loop. For over a thousand modules this is faster than module.modules().
     for submodule in modules:
         if is_compiled(submodule):
             return True
@@ -225,7 +225,7 @@ class ModuleTree:
 
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
-        for submodule in modules:  # The list grows inside the loop.
+        for submodule in modules:  # Submodules are appended inside the loop.
             modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
         self._states = [submodule.__dict__ for submodule in modules]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
@@ -265,7 +265,7 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
-    # The key keeps the order in which wrappers were added, because it decides among equal positions.
+    # The key includes the order in which wrappers were added, which decides among equal positions.
     key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
     private = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = private

@@ -19,13 +19,15 @@ class Staged(Protocol):
     """
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        """Return the output of ``block`` of the rank that computes it, on every rank. Collective; only during a model
-        call.
+        """Send the output of ``block`` from the rank that computes the block to all ranks of ``pipe``, and return it.
+
+        Collective. Only during a call of the model.
         """
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Return the output of ``block`` of the rank that computes it, on every rank. Collective.
+    """Send the output of ``block`` from the rank that computes the block to all ranks of ``pipe``, and return it.
+    Collective.
 
     If ``module`` has no stages, return ``output``.
 

@@ -126,7 +126,7 @@ def group_devices(group: ProcessGroup) -> list[torch.device]:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
-    """Return the timeout of the collectives of ``group`` on ``device``. Defaults to one of the devices that it
+    """Return the timeout of the collectives of ``group`` on ``device``, which defaults to one that the group
     supports.
     """
     timeout: timedelta = backend_of(group, device or group_devices(group)[0]).options._timeout

@@ -69,8 +69,9 @@ def memory(ranks: Ranks) -> Finding:
 
 
 def backends(ranks: Ranks) -> Finding:
-    """Find the SDPA backends that accept a plain call in the ranks' dtype. On a GPU, also check for flash or cuDNN, and
-    Triton.
+    """List the SDPA backends that accept a plain call in the ranks' dtype.
+
+    On a GPU, advise if neither flash nor cuDNN is among them, or if Triton is not installed.
     """
     query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
     accepted = []
@@ -112,7 +113,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 
 def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure the speed of a large matrix product and of an attention call, and return that of the slowest rank.
+    """Measure the speed of a large matrix product and of an attention call on the slowest rank.
 
     Returns:
         The finding, and ``{"products", "attention"}`` in floating-point operations per second.
@@ -143,7 +144,7 @@ def device_of(ranks: Ranks) -> Device | None:
 
 
 def host(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure how long the host takes to launch one operator, and return that of the slowest rank.
+    """Measure how long the host takes to launch one operator on the slowest rank.
 
     Returns:
         The finding, and ``{"launch"}`` in seconds.

@@ -11,7 +11,7 @@ from para_core.planner.prediction import SHARING, Sharing
 from para_core.planner.weights import Weights
 from para_core.weights.pipefusion import PipeFusion
 
-# Names of the schemes in adapters/weights/quantize.py, which cannot be imported here.
+# Names of the schemes in adapters/weights/quantize.py, which this package must not import.
 QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
@@ -23,8 +23,8 @@ class Choices:
     Args:
         sharing (`Sequence[Sharing]`): Ways to shard weights that are considered. ``"fsdp"`` is tried only if the
             weights do not fit otherwise.
-        text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to its
-            default, or to host memory if the weights do not fit otherwise.
+        text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to the
+            default there, or to host memory if the weights do not fit otherwise.
         vae_placement (`str`, *optional*): Placement of the VAE, as in ``parallelize_pipe``. Defaults to the device, or
             to host memory if no mesh fits otherwise.
         offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.

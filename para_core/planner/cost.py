@@ -44,8 +44,8 @@ class MeshShape:
             pipeline stages.
         ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is
             Attention2D (arXiv:2503.15758).
-        pipefusion (`PipeFusion`, *optional*): All stages work at the same time, on different patches, which is not
-            exact. Defaults to exact stages, which work one after the other.
+        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion: all stages work at the same time, on different
+            patches (not exact). Defaults to exact stages, which work one after the other.
         fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
             block before it runs.
     """
@@ -82,7 +82,7 @@ class Runtime:
     """Properties of the software. The defaults are those of para_core; predictions of published tables set others.
 
     Args:
-        compiled (`bool`): Whether the transformer is compiled instead of eager code.
+        compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
         messages (`int`): Number of all-to-alls before an attention call, for queries, keys and values.
         copies (`int`): How often the tensors of a Ulysses all-to-all are copied before it and again after it.
         overlapped (`bool`): Whether keys of the next ring block are sent while attention to the current one is
@@ -107,8 +107,10 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Predicted seconds by cause. ``communication`` is what computation does not hide, ``host`` is waiting for
-    launches.
+    """Predicted seconds by cause.
+
+    ``communication`` is the part that does not overlap with computation. ``host`` is the time in which the device waits
+    for launches.
     """
 
     products: float = 0.0

@@ -1,4 +1,6 @@
-"""Speed and memory of devices, links and hosts: a table with sources, whose figures measured ones may replace."""
+"""Speed and memory of devices, links and hosts: a table with sources. Measured figures can replace those of the
+table.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The time that the host takes to launch operators. Defaults are measured: 3,737 launches, 57 small blocks of FLUX,
-    take 21.2 ms.
+    """The time that the host takes to launch operators. The defaults were measured: the 3,737 launches of 57 small FLUX
+    blocks take 21.2 ms.
 
     Args:
         launch (`float`): Seconds per launch in eager code.
@@ -117,7 +119,7 @@ class Topology:
         near = max(1, min(size, self.per_host // stride))
         if near >= size:
             return self.inside.seconds(sent, messages, all_to_all=True)
-        # The slower of both parts counts, because messages inside a host and between hosts are sent at the same time.
+        # Messages inside a host and between hosts are sent at the same time, so the slower part counts.
         far = sent * (size - near) / (size - 1)
         inside = self.inside.seconds(sent - far, messages, all_to_all=True)
         return max(inside, self.between.seconds(far, messages, all_to_all=True))
@@ -138,7 +140,7 @@ _BLOG = (
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
 # Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
 _PCIE5 = 45e9
-# Positional arguments: name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention,
+# Positional arguments of Device: name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention,
 # of_convolutions.
 DEVICES = {
     x.name: x
@@ -219,7 +221,7 @@ LINKS = {
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# The link that a name without a generation means, by device.
+# For each device, the link that a name without a generation means.
 _GENERATIONS = {
     "nvlink": {
         **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),

@@ -29,8 +29,8 @@ RESERVED = 6e9
 # number of channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
-# The range of measured / predicted seconds, for published runs of other software on several devices, by whether the
-# transformer was compiled (benchmarks/results/planner_check.json).
+# The smallest and the largest ratio of published to predicted seconds, for other software on several devices, if the
+# transformer is compiled (True) or runs eagerly (False). See benchmarks/results/planner_check.json.
 PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.66, 3.75)}
 
 
@@ -174,7 +174,7 @@ class MeshPlan:
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Save a bar chart of the milliseconds per step of the first ``rows`` meshes that can run to ``path``. Needs
+        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes that can run. Needs
         matplotlib.
         """
         from matplotlib.figure import Figure

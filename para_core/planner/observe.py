@@ -285,7 +285,7 @@ class _ModelObserver(TorchFunctionMode):
         return rows.numel() // mask.shape[-1] * mask.element_size()
 
 
-# Arguments whose names end so are masks of keys. Other masks select modulations, for example.
+# Arguments whose names end like this are masks of keys. Other masks select modulations, for example.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
 
 

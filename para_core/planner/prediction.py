@@ -268,9 +268,10 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
 
 
 def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
-    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes; None if even none fit.
+    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes.
 
-    Also None for a mesh that shards weights, because blocks are moved between host and device as a whole.
+    Returns None if the model does not fit even with all blocks in host memory, and for a mesh that shards weights,
+    because blocks are moved between host and device as a whole.
     """
     weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
     if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
@@ -295,8 +296,8 @@ def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine:
 
 
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
-    """Return the bytes that the first rank sends per step: for attention, gathered outputs and weights, sums and
-    stages.
+    """Return the bytes that the first rank sends per step: for attention, gathered outputs and weights, sums over
+    ``tensor``, and tokens between stages.
     """
 
     def of_rank(x: Operation) -> Operation:

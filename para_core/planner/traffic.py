@@ -195,10 +195,14 @@ def bytes_of_attention(
 ) -> AttentionBytes:
     """Return the bytes that sequence rank ``rank`` sends in an attention call; all 0 if no key is sharded.
 
-    Rank r has Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample, it sends this
-    number of elements: Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v)) before attention and Σ_{j≠u} (S_j +
-    replicated tokens) · H_u · D_v after it, both over Ulysses, and S_block · H_kv,u · (D + D_v) for each block of keys
-    that it passes on around the ring. With ``two_dims`` the ring is Attention2D, see :func:`_sent_in_grid`.
+    Rank r has Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample, it sends these
+    numbers of elements:
+
+    - over Ulysses, before attention: Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v));
+    - over Ulysses, after attention: Σ_{j≠u} (S_j + replicated tokens) · H_u · D_v;
+    - around the ring: S_block · H_kv,u · (D + D_v) for each block of keys that it passes on.
+
+    With ``two_dims`` the ring is Attention2D, see :func:`_sent_in_grid`.
     """
     ranks = ring * ulysses
     keys = held_by(call.keys, 0, ranks, ranks)
@@ -232,7 +236,7 @@ def _sent_in_grid(
     """Return the bytes that a rank sends in Attention2D: queries along its row, keys and values along its column,
     results back.
 
-    They follow the exchanges in ``para_core/attention/attention_2d.py``.
+    The exchanges are in ``para_core/attention/attention_2d.py``.
 
     Args:
         heads, kv_heads (`int`): Numbers of query and key heads that this rank computes.

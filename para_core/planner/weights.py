@@ -94,11 +94,11 @@ class Weights:
         return self._transformers(shape, placement) + self._encoders(shape, placement) + vae + self.other
 
     def while_denoising(self, shape: MeshShape) -> float:
-        """Return the bytes of weights that a rank holds in addition while a transformer runs."""
+        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while a transformer runs."""
         return self.transformer.at_once if shape.fsdp else 0.0
 
     def while_encoding(self, shape: MeshShape, placement: Placement) -> float:
-        """Return the bytes of weights that a rank holds in addition while the text encoders run."""
+        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0

@@ -126,8 +126,8 @@ def start_fetch(
 
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """Return the rows in the range ``wanted[rank]`` of this rank: :func:`start_fetch` for one range per rank, and its
-    wait.
+    """Return the rows in this rank's range, ``wanted[rank]``: like :func:`start_fetch` with one range per rank, but
+    waits.
     """
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part

@@ -170,9 +170,10 @@ def _in_place(func: Function) -> bool:
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x``, in the layout of ``rows``, along the negative dim ``dim_from_end``.
+    """Return this rank's part of ``x``, in the layout of ``rows``.
 
-    If ``x`` has size 1 along this dim, it is returned unchanged, for broadcasting.
+    The rows are along the negative dim ``dim_from_end``. If ``x`` has size 1 along this dim, it is returned unchanged,
+    for broadcasting.
 
     Raises:
         MixesRows: If ``x`` has another number of rows.
@@ -245,7 +246,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``torch.meshgrid``: the outputs are sharded like the tensor that gives their rows; the other tensors are
+    """Run ``torch.meshgrid``. The tensor that varies along the first dim of the outputs stays sharded; the others are
     gathered.
     """
     tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
@@ -269,12 +270,12 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.new_zeros`` and its variants, which create sharded tensors as :func:`filled` does."""
+    """Run ``x.new_zeros`` or a variant of it. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
     return filled(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
 def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.zeros`` and its variants. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
+    """Run ``torch.zeros`` or a variant of it. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
     shape = _shape(args, kwargs)
     sharded = sharded_dim(shape)
     if sharded is not None:
@@ -315,8 +316,8 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.randn`` or ``torch.rand`` for all rows, so that numbers equal those of one device, and return this
-    rank's.
+    """Draw all rows with ``torch.randn`` or ``torch.rand``, so that the numbers equal those on one device. Returns this
+    rank's rows.
     """
     shape = [int(size) for size in _shape(args, kwargs)]
     sharded = sharded_dim(_shape(args, kwargs))

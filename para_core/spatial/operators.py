@@ -50,7 +50,7 @@ torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.e
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """Return :func:`para_core.kernels.norm_reference.moments`, computed by a Triton kernel on GPUs that support it."""
+    """Compute :func:`para_core.kernels.norm_reference.moments`, on GPUs with a Triton kernel."""
     if needs_plain(x):
         return norm_reference.moments(x, groups)
     out: Tensor = torch.ops.para_core.group_moments.default(x, groups)
@@ -60,9 +60,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
 def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Return :func:`para_core.kernels.norm_reference.normalized`, computed by a Triton kernel on GPUs that
-    support it.
-    """
+    """Compute :func:`para_core.kernels.norm_reference.normalized`, on GPUs with a Triton kernel."""
     if needs_plain(x, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     out: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)

@@ -1,4 +1,4 @@
-"""Rules for matrix products and attention, whose tokens are sharded rows. Queries stay sharded; keys and values are
+"""Rules for matrix products and attention in which rows are the tokens. Queries stay sharded; keys and values are
 gathered.
 """
 
@@ -89,7 +89,7 @@ def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Te
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``baddbmm`` with ``beta=0``, which attention without a mask calls. Another ``beta`` raises."""
+    """Run ``baddbmm`` with ``beta=0``, as attention code without a mask calls it. Another ``beta`` raises."""
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:

@@ -43,9 +43,9 @@ class ModelInputs:
                 ``total``, such as the rows and columns of a mask.
             total: Number of tokens in these inputs.
             length: Number of tokens in the result.
-            only_tokens: Whether to shorten sharded tensors along their token dim only, for inputs with as many channels
-                as tokens. If False, they are shortened along every dim of size ``total``, as a mask with sharded rows
-                needs.
+            only_tokens: Whether to shorten sharded tensors along their token dim only, which is right if another dim of
+                size ``total`` holds channels. If False, they are shortened along every dim of size ``total``, which is
+                right for a mask with sharded rows.
         """
 
         def shorten(index: int, leaf: Any) -> Any:

@@ -85,7 +85,7 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def _comparable(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x)
-    # float64 only on the CPU, because some devices do not support it.
+    # Compare in float64 on the CPU, and in float32 on other devices, because some do not support float64.
     return x.to(torch.float64 if x.dtype == torch.float64 or x.device.type == "cpu" else torch.float32)
 
 

@@ -161,5 +161,5 @@ class _NotingMode(UnifiedAttnMode):
         return super()._trace_safe(layout)
 
 
-# Give it the original name, which appears in the mode's error messages.
+# Give the class the original name, which appears in error messages of the mode.
 _NotingMode.__name__ = UnifiedAttnMode.__name__
