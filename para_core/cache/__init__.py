@@ -1,1 +1,1 @@
-"""First Block Cache: the blocks behind the first are skipped while its residual hardly changes."""
+"""First Block Cache: skip the blocks after the first one while the residual of the first block hardly changes."""

@@ -1,4 +1,4 @@
-"""Apply First Block Cache to a model without a pipeline, and remove it."""
+"""Public functions that apply First Block Cache to a model without a pipeline, and remove it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _KEY = "cache of the model"
 def apply_cache(
     model: Model, blocks: CachedBlocks, *, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any
 ) -> Model:
-    """Skip transformer blocks of ``model`` while its first-block residual hardly changes, in your own denoising loop.
-    Not exact.
+    """Apply First Block Cache to a model that you call in your own denoising loop. Not exact.
 
-    Call :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the
-    model has it (models of diffusers do), otherwise by ``blocks.conditions``. Calling this function again replaces the
-    settings; :func:`remove_cache` undoes it.
+    The transformer blocks after the first are skipped in steps in which the first-block residual hardly changes. Call
+    :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the
+    model has this method (models of diffusers do), otherwise by ``blocks.conditions``. Calling this function again
+    replaces the settings; :func:`remove_cache` removes the cache.
 
     Args:
-        model (`nn.Module`): The model. It may be compiled before or after.
-        blocks (`CachedBlocks`): Its block stack.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks that hold parts of one sequence and decide together.
-            Defaults to those of the plan that is applied, or of the mode around the call. Needed if you compile the
-            model inside a mode of your own.
+        model (`nn.Module`): The model. It may be compiled before or after this call.
+        blocks (`CachedBlocks`): The description of the model's block stack.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which decide
+            together. Defaults to the mesh of the plan that is applied to the model, or of the mode around the call.
+            Required if you compile the model inside your own mode.
         **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a
             schedule are refused.
 
@@ -80,7 +80,7 @@ def apply_cache(
 
 
 def remove_cache(model: Model) -> Model:
-    """Undo :func:`apply_cache`. Returns ``model``, which has its original class and no attribute of the cache."""
+    """Undo :func:`apply_cache`, and return ``model`` with its original class and without attributes of the cache."""
     for module in (model, uncompiled(model)):
         caller = _caller_of(module)
         cache = _cache_of(module)
@@ -93,7 +93,7 @@ def remove_cache(model: Model) -> Model:
 
 
 def reset_cache(model: nn.Module) -> None:
-    """Drop the stored residuals and the report of ``model``, because its next call begins a generation.
+    """Drop the stored residuals and the report of ``model``. Call it before each generation.
 
     Raises:
         ValueError: The model has no cache.
@@ -104,7 +104,7 @@ def reset_cache(model: nn.Module) -> None:
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
-    """Return what the cache of ``model`` did in its calls since :func:`reset_cache`, but at most in the last 4096.
+    """Return a report of the model calls since :func:`reset_cache`, at most of the last 4096.
 
     Raises:
         ValueError: The model has no cache.
@@ -115,7 +115,7 @@ def model_cache_report(model: nn.Module) -> CacheReport:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the number of bytes that the cache of ``model`` holds now, over all branches."""
+    """Return the number of bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
     cache = _required(model)
     states = {id(state): state for state in (*cache.states.values(), cache.state)}
     return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())

@@ -1,4 +1,4 @@
-"""Hooks on a model and on its blocks, through which caches run."""
+"""The hooks on a model and on its blocks through which caches run or skip the blocks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from para_core.cache.blocks import BlockRole
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# Maps a model to the host of hooks that were removed after a graph was compiled with them. The next cache of the model
-# reuses the host, because a graph is valid only for the classes that it was compiled with. It is not an attribute of
-# the model, because a removed cache must leave nothing there. The host refers to its model weakly, so the entry
-# disappears with the model.
+# Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses them,
+# because a graph is valid only for the classes that it was compiled with, and hooks change the class of a block. They
+# are not an attribute of the model, because a removed cache must leave nothing there. They refer to the model weakly,
+# so the entry disappears with the model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
-# The blocks that need a hook, in the order in which they run.
+# The blocks that need a hook, in the order in which they run, each with its role.
 Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockRunner(Protocol):
-    """The interface of a cache for its hooks."""
+    """The interface that a cache implements for its hooks."""
 
     def run_block(
         self,
@@ -37,43 +37,43 @@ class BlockRunner(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run ``block`` by ``call(block, *args, **kwargs)``, or skip it. Returns its output."""
+        """Run ``block`` with ``call(block, *args, **kwargs)``, or skip it, and return its output."""
 
     def in_branch(self, name: str) -> AbstractContextManager[None]:
-        """Use the state of the branch ``name`` while the block runs."""
+        """Return a context in which the cache uses the state of the CFG branch ``name``."""
 
 
 class BlockHookHost:
-    """The hooks of one model, and the cache that uses them now.
+    """All hooks of one model, and the cache that is using them.
 
-    A graph is valid only for the classes that it was compiled with. After a graph was compiled, the hooks are kept when
-    the last cache is removed, and the next cache gets the same ones.
+    A graph is valid only for the classes that it was compiled with, and hooks change the class of a block. If a graph
+    was compiled, this object is therefore kept when the last cache is removed, and the next cache gets the same hooks.
     """
 
     def __init__(self) -> None:
-        # The cache of the current call, and the thread of that call.
+        # The cache of the model call that is running, and the thread of this call.
         self.running: BlockRunner | None = None
         self.thread = 0
-        # The cache of calls without a pipeline.
+        # The cache for calls of the model without a pipeline.
         self.resident: BlockRunner | None = None
         self._local = threading.local()
-        # The caches that use these hooks.
+        # All caches that use these hooks.
         self.owners: WeakSet[Any] = WeakSet()
         self.attachments: list[BlockHooks] = []
         self.callers: list[ModelCallHook] = []
         self.traced = False
-        # By id, because these classes compare equal to their originals.
+        # Classes to keep alive, by id: as dict keys they would collide, because they compare equal to their originals.
         self._classes: dict[int, type] = {}
         self.named = self._make_named()
 
     @property
     def branch(self) -> str | None:
-        """The name that diffusers' ``cache_context`` gives the current branch in this thread, or None."""
+        """The name that diffusers' ``cache_context`` gave the current CFG branch in this thread, or None."""
         name: str | None = getattr(self._local, "branch", None)
         return name
 
     def caller(self, key: str) -> ModelCallHook:
-        """Return a hook of the model's call that no cache uses, with a key that begins with ``key``."""
+        """Return a hook for the model's call that no cache uses; its key begins with ``key``. Create one if needed."""
         hooks = [caller for caller in self.callers if caller.key.startswith(key)]
         free = next((hook for hook in hooks if hook.run is None), None)
         if free is None:
@@ -82,7 +82,7 @@ class BlockHookHost:
         return free
 
     def remember(self, instance: Any) -> None:
-        """Keep the present class of ``instance`` alive."""
+        """Keep the current class of ``instance``, which a hook has changed, alive for compiled graphs."""
         self._classes[id(type(instance))] = type(instance)
 
     def _make_named(self) -> Around:
@@ -103,10 +103,10 @@ class BlockHookHost:
 
 
 class ModelCallHook:
-    """A hook of a model's call, for one cache or one pipeline. Several pipelines may share the model.
+    """A hook around a model's call, used by one cache or one pipeline. Several pipelines may share the model.
 
     Args:
-        key: The key of the wrapper.
+        key: The name under which the hook is installed.
     """
 
     def __init__(self, key: str) -> None:
@@ -125,7 +125,7 @@ class ModelCallHook:
 
 
 class BlockHooks:
-    """Hooks of the blocks of one model, for caches with the same roles."""
+    """The hooks of a model's blocks, for all caches that give each block the same role."""
 
     def __init__(self, host: BlockHookHost, module: nn.Module, roles: Roles) -> None:
         self.host = host
@@ -134,7 +134,7 @@ class BlockHooks:
         self._arounds = {role: self._around_block(role) for _, role in roles}
 
     def fits(self, roles: Roles) -> bool:
-        """Whether the hooks are on the same blocks with the same roles."""
+        """Whether these hooks are for the given blocks and roles, so that another cache can use them."""
         own = [(block(), role) for block, role in self._roles]
         return len(own) == len(roles) and all(
             block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
@@ -145,7 +145,7 @@ class BlockHooks:
 
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = host.running or host.resident
-            # A pipeline without a cache may use the model in another thread.
+            # Do not use the cache for a call in another thread: a pipeline without a cache may use the same model.
             in_other_thread = (
                 not torch.compiler.is_compiling() and host.running is not None and host.thread != get_ident()
             )
@@ -165,7 +165,7 @@ class BlockHooks:
             wrap_method(module, "cache_context", _KEY, self.host.named, order=WrapperPriority.CACHE)
 
     def remove(self) -> None:
-        """Remove the hooks from the model and its blocks."""
+        """Remove the hooks from the model and its blocks, but keep their classes alive for compiled graphs."""
         for reference in (self._module, *[block for block, _ in self._roles]):
             module = reference()
             if module is not None:
@@ -174,8 +174,9 @@ class BlockHooks:
 
 
 def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
-    """Install hooks with these ``roles`` for ``cache``, and return their host. Hooks that are installed and fit are
-    kept.
+    """Install hooks on the blocks in ``roles`` for ``cache``, and return the object that holds them.
+
+    Hooks for the same blocks and roles that are already installed are kept.
     """
     installed = _hooks_of(roles[0][0])
     compiled = _COMPILED.pop(module, None)
@@ -193,10 +194,10 @@ def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost
 
 
 def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
-    """Undo :func:`attach`, unless another cache uses the same hooks.
+    """Undo :func:`attach`. Hooks that another cache uses stay.
 
     Args:
-        traced: Whether a graph was compiled with ``cache``.
+        traced: Whether a graph was compiled with ``cache``. The hooks are then kept for the next cache.
     """
     installed = _hooks_of(roles[0][0])
     if installed is None:

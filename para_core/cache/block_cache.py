@@ -1,12 +1,12 @@
 """First Block Cache on one model, in eager code and in a compiled graph.
 
-The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`): at the first
-block the residual is measured and the step is decided, the other blocks run or are skipped, and at the last block of a
-group the stored residual is added. What the model computes between its blocks (residuals of a ControlNet) also runs at
-skipped steps, and has no effect then, because the stored residual contains it.
+The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the
+first block measures the residual and decides the step. The hooks of the other blocks run or skip them, and that of the
+last block of a group adds the stored residual. Computations of the model between its blocks (such as residuals of a
+ControlNet) also run in skipped steps, but have no effect there, because the stored residual contains them.
 
-In a graph the skipped blocks are a branch of ``torch.cond``: one for all blocks of a group if the model does nothing
-between them, otherwise one per block, with the same predicate.
+In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the model does
+nothing between them, otherwise one per block, all with the same predicate.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from para_core.user_warnings import CacheWarning, WarningLog
 
 
 class BlockCache:
-    """The cache of one model with one set of options. Not thread-safe.
+    """The First Block Cache of one model with one set of options. Not thread-safe.
 
     Args:
         module: The model.
-        blocks: Its block stack.
+        blocks: The description of its block stack.
         options: The user's options.
-        mesh: The ranks that hold the tokens of one sequence and decide together. Defaults to those of the plan that is
-            applied to the model.
+        mesh: The ranks that hold parts of one sequence, which decide together. Defaults to the mesh of the plan that is
+            applied to the model, or of the mode around a call.
 
     Raises:
         ValueError: The model has no such blocks, no block would be skipped, or the model has a cache of diffusers.
@@ -71,7 +71,7 @@ class BlockCache:
         self.module = module
         self.blocks = blocks
         self.options = options
-        # Can be changed at any time. Other options need a new cache.
+        # The threshold may be changed at any time. Changing other options needs a new cache.
         self.threshold = options.residual_diff_threshold
         first_blocks = blocks_before_deciding(original_class(module).__name__, blocks, options)
         self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
@@ -79,12 +79,12 @@ class BlockCache:
         self.mesh = mesh
         # Whether a graph was compiled with this cache.
         self.traced = False
-        # Whether the model runs without the cache now.
+        # Whether the model currently runs without the cache.
         self.idle = False
         self._warnings = WarningLog()
-        # Number of CFG branches in the whole batch, and its size (0 if unknown), for the report.
+        # For the report: the number of CFG branches in a batch, and the number of its samples (0 if unknown).
         self.num_branches, self.batch = 1, 0
-        # The argument because of which the last call ran without the cache.
+        # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
         self._branches = Branches(conditions_of(module, blocks))
         self.states: dict[str, CacheState] = {}
@@ -94,15 +94,16 @@ class BlockCache:
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self.params = DecisionParams.of(self.step, options, self.threshold)
-        # The same numbers for graphs.
+        # The same numbers as a tensor, which graphs read.
         self.params_on_device = self.params.tensor(device)
-        # For each group, whether the model computes something between its blocks in this call.
+        # For each group, whether the model may compute something between its blocks in the current call.
         self.unchained = [not group.chained for group in blocks.groups]
         self._group_blocks = [
             GroupBlocks([block for block, role in self.roles if role.skipped and role.group == index])
             for index in range(len(blocks.groups))
         ]
-        # State of the current call. Lists, because Dynamo 2.13 loses an attribute that is set after torch.cond.
+        # State of the current call. Some are lists whose items are set, because Dynamo 2.13 loses the new value of an
+        # attribute that is set after torch.cond.
         self._group_outputs: list[Streams | None] = [None] * len(blocks.groups)
         self._before: Tensor | None = None
         self._entries: list[Streams | None] = [None] * len(blocks.groups)
@@ -111,7 +112,7 @@ class BlockCache:
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
 
     def attach(self) -> BlockHookHost:
-        """Install the hooks, unless they are installed, and return their host."""
+        """Install the hooks if they are not installed, and return the object that holds them."""
         return attach(self.module, self.roles, self)
 
     def detach(self) -> None:
@@ -120,18 +121,16 @@ class BlockCache:
         detach(self.module, self.roles, self, traced=self.traced)
 
     def as_text(self) -> dict[str, str]:
-        """Return the options by name as text, for the comparison between ranks."""
+        """Return all options by name, as strings that ranks can compare."""
         return {**self.options.as_text(), "residual_diff_threshold": str(self.threshold)}
 
-    # -- around the model
-
     def run(self, call: Callable[[], Any], arguments: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
-        """Run one call of the model with the cache. The model, or its blocks, may be compiled.
+        """Run one call of the model with the cache, and return its output. The model or its blocks may be compiled.
 
         Args:
-            call: Calls the model.
+            call: A function that calls the model.
             arguments: The arguments of the call by name.
-            step_of: Returns the position in the schedule for a branch.
+            step_of: A function that returns the position of the call in the schedule, given the name of its CFG branch.
 
         Raises:
             RuntimeError: The model already runs with this cache, or the policy cannot be compiled.
@@ -154,7 +153,8 @@ class BlockCache:
             self._warnings.warn("branches", self._branches.why_unknown(type(self.module).__name__), CacheWarning)
             with self.paused():
                 return call()
-        # Ask for the step before looking up the state, because the first call of a section of a video resets the cache.
+        # Ask for the step before looking up the state: for the first call of a section of a video, step_of() resets the
+        # cache.
         step = step_of(branch)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(arguments.items()) if isinstance(x, Tensor))
@@ -169,7 +169,7 @@ class BlockCache:
         ]
         device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
         self.params = DecisionParams.of(step, self.options, self.threshold)
-        # A new tensor, because the device may still read the previous one.
+        # Create a new tensor instead of changing the previous one, which the device may still read.
         self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
@@ -202,21 +202,22 @@ class BlockCache:
         return output
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Record the arguments of the next call of the model, which may run on another rank, so that all ranks give the
-        branches the same numbers.
+        """Identify the CFG branch of the next call of the model, even if another rank runs this call.
+
+        If branches are distributed over ranks, this lets all ranks give them the same numbers.
         """
         if self.attach().branch is None:
             self._branches.announce(arguments)
 
     def find_mesh(self) -> None:
-        """Find the mesh of the next call, because a plan may have been applied or removed. May be traced."""
+        """Set ``mesh`` for the next call, because a plan may have been applied or removed. Dynamo may trace this."""
         self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
             modes = function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``, creating it if necessary. Of too many branches the oldest is dropped."""
+        """Return the state of ``branch``; create it if needed. Of more than 8, the oldest is dropped."""
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
         for oldest in list(self.states)[:-MOST_BRANCHES]:
@@ -225,8 +226,9 @@ class BlockCache:
 
     @contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
-        """Use the state of the branch ``name`` while the block runs. Graphs of the whole model need this, because they
-        cannot look up the state.
+        """Use the state of the CFG branch ``name`` inside the ``with`` block.
+
+        Graphs of the whole model need this, because they cannot look up the state by name.
         """
         before, self.state = self.state, self.state_of(name)
         try:
@@ -239,7 +241,7 @@ class BlockCache:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model without the cache while the block runs."""
+        """Run the model without the cache inside the ``with`` block."""
         before, self.idle = self.idle, True
         try:
             yield
@@ -247,7 +249,7 @@ class BlockCache:
             self.idle = before
 
     def reset(self) -> None:
-        """Drop all state and free its memory. The report is kept."""
+        """Drop all stored residuals and forget all branches. The report is kept."""
         self.reset_states()
         self._branches = Branches(self._branches.conditions)
         for group in self._group_blocks:
@@ -262,8 +264,6 @@ class BlockCache:
         self._group_outputs = [None] * len(self.blocks.groups)
         self._entries = [None] * len(self.blocks.groups)
 
-    # -- around a block
-
     def run_block(
         self,
         role: BlockRole,
@@ -272,7 +272,10 @@ class BlockCache:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run or skip one transformer block."""
+        """Run or skip one transformer block, and return its output.
+
+        A skipped block returns its inputs; the last one of a group returns the forecast output of the group.
+        """
         if self.idle:
             return call(block, *args, **kwargs)
         inputs = role.inputs(args, kwargs)
@@ -310,14 +313,15 @@ class BlockCache:
             self._entries[role.group] = None
         return output
 
-    # -- deciding
-
     def _decide(self, residual: Tensor) -> None:
-        """Set ``_skip``: whether the remaining blocks are skipped, or None if nothing is stored for it."""
+        """Decide the step, and set ``_skip``: whether to skip the remaining blocks; None if no residual is stored yet.
+
+        ``residual`` is the tensor that the rule compares: the first-block residual or the modulated input.
+        """
         state = self.state
         traced = torch.compiler.is_compiling()
         sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.groups[0].samples, 0)
-        if sample.dim() < 3:  # Tokens without a batch dim.
+        if sample.dim() < 3:  # The tokens have no batch dim.
             sample = sample[None]
         params = self.params_on_device if traced else self.params
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
@@ -330,26 +334,24 @@ class BlockCache:
         skip, self.outcome = decider.decide(inputs)
         if traced:
             self._skip_on_device = skip
-            # One copy, because every torch.cond that reads it would otherwise wait for the device.
+            # Copy it once here, because otherwise every torch.cond that reads it would wait for the device.
             skip = skip.to("cpu")
         self._skip = skip
 
-    # -- storing and skipping
-
     def _forecast(self, role: BlockRole) -> Streams:
-        """Return the forecast output of a group of skipped blocks."""
+        """Return the forecast output of the group of skipped blocks to which the block with this role belongs."""
         decider: Any = self.state.decider
         params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
         weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
     def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
-        """Run or skip one block by a ``torch.cond`` of its own."""
+        """Return the output of one block in a graph, where it is run or skipped by its own ``torch.cond``."""
         if role.exits:
             return role.as_output(self._end_group_in_graph(role, inputs, compute))
 
         def skipped() -> Streams:
-            # Uninitialised, because the outputs of skipped blocks are replaced at the end of the group.
+            # The values do not matter, because the outputs of skipped blocks are replaced at the end of the group.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
         return role.as_output(cond(self._skip, skipped, compute, list(range(len(inputs))), inputs))
@@ -357,10 +359,13 @@ class BlockCache:
     def _run_group_in_graph(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run or skip all blocks of a group when its first block is called. The other blocks return their inputs."""
+        """Return the output of one block in a graph that runs or skips all blocks of its group in one ``torch.cond``.
+
+        The call of the first block runs or skips the whole group. The calls of the other blocks return their inputs.
+        """
         if not role.enters:
             before = self._group_outputs[role.group] or (None,) * len(inputs)
-            # A list, because Dynamo 2.13 runs a generator further than all() does.
+            # Use a list, because Dynamo 2.13 evaluates a generator after the point at which all() stops.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.module).__name__} does something between the blocks of "
@@ -387,7 +392,7 @@ class BlockCache:
         return role.as_output(outputs)
 
     def _end_group_in_graph(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
-        """Return the output of a group, computed or forecast. Stores its residual if it was computed."""
+        """Return the output of a group in a graph, computed or forecast, and store its residual if it was computed."""
         residuals = self.state.groups[role.group]
         present = [i for i, history in enumerate(residuals.histories) if history is not None]
         outputs = cond(self._skip, lambda: self._forecast(role), compute, present, inputs)

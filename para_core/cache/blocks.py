@@ -1,4 +1,4 @@
-"""The description of a model's block stack for a cache, and the role of each block."""
+"""Describe a model's stack of transformer blocks for a cache, and derive from it the role of each block."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from para_core.plans.module_matching import parameters_of
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Consecutive blocks that pass on the same tensors.
+    """Consecutive transformer blocks with the same inputs and outputs, which a cache skips together.
 
     Args:
-        lists (`tuple[str, ...]`): Names of the module lists with the blocks, in the order in which they run.
+        lists (`tuple[str, ...]`): Names of the model's module lists that contain the blocks, in the order in which they
+            run.
         streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
-        values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
+            values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
-        chained (`bool`, defaults to `False`): Whether the model does nothing between the blocks but pass the streams
-            on, with equal other arguments. A compiled graph then skips all blocks of the group at once.
-        between (`tuple[str, ...]`, defaults to `()`): Arguments of the model with which a chained model does more
-            between its blocks, such as residuals of a ControlNet.
-        samples (`int`, defaults to `0`): The dim of ``measured`` that holds the samples of the batch; 1 for
-            ``[S, B, C]``.
+        chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block, and gives
+            all blocks the same other arguments. A compiled graph then skips all blocks of the group at once.
+        between (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as residuals of a
+            ControlNet. If one of them is passed, the model computes something between its blocks although ``chained``
+            is set.
+        samples (`int`, defaults to `0`): The batch dim of ``measured``: 0 for ``[B, S, C]``, 1 for ``[S, B, C]``.
 
     Raises:
         TypeError, ValueError: A value is not a tuple of names, is empty, or ``measured`` is not a stream.
@@ -52,19 +53,20 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class CachedBlocks:
-    """The block stack of a model, in groups. A new group begins when the streams change, for example when text joins
-    the image.
+    """The block stack of a model, in groups.
+
+    A new group begins where the streams change, for example where text and image tokens are concatenated.
 
     Args:
         groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
         conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay
             equal from step to step. They identify the branch if the pipeline does not name it. Defaults to
             ``encoder_hidden_states``, if the model has it.
-        uncached (`tuple[str, ...]`, defaults to `()`): Arguments with which a call runs without the cache, such as
-            layers to skip.
-        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the modulated input ``[B, S, C]`` of
-            the first block, which it computes at low cost from tokens and time. Needed by rules that decide before the
-            first block.
+        uncached (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as layers to skip. A call
+            with one of them runs without the cache.
+        modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the input ``[B, S, C]`` of the first
+            block after its normalization and modulation by the timestep, given the block and its arguments. Required
+            for rules that decide a step before the first block runs.
 
     Raises:
         TypeError, ValueError: A value is not a tuple of the expected kind, or there is no group.
@@ -96,17 +98,18 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class BlockRole:
-    """The role of a block for the cache. Blocks with equal roles share a class, and therefore a graph.
+    """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a compiled graph.
 
     Args:
         group: Index of the block's group.
-        streams, measured, chained: Those of the group.
-        parameters: Parameters of the block's ``forward``.
-        opens: Whether it is the first block, at which the measured stream is recorded.
+        streams, measured, chained: The settings of the group; see :class:`BlockGroup`.
+        parameters: Names of the parameters of the block's ``forward``.
+        opens: Whether this is the first block, at which the measured stream is recorded.
         decides: Whether the step is decided after this block.
-        enters: Whether it is the first block of its group that may be skipped.
-        skipped: Whether it may be skipped.
-        exits: Whether it is the last block of its group that may be skipped, at which the residual is stored or added.
+        enters: Whether this is the first block of its group that may be skipped.
+        skipped: Whether this block may be skipped.
+        exits: Whether this is the last block of its group that may be skipped, after which the residual of the group is
+            stored or added.
     """
 
     group: int
@@ -121,19 +124,19 @@ class BlockRole:
     chained: bool
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the streams among the arguments of the block; None for one that was not passed."""
+        """Return the values of the streams in the arguments of the block; None for a stream that was not passed."""
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         return tuple([arguments.get(name) for name in self.streams])
 
     def as_output(self, values: tuple[Any, ...]) -> Any:
-        """Return ``values`` in the form in which the block returns its streams."""
+        """Return the streams ``values`` as the block returns them: a tensor if there is one stream, else a tuple."""
         return values[0] if len(self.streams) == 1 else values
 
     def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
-        """Return the streams in the block's ``output``.
+        """Return the block's ``output`` as a tuple of streams.
 
         Raises:
-            ValueError: They do not have the shapes of ``inputs``, in their order.
+            ValueError: Their number or shapes differ from those of ``inputs``.
         """
         outputs = as_tuple(output)
         before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
@@ -159,13 +162,13 @@ def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
 def roles_of(
     module: nn.Module, blocks: CachedBlocks, first_blocks: int = 1, last_blocks: int = 0
 ) -> list[tuple[nn.Module, BlockRole]]:
-    """Return the blocks that need a hook, in the order in which they run, with their roles.
+    """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
     Args:
-        first_blocks, last_blocks: Numbers of blocks at both ends that always run.
+        first_blocks, last_blocks: Numbers of blocks at the start and at the end of the stack that always run.
 
     Raises:
-        ValueError: The model has no such blocks, or no block would be skipped.
+        ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.
     """
     stack = [(index, group, block) for index, group in enumerate(blocks.groups) for block in _blocks_of(module, group)]
     first, stop = first_blocks, len(stack) - last_blocks
@@ -204,7 +207,7 @@ def as_tuple(output: Any) -> tuple[Any, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-# The shapes of a block's streams; None for a stream that is None.
+# The shapes of a block's streams, with None for a stream whose value is None.
 _Shapes = list[tuple[int, ...] | None]
 
 
@@ -224,7 +227,7 @@ def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _
 
 
 def _only_shorter(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
-    """Whether two shapes are equal but for one dim, which is neither the first (batch) nor the last (channels)."""
+    """Whether two shapes differ in exactly one dim, which is neither the first (batch) nor the last (channels)."""
     if before is None or after is None or len(before) != len(after):
         return False
     differing = [dim for dim, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]

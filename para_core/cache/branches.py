@@ -1,4 +1,4 @@
-"""Identify the CFG branch of a model call if the pipeline does not name it."""
+"""Identify the CFG branch of a model call by its arguments, if the pipeline does not name the branch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from para_core.instance_patching import original_class
 from para_core.torch_internals import pytree, version_of
 from para_core.user_warnings import CacheWarning, warn_user
 
-# Used if the user names no conditions and the model has the argument.
+# The arguments that identify branches if the user names none. Those that the model does not have are ignored.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
 # Maximum number of branches with stored state. A pipeline has two or three.
 MOST_BRANCHES = 8
-# After this many new conditions without a repetition, the conditions change from step to step and identify no branches.
+# Number of calls with different conditions after which, if none was repeated, the conditions are considered to change
+# from step to step, so that they cannot identify branches.
 _MOST_NEW = 4
 
 
 def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
-    """Return the arguments of ``module`` that identify its CFG branches.
+    """Return the names of the arguments of ``module`` that identify its CFG branches.
 
     Raises:
         ValueError: ``blocks.conditions`` names an argument that the model does not have.
@@ -44,7 +45,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     return blocks.conditions
 
 
-# Number of calls of a branch that are searched for alternating arguments.
+# Number of first calls in which arguments that alternate between calls are looked for.
 _MOST_COMPARED = 6
 
 
@@ -56,10 +57,10 @@ class _Branch:
 
 
 class _FirstCalls:
-    """The arguments of the first calls of a model.
+    """The arguments of the first calls of a model, to detect CFG branches that the conditions do not tell apart.
 
-    Tensors in different memory are compared by value, for which the host waits for the device: a pipeline may create
-    its text and its latents anew for each call.
+    A pipeline may create new tensors with the same text or latents for each call. Tensors in different memory are
+    therefore compared by value, for which the host waits for the device.
     """
 
     def __init__(self) -> None:
@@ -68,11 +69,14 @@ class _FirstCalls:
         self._over = False
 
     def alternating(self, branch: str, arguments: Mapping[str, Any]) -> list[str]:
-        """Add a call. Return the arguments that differ between the last two calls, if these look like two branches of
-        one step.
+        """Add a call, and return the names of the arguments that seem to alternate between two branches of one step.
 
-        With two CFG branches called in turn, two calls have the same latents, the next call has new ones, and the text
-        of the first call comes back.
+        The list is empty if there are none. Branches that are called in turn are recognized by this pattern: two calls
+        have the same latents, the next call has new latents, and the text of an earlier call comes back.
+
+        Args:
+            branch: The name of the branch that the conditions gave the call.
+            arguments: The other arguments of the call by name.
         """
         if self._over:
             return []
@@ -99,7 +103,7 @@ class _FirstCalls:
 
 
 class _Leaf:
-    """A tensor or another value in an argument of a call, with the version that the tensor had in that call."""
+    """A tensor or another value in an argument of a call, with the version counter of the tensor during that call."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -111,7 +115,7 @@ class _Leaf:
         if type(x) is type(y) and isinstance(x, (bool, int, float, str)):
             return bool(x == y)
         if not (self.is_plain and other.is_plain) or not _form_is_same(x, y):
-            # To compare a deferred tensor would compute it.
+            # Do not compare values: comparing a deferred tensor (see para_core.cfg) would compute it.
             return x is y
         if x.is_meta or _place_of(x) == _place_of(y):
             return self.version == other.version
@@ -134,7 +138,7 @@ def _are_same(leaves: list[_Leaf] | None, others: list[_Leaf] | None) -> bool:
 
 
 class Branches:
-    """Identifies branches by the conditions of the model, never by counting calls.
+    """The CFG branches of a model, identified by arguments of its calls (the conditions), never by counting calls.
 
     Args:
         conditions: Names of the arguments that differ between branches and stay equal from step to step.
@@ -145,18 +149,18 @@ class Branches:
         self._branches: list[_Branch] = []
         self._count = 0
         self._first_calls = _FirstCalls()
-        # The name of the next call's branch, if it was announced.
+        # A tuple with the name of the next call's branch, if :meth:`announce` has determined it.
         self._announced: tuple[str | None] | None = None
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Determine the branch of the next call from its arguments. Another rank may compute that call."""
+        """Determine the branch of the next call from its arguments. Another rank may run this call."""
         self._announced = (self._name_of(arguments),)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch: ``branch 0`` for the first one, and so on; None if branches cannot be
-        identified.
+        """Return the name of the branch of a call: ``branch 0`` for the first branch, ``branch 1`` for the next one.
 
-        The host waits for the device only if the conditions are new tensors, and then once.
+        Return None if branches cannot be identified. The host waits for the device only if the conditions are new
+        tensors, and then once.
         """
         announced, self._announced = self._announced, None
         name = self._name_of(arguments) if announced is None else announced[0]
@@ -178,7 +182,7 @@ class Branches:
             )
 
     def why_unknown(self, model: str) -> str:
-        """Return the warning for the case that :meth:`name_of` returned None."""
+        """Return the text of the warning to show if :meth:`name_of` returned None."""
         return (
             f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be "
             "identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
@@ -189,12 +193,12 @@ class Branches:
         if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
             return None
         leaves = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
-        # Bools and strings as well, because some pipelines call the model a third time with some layers left out.
+        # Include all bools and strings: some pipelines call the model a third time per step, with some layers left out.
         leaves += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
         branch = self._find(leaves)
         if branch is not None:
             branch.came_back = True
-            # The next call may pass the same tensors, which are then equal without a comparison of values.
+            # Store the new tensors: if the next call passes the same objects, their values need not be compared.
             branch.leaves = leaves
             return branch.name
         self._count += 1
@@ -224,7 +228,7 @@ class Branches:
 
 
 def _may_be_equal(before: list[Any], now: list[Any]) -> bool:
-    """Whether the two lists are equal except for the values of tensors."""
+    """Whether the lists are equal if the values of tensors (but not shapes, dtypes and devices) are ignored."""
     return len(before) == len(now) and all(map(_form_is_same, before, now))
 
 

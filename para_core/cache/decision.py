@@ -1,4 +1,4 @@
-"""The skip decision of one step: by Python numbers in eager code, by tensors in a graph."""
+"""Decide whether a step is skipped, with Python numbers in eager code and with tensors in a graph."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Verdict(IntEnum):
 
     HIT = 0
     MISS = 1
-    # The first step of a branch, or one of warmup_steps.
+    # Computed, because it is the first step of a branch, or one of its warmup_steps.
     WARMUP = 2
-    # max_consecutive_hits or max_hits was reached.
+    # Computed, because max_consecutive_hits or max_hits was reached.
     LIMIT = 3
-    # Outside of start and end, the last step, or a step of compute_steps.
+    # Computed, because it is before start or after end, the last step (always_compute_last), or in compute_steps.
     SCHEDULE = 4
-    # The difference was not finite.
+    # Computed, because the difference was not finite.
     NOT_FINITE = 5
     # Skipped, because the step is not in compute_steps.
     MASKED = 6
@@ -38,18 +38,18 @@ class Verdict(IntEnum):
         return self in (Verdict.HIT, Verdict.MASKED)
 
 
-# As floats, which a graph can hold.
+# The verdicts as floats, because a graph computes with float tensors.
 _HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED = map(float, Verdict)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The position of a call in the schedule. Without a schedule the defaults hold.
+    """The position of a model call in the denoising schedule. Calls without a schedule use the defaults.
 
     Args:
         index, total: Index of the step, and number of steps in the schedule.
         time: The timestep, on the scale of the schedule.
-        forced: The verdict, if the options fix it for this step.
+        forced: The verdict, if the options determine it for this step; else None, and the step is compared.
     """
 
     index: int = 0
@@ -59,7 +59,7 @@ class Step:
 
 
 def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
-    """Return the step ``index`` of ``total``, with the verdict that ``options`` fixes for it, if any."""
+    """Return the step ``index`` of ``total``, with its verdict if ``options`` determine it without a comparison."""
     if options.compute_steps is not None:
         return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
     outside = not options.start <= index / total < options.end
@@ -68,11 +68,12 @@ def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
 
 
 class DecisionParams(NamedTuple):
-    """Numbers on which the decision of a call depends. In a graph they are 0-dim float64 tensors, so that one graph
-    serves all values.
+    """The numbers of a step and of the options on which the decision of a call depends.
+
+    In a graph they are 0-dim float64 tensors, so that the graph is not compiled again for other values.
     """
 
-    forced: Number  # A Verdict, or 0 if the difference decides.
+    forced: Number  # The number of a Verdict; 0 if the difference decides.
     time: Number
     step: Number
     num_steps: Number
@@ -93,12 +94,12 @@ class DecisionParams(NamedTuple):
 
 
 class BranchCounters(NamedTuple):
-    """Counters of one branch.
+    """Counters of the calls of one CFG branch in a generation.
 
     Args:
-        calls, hits: Number of calls, and of skipped ones.
+        calls, hits: Number of all calls, and of skipped calls.
         hits_in_a_row: Number of skipped calls since the last computed one.
-        times: Timesteps of the last computed steps, newest first; 0 for those that do not exist yet.
+        times: Timesteps of the last computed steps, newest first, filled up with 0 while there are too few.
     """
 
     calls: Number
@@ -111,7 +112,7 @@ class BranchCounters(NamedTuple):
         return self.calls - self.hits
 
     def after(self, skip: Any, time: Number, where: Where) -> BranchCounters:
-        """Return the counters after a call at ``time`` that was skipped or computed."""
+        """Return the counters after one more call, at timestep ``time``, which was skipped if ``skip``."""
         return BranchCounters(
             self.calls + 1,
             where(skip, self.hits + 1, self.hits),
@@ -120,7 +121,7 @@ class BranchCounters(NamedTuple):
         )
 
 
-# where(condition, a, b) returns a or b: Python numbers, or 0-dim tensors.
+# A function where(condition, a, b) that returns a or b: torch.where for 0-dim tensors, _where for Python numbers.
 Where = Callable[[Any, Any, Any], Any]
 
 
@@ -129,7 +130,7 @@ def _where(condition: bool, a: Any, b: Any) -> Any:
 
 
 def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, where: Where) -> Number:
-    """Return the verdict that does not depend on the difference; 0 if the difference decides."""
+    """Return the number of the verdict if it does not depend on the difference; 0 if the difference decides."""
     verdict: Number = where(counts.hits_in_a_row >= params.max_consecutive_hits, _LIMIT, 0.0)
     verdict = where(counts.hits >= params.max_hits, _LIMIT, verdict)
     verdict = where(counts.calls < params.warmup_steps, _WARMUP, verdict)
@@ -137,13 +138,13 @@ def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, 
 
 
 class DecisionOutcome(NamedTuple):
-    """The outcome of a decision. Its values are tensors if a graph decided.
+    """The outcome of a decision, for the report. Its values are tensors if a graph decided.
 
     Args:
-        differences: The difference of each sample; None if the verdict did not depend on it.
-        verdict: A ``Verdict``, or its number.
+        differences: The difference of each sample; None if the verdict did not depend on it (in eager code).
+        verdict: A :class:`Verdict`, or its number as a tensor.
         computed: Number of computed steps of the branch before this call, whose residuals a forecast can use.
-        samples: Number of samples of the call, over all ranks that share them.
+        samples: Number of samples in the call, summed over ranks if these share the batch.
     """
 
     differences: Any
@@ -152,24 +153,24 @@ class DecisionOutcome(NamedTuple):
     samples: int
 
     def outside_graph(self) -> DecisionOutcome:
-        """Return copies of the tensors, which the next replay of a CUDA graph overwrites."""
+        """Return a copy of this value with copied tensors, because the next replay of a CUDA graph overwrites them."""
         values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
         return DecisionOutcome(*values)
 
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """Inputs of the decision of one call.
+    """The inputs of the decision of one call.
 
     Args:
-        sample: ``[B, ...]``, the compared values of this rank's tokens, usually some channels of the first-block
-            residual. Each sample of the batch is compared with its own earlier value, and one large difference computes
-            the whole batch: a graph cannot skip half of it.
-        options: The rule and the policy.
-        params: The numbers of the call; in a graph a tensor of them.
-        mesh: Ranks that hold parts of one sequence. They decide together.
-        sharing: Ranks that hold an equal number of the samples of the call. They decide together as well, by all
-            samples, as one device does.
+        sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually some channels of the
+            first-block residual. Each sample of the batch is compared with its own earlier value. If one difference is
+            large, the whole batch is computed, because a graph cannot skip a part of it.
+        options: The options of the cache, with its rule and policy.
+        params: The numbers of the call; in a graph, a tensor that contains them.
+        mesh: The ranks that hold parts of one sequence, which decide together; None for a single rank.
+        sharing: The ranks that share the samples of the batch in equal parts, if there are any. They decide together,
+            too, from all samples, as one device would.
     """
 
     sample: Tensor
@@ -180,16 +181,18 @@ class DecisionInput:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the call, over all ranks that share them."""
+        """The number of samples in the call, summed over the ranks that share the batch."""
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return the difference of each sample of the call to ``first``: ``[samples]``, equal on all ranks that decide
-        together.
+        """Return the difference between each sample of the call and its earlier value ``first``, by the rule.
+
+        The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
-        # All ranks add the same numbers in the same order, so that rounding cannot make their decisions differ.
+        # Gather and then add, so that all ranks add the same numbers in the same order: different rounding could make
+        # their decisions differ.
         for dim in () if self.mesh is None else self.mesh.dims:
             if dim.size > 1:
                 sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
@@ -199,7 +202,10 @@ class DecisionInput:
         return differences
 
     def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
-        """Return whether the threshold, or the policy, allows to skip a step with this largest difference."""
+        """Return whether the policy or, if there is none, the threshold allows to skip a step.
+
+        ``largest`` is the largest difference of all samples.
+        """
         if self.options.policy is None:
             return largest < params.threshold
         return self.options.ask_policy(
@@ -208,29 +214,31 @@ class DecisionInput:
 
 
 class Decider(Protocol):
-    """Decides for one branch. It is created after the first call of the branch was computed.
+    """An object that decides the steps of one CFG branch. It is created in the first call of the branch.
 
     Attributes:
-        first: The sample of the last computed step, with which the next one is compared.
+        first: The values of the last computed step with which the next step is compared.
     """
 
     first: Tensor
 
     def decide(self, inputs: DecisionInput) -> tuple[Any, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. Updates the counters."""
+        """Return whether to skip the step, and the outcome for the report. This updates the counters and ``first``."""
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
-        """Return the weights of the stored residuals, newest first, in the forecast for this call. Called after
-        :meth:`decide`.
+        """Return the weights of the stored residuals in the forecast for this call, newest first.
+
+        Call it after :meth:`decide`.
         """
 
     def leave_graph(self) -> None:
-        """Copy the held tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
+        """Replace stored tensors that a graph returned by copies: the next replay of a CUDA graph overwrites them."""
 
 
 class NumberDecider:
-    """The decider in eager code. The host waits for the device at most once per call, and only if the difference
-    decides.
+    """The decider of eager code, which computes with Python numbers.
+
+    The host waits for the device at most once per call, and only if the difference decides.
     """
 
     def __init__(self, inputs: DecisionInput) -> None:
@@ -256,7 +264,7 @@ class NumberDecider:
         return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
-        """Do nothing, because its tensors were made in eager code."""
+        """Do nothing, because the stored tensors were created in eager code."""
 
     def weights(self, options: CacheOptions, params: Any) -> list[float]:
         if options.num_residuals == 1:
@@ -268,11 +276,11 @@ class NumberDecider:
 
 
 class TensorDecider:
-    """The decider in a graph. Its tensors are changed in place."""
+    """The decider of a graph, which computes with tensors and changes its state in place."""
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
-        # Calls, hits, hits in a row, and the times.
+        # The tensor of all counters contains: calls, hits, hits in a row, then the times.
         counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
         params: Any = inputs.params
@@ -309,7 +317,10 @@ class TensorDecider:
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
-    """Return the number of blocks of ``model`` that run before a step is decided.
+    """Return the number of blocks that run before a step is decided.
+
+    Args:
+        model: The name of the model class, for error messages.
 
     Raises:
         ValueError: The rule decides before block 0, but ``blocks.modulated`` is missing or ``first_blocks`` is set.
@@ -331,7 +342,7 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
 
 
 def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
-    """Return the error for a policy that Dynamo could not trace because it depends on values of tensors."""
+    """Return the error for a policy that Dynamo could not trace, because it branches on values of tensors."""
     return RuntimeError(
         f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
         "tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."

@@ -1,4 +1,4 @@
-"""Detect caches of diffusers on a model."""
+"""Detect diffusers' own caches on a model, which cannot be combined with First Block Cache of para_core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-# The modules of diffusers that define the hooks of its caches.
+# The names of the diffusers modules that define the hooks of its caches.
 _MODULES = (
     "faster_cache",
     "first_block_cache",
@@ -19,21 +19,22 @@ _MODULES = (
 
 
 def foreign_cache(module: nn.Module) -> str | None:
-    """Return the name of the cache of diffusers on ``module``; None if there is none."""
+    """Return the class name of diffusers' cache on ``module``; None if there is none."""
     config: Any = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__
     for part in module.modules():
         registry: Any = part.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():
-            # apply_first_block_cache(transformer, ...) and similar functions set no _cache_config.
+            # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set no
+            # _cache_config.
             if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _MODULES:
                 return type(hook).__name__
     return None
 
 
 def require_no_foreign_cache(module: nn.Module) -> None:
-    """Raise ``ValueError`` if ``module`` has a cache of diffusers."""
+    """Raise ``ValueError`` if one of diffusers' own caches is enabled on ``module``."""
     cache = foreign_cache(module)
     if cache is not None:
         raise ValueError(

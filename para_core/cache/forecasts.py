@@ -1,4 +1,4 @@
-"""Forecasts: how the residual of a skipped step is computed from those of computed steps."""
+"""Forecasts: rules that compute the residual of a skipped step from the residuals of computed steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Forecast:
-    """A rule that forecasts the residual of a skipped step as a weighted sum of the last computed ones.
+    """A rule that forecasts the residual of a skipped step as a weighted sum of the last computed residuals.
 
     Args:
-        name (`str`): Name in reports and messages.
+        name (`str`): The name of the rule in reports and messages.
         num_residuals (`int`): Number of residuals that are stored, at least 1.
-        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times``
-            ``[num_residuals]`` are the timesteps of the stored residuals, newest first, ``now`` is that of the step to
-            forecast, and ``known`` the number of residuals so far. All are float64 tensors, in a compiled graph on the
-            device, so the function must not branch on their values.
-        source (`str`): Who published it.
+        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times``,
+            ``[num_residuals]``, are the timesteps of the stored residuals, newest first; ``now`` is the timestep to
+            forecast for; ``known`` is the number of residuals that were computed so far. All are float64 tensors. In a
+            compiled graph they are on the device, so the function must not branch on their values.
+        source (`str`): The publication of the rule.
 
     Raises:
         TypeError, ValueError: ``num_residuals`` is not a positive integer, or ``weights`` is not callable.
@@ -41,24 +41,25 @@ class Forecast:
 
 
 def taylor(order: int) -> Forecast:
-    """Return the forecast that extrapolates the last ``order + 1`` residuals in the schedule's time. Order 0 repeats
-    the last one.
+    """Return the forecast that extrapolates the last ``order + 1`` residuals by a polynomial in the timestep.
+
+    Order 0 repeats the last residual.
     """
     source = "First Block Cache" if order == 0 else "TaylorSeer (arXiv:2503.06923), eq. 9"
     return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
 
 
 def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
-    """Return the weights ``[n]`` of the last n residuals: those of the Lagrange polynomial through them at ``now``.
+    """Return the weights ``[n]`` of the last n residuals that evaluate their Lagrange polynomial at ``now``.
 
-    Exact for a residual that is a polynomial of degree n - 1 in time, with any distances between the times. With equal
-    distances it is the Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
+    The forecast is exact if the residual is a polynomial of degree n - 1 in time, whatever the distances between the
+    times. With equal distances it is the Taylor forecast with finite differences (TaylorSeer, arXiv:2503.06923, eq. 9).
 
     Args:
         times: ``[n]``, the times of the residuals, newest first, in any unit.
         now: The time to forecast for.
-        known: Number of residuals. With fewer than n, or with two at the same time (schedulers that call the model
-            twice per step), the polynomial goes through the newest ones only.
+        known: Number of residuals that exist. If there are fewer than n, or two at the same time (from schedulers that
+            call the model twice per step), the polynomial only goes through the newest ones.
 
     Returns:
         Float64 weights whose sum is 1.
@@ -82,10 +83,10 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
 def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
-    Heun's method averages the slopes at the last computed step and at the predicted one; by eq. 6 the latter is the
-    slope of the prediction. With the slope between two residuals for both, the result would be Taylor's first order.
-    Therefore the slope at the last computed step is that of the parabola through three residuals. Arguments and result
-    as in :func:`forecast_weights`.
+    Heun's method averages the slopes at the last computed step and at the predicted step; by eq. 6 the second one is
+    the slope of the prediction. If both were the slope between the last two residuals, the result would be the Taylor
+    forecast of order 1. The slope at the last computed step is therefore that of the parabola through three residuals.
+    Arguments and result are those of :func:`forecast_weights`, with n = 3.
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)
@@ -94,7 +95,7 @@ def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     curve = (straight - torch.stack([zero, one, -one]) / safe_older) / (safe + safe_older)
     newest = torch.stack([one, zero, zero])
     first = newest + (now - times[0]) * straight
-    # The mean of the parabola's slope at its newest point and of the slope between two residuals.
+    # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two residuals.
     second = first + (now - times[0]) / 2 * safe * curve
     weights = torch.where((known >= 2) & (gap != 0), first, newest)
     return torch.where((known >= 3) & (gap != 0) & (older != 0), second, weights)
@@ -106,10 +107,10 @@ FORECASTS = {forecast.name: forecast for forecast in (FOCA,)}
 
 
 def forecast_of(forecast: str | Forecast) -> Forecast:
-    """Return the forecast with this name, or ``forecast`` itself if it is a :class:`Forecast`.
+    """Return the forecast with the name ``forecast``, or ``forecast`` itself if it is a :class:`Forecast`.
 
     Raises:
-        TypeError: ``forecast`` is neither.
+        TypeError: ``forecast`` is neither a string nor a :class:`Forecast`.
         ValueError: There is no forecast with this name.
     """
     if isinstance(forecast, Forecast):

@@ -1,6 +1,4 @@
-"""Comparison and forecast of residuals as operators: Triton kernels with few launches on a GPU, plain PyTorch
-elsewhere.
-"""
+"""Operators that compare and forecast residuals, with Triton kernels on a GPU (few launches) and PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Compute :func:`para_core.kernels.residual_reference.change` by the fastest way."""
+    """Return the sums of :func:`para_core.kernels.residual_reference.change`, with the fastest implementation."""
     if needs_plain(now, before):
         return residual_reference.change(now, before)
     sums: Tensor = torch.ops.para_core.residual_change.default(now, before)
@@ -54,7 +52,10 @@ def change(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Compute :func:`para_core.kernels.residual_reference.forecast` by the fastest way."""
+    """Return ``entry`` plus the weighted sum of ``residuals``, with the fastest implementation.
+
+    See :func:`para_core.kernels.residual_reference.forecast`.
+    """
     if needs_plain(entry, *residuals):
         return residual_reference.forecast(entry, residuals, weights)
     output: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))

@@ -1,4 +1,4 @@
-"""The options of First Block Cache, and the rules that compare steps."""
+"""The options of First Block Cache, and the rules by which it compares steps."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """A measure of how much a step differs from the last computed one.
+    """A rule that measures how much a step differs from the last computed step.
 
-    It compares this rank's tokens of two tensors ``[B, S, C]``, ``now`` and ``before``: sums over them are added up
-    over the ranks, and the difference is computed from the totals.
+    Each rank computes sums over its own tokens of the two steps, ``now`` and ``before``. The sums are added over ranks,
+    and the difference is computed from the totals.
 
     Args:
-        name (`str`): Name in reports and messages.
-        sums (`Callable`): ``sums(now, before)`` of tensors ``[B, n]`` returns ``[B, k]`` sums in float32.
-        difference (`Callable`): ``difference(totals)`` of the sums over all ranks, ``[B, k]``, returns ``[B]``
-            differences.
-        source (`str`): Who published the rule.
+        name (`str`): The name of the rule in reports and messages.
+        sums (`Callable`): ``sums(now, before)`` takes the flattened values of this rank, ``[B, n]``, and returns k sums
+            for each sample, ``[B, k]`` in float32.
+        difference (`Callable`): ``difference(totals)`` takes the sums over all ranks, ``[B, k]``, and returns the
+            difference of each sample, ``[B]``.
+        source (`str`): The publication of the rule.
         compares (`"residual"` or `"input"`, defaults to `"residual"`): Whether the first-block residual is compared, or
-            the modulated input of ``CachedBlocks.modulated``. The latter is known before any block, so a skipped step
-            runs no block at all.
+            the modulated input of the first block (``CachedBlocks.modulated``). The input is known before any block
+            runs, so a skipped step runs no block at all.
     """
 
     name: str
@@ -46,7 +47,7 @@ def _ratio(sums: Tensor) -> Tensor:
     return sums[:, 0] / sums[:, 1]
 
 
-# mean|now - last computed| / mean|last computed|.
+# The difference is mean|now - before| / mean|before| of the first-block residual.
 FIRST_BLOCK = Rule(
     "first_block",
     change,
@@ -54,7 +55,7 @@ FIRST_BLOCK = Rule(
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-# The same ratio of the modulated input of block 0.
+# The difference is the same ratio of the modulated input of block 0.
 MODULATED_INPUT = Rule(
     "modulated_input",
     change,
@@ -68,10 +69,10 @@ RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 
 
 def rule_of(rule: str | Rule) -> Rule:
-    """Return the rule with this name, or ``rule`` itself if it is a :class:`Rule`.
+    """Return the rule with the name ``rule``, or ``rule`` itself if it is a :class:`Rule`.
 
     Raises:
-        TypeError: ``rule`` is neither.
+        TypeError: ``rule`` is neither a string nor a :class:`Rule`.
         ValueError: There is no rule with this name.
     """
     if isinstance(rule, Rule):
@@ -85,11 +86,12 @@ def rule_of(rule: str | Rule) -> Rule:
 
 @dataclass(frozen=True)
 class Observation:
-    """Inputs of a policy. Numbers in eager code, 0-dim tensors in a compiled graph.
+    """The inputs of a policy: numbers in eager code, 0-dim tensors in a compiled graph.
 
     Args:
-        difference: The difference by the rule: the largest of all samples and of all branches in the batch.
-        threshold: ``residual_diff_threshold``.
+        difference: How much the step differs from the last computed step, measured by the rule: the largest difference
+            of all samples and branches in the batch.
+        threshold: The option ``residual_diff_threshold``.
         step: Index of the step in the schedule, from 0.
         num_steps: Number of steps in the schedule.
         hits_in_a_row: Number of skipped steps since the last computed step.
@@ -102,46 +104,48 @@ class Observation:
     hits_in_a_row: Number
 
 
-# Returns whether the step may be skipped.
+# A user's function that returns whether a step may be skipped.
 Policy = Callable[[Observation], "bool | Tensor"]
 
 
-# Options that need a schedule.
+# Options that need the schedule of a pipeline.
 SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
-# Options that have no effect with compute_steps.
+# Options that would have no effect if compute_steps is set, so that setting both is an error.
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Options of First Block Cache. They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and
-    :func:`apply_cache`.
+    """The options of First Block Cache.
+
+    They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and :func:`apply_cache`.
 
     Args:
-        residual_diff_threshold (`float`): Skip a step if mean|change| / mean|last| of the first-block residual is below
-            this. Larger values are faster and less like the original; 0 computes every step.
-        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each branch that are computed. The first
-            step always is.
-        max_consecutive_hits (`int`, *optional*): Number of skipped steps in a row after which one is computed.
+        residual_diff_threshold (`float`): Skip a step if its first-block residual r differs from r₀, that of the last
+            computed step, by less than this: mean|r - r₀| / mean|r₀|. Larger values are faster and deviate more from
+            the original result; 0 computes every step.
+        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each CFG branch that are computed. The
+            first step is always computed.
+        max_consecutive_hits (`int`, *optional*): Number of steps skipped in a row after which a step is computed.
         max_hits (`int`, *optional*): Maximum number of skipped steps of each branch in a generation.
         compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the
-            schedule (-1 is the last one) or as a bool for each step. All others are skipped, except the first of a
-            branch. Replaces threshold and rule.
+            schedule (-1 is the last step) or as one bool per step. All other steps are skipped, except the first step
+            of a branch. The threshold and the rule then have no effect.
         always_compute_last (`bool`, defaults to `False`): Whether to compute the last step of the schedule.
         start, end (`float`, default to `0.0` and `1.0`): Skip steps only between these fractions of the schedule.
-        first_blocks (`int`, defaults to `1`): Number of blocks at the start that always run. The residual is that of
-            all of them together.
-        last_blocks (`int`, defaults to `0`): Number of blocks at the end that always run.
+        first_blocks (`int`, defaults to `1`): Number of blocks at the start of the stack that always run. The residual
+            of all of them together is compared.
+        last_blocks (`int`, defaults to `0`): Number of blocks at the end of the stack that always run.
         forecast_order (`0`, `1` or `2`, *optional*): 0 adds the residual of the last computed step, as plain First
-            Block Cache does. 1 and 2 extrapolate the last two or three residuals in the schedule's time. Defaults to 1
-            for a pipeline with a schedule, otherwise to 0.
-        forecast (`"foca"` or `Forecast`, *optional*): Used instead of ``forecast_order``. ``"foca"`` extrapolates the
-            last three residuals.
-        downsample (`int`, defaults to `1`): Compare every n-th channel only.
-        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared. With
-            ``"modulated_input"`` a skipped step runs no block.
-        policy (`Callable`, *optional*): Decides instead of the threshold: called with an :class:`Observation`, returns
-            whether to skip the step.
+            Block Cache does. 1 and 2 extrapolate the last two or three residuals by a polynomial in the timestep.
+            Defaults to 1 for a pipeline with a schedule, otherwise to 0.
+        forecast (`"foca"` or `Forecast`, *optional*): Another rule to forecast residuals, in place of
+            ``forecast_order``. ``"foca"`` extrapolates the last three residuals.
+        downsample (`int`, defaults to `1`): Compare only every n-th channel.
+        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared.
+            ``"modulated_input"`` compares the input of the first block, so a skipped step runs no block.
+        policy (`Callable`, *optional*): A function that takes an :class:`Observation` and returns whether to skip the
+            step, in place of the threshold.
 
     Raises:
         TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
@@ -230,13 +234,13 @@ class CacheOptions:
         return index in steps or index - total in steps
 
     def ask_policy(self, observation: Observation) -> Any:
-        """Return the answer of the policy: a bool, or a tensor of one element.
+        """Call the policy, and return whether the step may be skipped: a bool, or a tensor with one element.
 
         Raises:
             TypeError: The policy returned something else.
         """
         skip: Any = None if self.policy is None else self.policy(observation)
-        # A bool of NumPy has a dtype.
+        # A tensor or a NumPy bool has a dtype.
         if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
                 f"the policy returned {skip!r}; expected a bool, or a tensor of one element: True if the step may be "
@@ -245,7 +249,7 @@ class CacheOptions:
         return skip
 
     def as_text(self) -> dict[str, str]:
-        """Return the options by name as text, for the comparison between ranks."""
+        """Return all options by name, as strings that ranks can compare."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
         names = {"policy": policy, "rule": self.rule_name, "forecast": self.chosen_forecast.name}
@@ -267,17 +271,17 @@ class CacheOptions:
 
     @property
     def num_residuals(self) -> int:
-        """Number of residuals that are stored per stream."""
+        """The number of residuals that are stored for each stream of a block group."""
         return self.chosen_forecast.num_residuals
 
     def on_schedule(self) -> CacheOptions:
-        """Return these options with the defaults for a pipeline that has a schedule."""
+        """Return these options for a pipeline with a schedule, where ``forecast_order`` defaults to 1."""
         unset = self.forecast is None and self.forecast_order is None
         return replace(self, forecast_order=1) if unset else self
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
-        """Names of the options that were set and need a schedule."""
+        """The names of options that are set and need the schedule of a pipeline."""
         changed = self._changed(SCHEDULED)
         if self.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
@@ -292,7 +296,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shows_options(**defaults: Any) -> Callable[[Function], Function]:
-    """Return a decorator that shows each option in the signature of a function with ``**options``.
+    """Return a decorator that replaces ``**options`` in a function's signature by the fields of :class:`CacheOptions`.
 
     Args:
         defaults: Default values that differ from those of :class:`CacheOptions`.
@@ -319,7 +323,11 @@ def shows_options(**defaults: Any) -> Callable[[Function], Function]:
 
 
 def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:
-    """Return the options in the keyword arguments of ``function``.
+    """Convert the keyword arguments of a function to :class:`CacheOptions`.
+
+    Args:
+        function: The name of the function, for error messages.
+        kwargs: Its keyword arguments.
 
     Raises:
         TypeError, ValueError: An option is unknown, the threshold is missing, or a value is invalid.

@@ -1,8 +1,8 @@
-"""Linear layers with quantized weights inside ``torch.cond``.
+"""Support linear layers with quantized weights inside ``torch.cond``.
 
-The branches of ``torch.cond`` support plain tensors only (torch 2.13 and 2.15). A weight that is a wrapper subclass, as
-torchao's are, fails with "There was no rule registered for HOP cond". Therefore a branch gets the tensors inside such a
-weight, and the linear layer rebuilds the weight.
+The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor wrapper
+subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch, a linear layer
+therefore takes the plain tensors inside such a weight as arguments, and rebuilds the weight from them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from para_core.instance_patching import original_class
 from para_core.modes.interceptor import call_original, inside_branch
 from para_core.torch_internals import no_frame_of_its_own
 
-# Names of attributes, from a weight to one of its plain tensors.
+# The names of the attributes that lead from a weight to one of its plain tensors.
 Path = tuple[str, ...]
 
 
 class WrappedLinear(NamedTuple):
-    """A linear layer whose weight is a wrapper subclass.
+    """A linear layer whose weight is a tensor wrapper subclass.
 
     Args:
         module: The layer.
         paths: The attribute paths from its weight to the plain tensors inside.
-        structure: Class, sizes and context of the weight, to detect that it was replaced.
-        linear: ``linear(input, bias, *tensors)``, which Dynamo puts into a graph as it is.
+        structure: The class, sizes and context of the weight, to detect that it was replaced.
+        linear: The function ``linear(input, bias, *tensors)`` that computes the layer from the plain tensors. Dynamo
+            puts it into a graph without tracing it.
     """
 
     module: nn.Module
@@ -42,7 +43,9 @@ class WrappedLinear(NamedTuple):
 
 
 def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
-    """Return the layers of ``block`` with wrapped weights. Those of ``before`` that are still valid are reused, because
+    """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses.
+
+    ``before`` is the previous result for this block. Its values are reused if they are still valid, because compiled
     graphs guard on them.
     """
     earlier = {id(layer.module): layer for layer in before}
@@ -60,8 +63,9 @@ def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> l
 
 
 class GroupBlocks:
-    """The blocks of one group that may be skipped, as a branch of ``torch.cond`` calls them: without the cache's
-    hooks.
+    """The skippable blocks of one group, in a form that can be called in a branch of ``torch.cond``.
+
+    Iterating yields one function per block, which calls the block without the cache's hooks.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -70,7 +74,7 @@ class GroupBlocks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the layers with wrapped weights again, because weights may have been quantized."""
+        """Search the blocks again for wrapped weights, because weights may have been quantized since."""
         self._layers = [
             wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
@@ -80,7 +84,7 @@ class GroupBlocks:
             yield partial(_call_in_branch, layers, call, block)
 
     def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``call(block, *args, **kwargs)`` for one of the blocks."""
+        """Return ``call(block, *args, **kwargs)`` for one of the blocks, with plain tensors in place of its weights."""
         layers = next(layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block)
         return _call_in_branch(layers, call, block, *args, **kwargs)
 
@@ -121,13 +125,13 @@ def _at(weight: Any, path: Path) -> Any:
 
 
 class _WeightStructure(NamedTuple):
-    """A wrapper subclass without its data: what ``__tensor_flatten__`` returns, recursively."""
+    """The structure of a tensor wrapper subclass without its data, from which :func:`_build` rebuilds it."""
 
     cls: type
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
-    # The tensors inside by name; None for a plain tensor.
+    # The names and structures of the tensors inside. The structure of a plain tensor is None.
     inner: tuple[tuple[str, _WeightStructure | None], ...]
 
 
@@ -148,7 +152,7 @@ def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
 
 
 def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
-    """Return the weight of ``structure`` with the first of ``tensors``, which are removed from the list."""
+    """Rebuild a weight with this ``structure`` from plain tensors, which are taken off the front of ``tensors``."""
     inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in structure.inner}
     cls: Any = structure.cls
     return cls.__tensor_unflatten__(inner, structure.context, structure.size, structure.stride)

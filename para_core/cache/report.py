@@ -1,4 +1,4 @@
-"""The records of a cache's steps, and the report that is made from them."""
+"""The records that a cache keeps of each model call, and the report for the user."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedStep:
-    """One step of one branch.
+    """One step of one CFG branch, as a row of a :class:`CacheReport`.
 
     Args:
-        difference: The difference that was compared with the threshold: the largest of all samples; None if it did not
-            decide.
+        step: Index of the step in the schedule.
+        branch: The name of the branch.
+        difference: The difference that was compared with the threshold, the largest of all samples; None if the
+            decision did not depend on it.
+        threshold: The threshold at the time of the call.
+        verdict: Why the step was skipped or computed.
         seconds: Duration of the model call, which may have contained several branches.
-        call: Index of the model call. Equal for the branches of one call.
+        call: Index of the model call. Branches that ran in one call have the same index.
         samples: The difference of each sample of this branch.
-        held_back_by: The branches and samples that caused the call to be computed although others could have been
-            skipped.
+        held_back_by: Names of the branches and samples whose differences caused the call to be computed, although
+            others in the same call could have been skipped.
         forecast_from: Number of computed steps from which the residual of a skipped step was forecast; 0 for a computed
             step.
     """
@@ -54,8 +58,9 @@ class CachedStep:
 
 
 class Stopwatch:
-    """Measures seconds until :meth:`stop`, on a CUDA device by events. Only reading :attr:`seconds` waits for the
-    device.
+    """A timer from its construction to :meth:`stop`. On a CUDA device it uses events.
+
+    Only reading :attr:`seconds` waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,13 +88,16 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One call, for the report. Reading its tensors or seconds may wait for the device.
+    """The record of one model call, for the report. Reading its tensors or seconds may wait for the device.
 
     Args:
         step: Index of the step in the schedule.
-        branch: Name of the branch, or of several branches in one batch.
-        num_branches, batch: Number of branches in a whole batch, and its number of samples; 0 if unknown.
-        room: Maximum number of stored residuals.
+        branch: The name of the branch, or one name for all branches in the batch.
+        num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if unknown.
+        threshold: The threshold at the time of the call.
+        outcome: The decision.
+        room: Maximum number of residuals that a forecast uses.
+        stopwatch: The duration of the call.
     """
 
     step: int
@@ -102,14 +110,15 @@ class StepRecord:
     stopwatch: Stopwatch
 
 
-# Number of model calls that are kept for the report. A pipeline clears them at every generation, but a loop that never
-# calls reset_cache would collect them, and their tensors on a GPU, without end.
+# Maximum number of model calls that are kept for the report. A pipeline clears them before every generation, but in a
+# loop that never calls reset_cache they, and their tensors on a GPU, would otherwise accumulate without limit.
 MOST_READINGS = 4096
 
 
 class Readings:
-    """The last ``MOST_READINGS`` calls of a model since :meth:`clear`, and the number of earlier calls, which were
-    dropped.
+    """The records of the model calls since :meth:`clear`, at most of the last ``MOST_READINGS``.
+
+    ``dropped`` counts the calls whose records were dropped because of this limit.
     """
 
     def __init__(self) -> None:
@@ -132,7 +141,7 @@ class Readings:
 
 
 def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
-    """Return one row per branch and call. May wait for the device."""
+    """Convert the records of model calls to rows, one per call and branch. This may wait for the device."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
@@ -142,7 +151,7 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     branches = _branches_of(reading, samples)
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
-        # A graph computes differences even if they do not decide.
+        # Leave the differences out, because they did not decide. A graph computes them anyway.
         differences = [None] * samples
     each = len(differences) // len(branches)
     of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(branches)}
@@ -165,8 +174,8 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
 
 
 def _branches_of(reading: StepRecord, samples: int) -> list[str]:
-    """Return the names of the branches in a call with ``samples`` samples, which are divided equally among them."""
-    # A plan may give this rank a part of the batch.
+    """Return the names of the branches in a call with ``samples`` samples, which they share in equal parts."""
+    # Scale the number of branches, because a plan may give this rank only a part of the batch.
     held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
     if held <= 1 or samples % held != 0:
         return [reading.branch]
@@ -190,13 +199,12 @@ def _largest(differences: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """The record of a cache's last generation: one row per step and branch. ``print(report)`` shows a table.
+    """The report of a cache's last generation. ``print(report)`` shows a table.
 
     Args:
-        rows: The steps.
-        rule, forecast: Names of the rule and of the forecast.
-        dropped: Number of earlier calls without a row, because only the last ``MOST_READINGS`` calls of a model are
-            kept.
+        rows: One row per step and CFG branch.
+        rule, forecast: The names of the rule that compares steps, and of the forecast.
+        dropped: Number of earlier model calls without a row: only the last 4096 calls are kept.
     """
 
     rows: Sequence[CachedStep]
@@ -214,11 +222,11 @@ class CacheReport:
 
     @property
     def seconds(self) -> float:
-        """Duration of all model calls."""
+        """The total duration of all model calls, in seconds."""
         return sum({row.call: row.seconds for row in self.rows}.values())
 
     def differences(self) -> list[float]:
-        """Return all finite differences."""
+        """Return the differences of all rows, without those that are None or not finite."""
         return [row.difference for row in self.rows if row.difference is not None and math.isfinite(row.difference)]
 
     def __str__(self) -> str:
@@ -251,7 +259,7 @@ class CacheReport:
             {
                 "step": row.step,
                 "branch": row.branch,
-                # JSON has no infinity.
+                # Write null for infinity, which JSON does not have.
                 "difference": row.difference if row.difference is None or math.isfinite(row.difference) else None,
                 "threshold": row.threshold if math.isfinite(row.threshold) else None,
                 "verdict": row.verdict.name.lower(),
@@ -273,10 +281,11 @@ class CacheReport:
         Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Plot the differences of each branch over the steps, with the threshold, to an image file. Needs matplotlib.
+        """Plot the differences of each branch over the steps, and the threshold, to an image file.
 
         Raises:
-            ValueError: There are no steps yet.
+            ValueError: The report has no rows.
+            ImportError: matplotlib is not installed.
         """
         if not self.rows:
             raise ValueError(f"there are no steps to plot in {path} yet: call the pipeline first.")
@@ -313,6 +322,6 @@ class CacheReport:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             handles, labels = axes.get_legend_handles_labels()
             shown.update(zip(labels, handles, strict=True))
-        # Below all plots, because inside a plot it would hide points.
+        # Place the legend below all plots, because inside a plot it would hide points.
         figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small")
         return figure

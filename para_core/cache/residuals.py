@@ -1,4 +1,4 @@
-"""The stored residuals of one branch, and the outputs that are forecast from them."""
+"""Store the residuals of one CFG branch, and forecast outputs of skipped blocks from them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from para_core.cache.decision import Decider
 from para_core.cache.operators import forecast
 
-# The inputs or outputs of a block group, one per stream; None if the blocks return None for it.
+# The inputs or outputs of a block group, one per stream. A stream for which the blocks return None is None.
 Streams = tuple[Tensor | None, ...]
 
 
 class Residuals:
-    """The residuals of one group's skipped blocks at the last computed steps.
+    """The residuals of one group's skippable blocks (output minus input) at the last computed steps.
 
     Args:
         room: Maximum number of residuals per stream.
 
     Attributes:
-        histories: For each stream, its residuals, newest first; None if the blocks return None. Empty until a step was
-            computed.
+        histories: For each stream, its residuals, newest first, or None for a stream that is None. The list is empty
+            until a step was computed.
     """
 
     def __init__(self, room: int) -> None:
@@ -30,11 +30,13 @@ class Residuals:
         self.histories: list[list[Tensor] | None] = []
 
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
-        """Store the residuals of a computed step. The oldest ones are dropped.
+        """Store the residuals of a computed step. If there are more than ``self.room``, the oldest are dropped.
 
         Args:
-            in_graph: Whether later steps run in a compiled graph. The graph needs a fixed number of tensors
-                (``self.room``) from the start, so zero tensors with the weight 0 stand in for later residuals.
+            entries: The inputs of the group.
+            outputs: The outputs of the group.
+            in_graph: Whether later steps run in a compiled graph. A graph needs a fixed number of tensors
+                (``self.room``), so zero tensors, whose weight is 0, are placeholders for later residuals.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories:
@@ -49,7 +51,7 @@ class Residuals:
                 del history[self.room :]
 
     def store_unless(self, skip: Tensor, entries: Streams, outputs: Streams) -> None:
-        """Store the residuals in place unless ``skip``, a bool tensor. For graphs."""
+        """Store the residuals in a graph, in place, unless the bool tensor ``skip`` is True."""
         for history, x, entry in zip(self.histories, outputs, entries, strict=True):
             residual = _residual(x, entry)
             if history is None or residual is None:
@@ -59,7 +61,7 @@ class Residuals:
             history[0].copy_(torch.where(skip, history[0], residual))
 
     def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
-        """Return the forecast outputs of the skipped blocks."""
+        """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals."""
         return tuple([_added(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
 
     def tensors(self) -> list[Tensor]:
@@ -67,15 +69,17 @@ class Residuals:
 
 
 class CacheState:
-    """The state of one branch. Empty until a step was computed.
+    """The stored residuals and the decider of one CFG branch.
 
     Args:
         num_groups: Number of block groups.
         room: Maximum number of residuals per stream.
 
     Attributes:
-        decider: Holds the last first-block residual and the counters; a ``TensorDecider`` if a graph made it.
-        signature: Shapes, dtypes and devices of the model's arguments.
+        groups: The residuals of each block group.
+        decider: Decides whether steps are skipped; a ``TensorDecider`` if a graph created it. None until a step was
+            computed.
+        signature: The shapes, dtypes and devices of the model's arguments, for which the residuals are valid.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
@@ -85,9 +89,9 @@ class CacheState:
         self.signature: object = None
 
     def leave_graph(self) -> None:
-        """Copy all tensors that a graph returned, because the next replay of a CUDA graph overwrites its outputs.
+        """Replace all tensors that a graph returned by copies: the next replay of a CUDA graph overwrites its outputs.
 
-        Needed once per branch and generation. Later graphs change the copies in place.
+        This is needed once per branch and generation. Later graphs change the copies in place.
         """
         if self.decider is not None:
             self.decider.leave_graph()
@@ -95,7 +99,7 @@ class CacheState:
             group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop the residuals, the decider and the signature."""
         self.decider, self.signature = None, None
         self.drop_residuals()
 
@@ -105,7 +109,7 @@ class CacheState:
             group.histories = []
 
     def tensors(self) -> list[Tensor]:
-        """Return all stored tensors, for counting memory."""
+        """Return all stored tensors, to count their memory."""
         kept = [x for group in self.groups for x in group.tensors()]
         return [*([] if self.decider is None else [self.decider.first]), *kept]
 
