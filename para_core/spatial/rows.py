@@ -119,8 +119,8 @@ class Overlapped:
     middle: tuple[Range, ...]  # for each rank, the local rows that are the middle of an output row's window
     padding: int  # padding of ``middle``, in rows, in the first step
     count: int  # number of output rows at each edge for the second step
-    top: tuple[Range | None, ...]  # for each rank, the input rows for its upper edge; None at the image's edge
-    bottom: tuple[Range | None, ...]  # for each rank, the input rows for its lower edge; None at the image's edge
+    top: tuple[Range | None, ...]  # for each rank, the inputs of the output rows at its upper edge, or None
+    bottom: tuple[Range | None, ...]  # as ``top``, for the lower edge
 
 
 @lru_cache(maxsize=4096)

@@ -54,8 +54,7 @@ def untagged(x: Tensor) -> Tensor:
 
 
 class ShardedSize(int):
-    """An int with the size of the full tensor along its sharded dim, which also carries the layout. Part of
-    ``x.shape``.
+    """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries the layout.
 
     Model code that reads it computes and decides as on one device, equally on every rank. If it is an argument of a
     view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a :class:`ShardedSize`

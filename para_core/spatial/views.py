@@ -168,7 +168,7 @@ def _local_index(
         elif isinstance(part, int):
             if dim == rows.dim:
                 return (), layout, None
-        else:  # An index tensor with one dim, if it is the only one, leaves its dim where it is.
+        else:  # A single index tensor with one dim leaves the order of dims as it is.
             num_tensors += 1
             if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
                 return (), layout, None
