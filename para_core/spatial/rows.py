@@ -113,14 +113,23 @@ def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: in
 class Overlapped:
     """A convolution in two steps: output rows that need no halo, computed while the halo is in flight, then those at
     both edges.
+
+    Args:
+        layout: Number of output rows of each rank.
+        middle: For each rank, its local rows that are the middle of the window of an output row.
+        padding: Rows of padding around ``middle`` in the first step.
+        count: Number of output rows at each edge that the second step computes.
+        top: For each rank, the range of input rows that the output rows at its upper edge need; None if that is the
+            edge of the image.
+        bottom: The same for the lower edge.
     """
 
     layout: Layout
-    middle: tuple[Range, ...]  # for each rank, the local rows that are the middle of an output row's window
-    padding: int  # padding of ``middle``, in rows, in the first step
-    count: int  # number of output rows at each edge for the second step
-    top: tuple[Range | None, ...]  # for each rank, the inputs of the output rows at its upper edge, or None
-    bottom: tuple[Range | None, ...]  # as ``top``, for the lower edge
+    middle: tuple[Range, ...]
+    padding: int
+    count: int
+    top: tuple[Range | None, ...]
+    bottom: tuple[Range | None, ...]
 
 
 @lru_cache(maxsize=4096)
