@@ -1,1 +1,1 @@
-"""Classifier-free guidance over ranks: branches computed one after the other, and deferred tensors."""
+"""Classifier-free guidance (CFG) over ranks, for pipelines that call the model once per branch."""

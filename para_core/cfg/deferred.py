@@ -1,4 +1,4 @@
-"""Deferred tensors: results that other ranks are still computing, and functions of them."""
+"""Deferred tensors: placeholders for results that other ranks are still computing, and for operators on these."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from para_core.torch_internals import disabled_torch_function, make_wrapper_subc
 
 @dataclass(frozen=True)
 class Expected:
-    """Shape, strides, dtype and device of a tensor."""
+    """The expected shape, strides, dtype and device of a tensor that has no data yet."""
 
-    like: Tensor  # on the meta device
+    like: Tensor  # A meta tensor with the shape, strides and dtype.
     device: torch.device
 
     @property
@@ -28,8 +28,9 @@ class Expected:
 
 
 class DeferredOp:
-    """A call of an operator on deferred tensors. It runs as soon as their round ends, before they can be changed in
-    place.
+    """A postponed call of an operator on deferred tensors.
+
+    It runs as soon as the round of these tensors ends, before they can be changed in place.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -48,8 +49,8 @@ class DeferredOp:
 class LiveDeferred:
     """The deferred tensors of one pipeline call that are still referenced.
 
-    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the call ends, each of these
-    objects becomes an ordinary tensor, so no deferred tensor outlives the call.
+    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the pipeline call ends, each of
+    these objects becomes an ordinary tensor, so that no deferred tensor outlives the call.
     """
 
     def __init__(self) -> None:
@@ -63,30 +64,31 @@ class LiveDeferred:
             self._prune_at = max(256, 2 * len(self._refs))
 
     def become_tensors(self) -> None:
-        """Turn each remaining deferred tensor into an ordinary one, in place. If its round never ended, it is filled
-        with NaN (or 0).
+        """Turn each deferred tensor that still exists into an ordinary tensor, in place.
+
+        A tensor whose round never ended is filled with NaN (with 0 if its dtype has no NaN).
         """
         alive = [x for ref in self._refs if (x := ref()) is not None]
         self._refs.clear()  # swap_tensors refuses tensors with weak references.
         for x in alive:
             value = x.value().detach() if x.is_ready else _lost(x)
-            # A tensor with a user's weak reference cannot be swapped. It stays a Deferred, with its data.
+            # A tensor to which a user holds a weak reference cannot be swapped. It stays a Deferred with data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
 
 
 def _lost(x: Deferred) -> Tensor:
-    """Return a tensor of NaN (or 0) like ``x``, whose round never ended because the call failed."""
+    """Return a tensor like ``x`` filled with NaN (or 0), for a round that never ended because the call failed."""
     fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
     return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
 
 
 class PendingRound(Protocol):
-    """A round of model calls, at whose end the ranks exchange results."""
+    """A round of model calls, at the end of which the ranks exchange their results."""
 
-    # Calls of operators on its deferred tensors, in order.
+    # Postponed calls of operators on this round's deferred tensors, in order.
     later: list[DeferredOp]
-    # The deferred tensors of the pipeline call.
+    # All deferred tensors of the pipeline call.
     live: LiveDeferred
 
     @property
@@ -94,17 +96,17 @@ class PendingRound(Protocol):
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether some ranks have not been given a call in this round."""
+        """Whether some ranks have no model call to compute in this round yet."""
 
     def finish(self) -> None:
-        """End the round: exchange the results."""
+        """End the round: exchange the results of its calls. This is a collective call."""
 
 
 class Deferred(Tensor):
-    """A tensor whose values are known when its round ends. Whatever needs the values earlier ends the round.
+    """A tensor whose values are known when its round ends. An operation that needs the values earlier ends the round.
 
-    Operators on it return deferred tensors too, if possible. Their other tensor arguments are copied, because pipelines
-    may change them in place (latents).
+    If possible, operators on a deferred tensor return deferred tensors, too. Their other tensor arguments are copied,
+    because pipelines may change them (such as latents) in place.
     """
 
     of: PendingRound
@@ -112,7 +114,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Return a deferred tensor like ``expected``; ``get`` returns the data after the round."""
+        """Return a deferred tensor like ``expected``. After the round ``get()`` returns its data."""
         like = expected.like
         deferred: Deferred = make_wrapper_subclass(
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -123,17 +125,17 @@ class Deferred(Tensor):
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`value` returns without an exchange."""
+        """Whether the round has ended, so that :meth:`value` needs no exchange."""
         return self.of.is_over
 
     def value(self) -> Tensor:
-        """Return the data. Ends the round if necessary."""
+        """Return an ordinary tensor with the data. This ends the round if it has not ended."""
         if not self.of.is_over:
             self.of.finish()
         data: Tensor = self._get()
         return data
 
-    # Methods that read the data without the dispatcher.
+    # These methods read data without the dispatcher, so __torch_dispatch__ does not see them.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.value().numpy(*args, **kwargs)
@@ -160,8 +162,9 @@ class Deferred(Tensor):
 
 
 def materialize(tree: Any) -> Any:
-    """Return ``tree`` with the data of each deferred tensor in its place. ``tree`` may contain any container that
-    pytree knows.
+    """Return ``tree`` with each deferred tensor replaced by an ordinary tensor with its data.
+
+    ``tree`` may consist of any containers that pytree knows. This ends the rounds of the deferred tensors.
     """
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
@@ -173,10 +176,11 @@ def _known_values(tree: Any) -> Any:
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``func`` may run after the round, with the same result, and whether that is useful.
+    """Whether a call of the operator ``func`` can and should be postponed until the round ends.
 
-    With other tensor arguments it must be pointwise, as what pipelines compute between two branches, and the round must
-    wait for another call. Other operators may take weights, which should not be copied.
+    The result must be the same then. If some tensor arguments are not deferred, the operator must be pointwise (as
+    those that pipelines run between two branches are), and the round must wait for another model call. Other operators
+    may take weights, which should not be copied.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     deferred = [x for x in tensors if isinstance(x, Deferred)]
@@ -188,14 +192,15 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         and kwargs.get("device") in (None, *devices)
         and not schema_of(func).is_mutable
         and (not others or (torch.Tag.pointwise in func.tags and deferred[0].of.waits_for_more))
-        # Random numbers must be drawn in the order of one device.
+        # Random numbers must be drawn in the same order as on a single device.
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the deferred results of ``func``. Returns None if their shapes depend on values, or if it returns more
-    than tensors.
+    """Postpone a call of the operator ``func``, and return its results as deferred tensors.
+
+    Return None, and postpone nothing, if the shapes of the results depend on values, or if not all results are tensors.
     """
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     outputs = run_without_data(func, args, kwargs)
@@ -212,7 +217,7 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of ``func`` on the meta device, or None if that cannot tell their shapes."""
+    """Return the results of ``func`` as meta tensors; None if their shapes cannot be computed without data."""
 
     def without_data(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -223,8 +228,8 @@ def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
-        # The operator has no kernel for meta, the shapes of its results depend on values, or the arguments do not fit
-        # together. The caller then runs it on data, and an error of the arguments is raised there.
+        # Either the operator has no meta kernel, or the shapes of its results depend on values, or the arguments are
+        # invalid. The caller then runs it on data, which raises the right error for invalid arguments.
         return None
 
 

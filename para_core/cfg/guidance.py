@@ -1,11 +1,12 @@
-"""CFG parallelism: each sequential CFG branch is computed by some of the ranks, without changes to pipeline code.
+"""CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
-The ranks of one index along the ``batch`` mesh dim compute a model call. The other ranks get a deferred tensor
-(:class:`~para_core.cfg.deferred.Deferred`) and continue. When its values are needed, usually after the next branch was
-called, one exchange gives every rank the results of all branches. The calls between two exchanges are a *round*.
+Each model call is computed by the ranks with one index along the ``batch`` mesh dim. The other ranks get a deferred
+tensor (:class:`~para_core.cfg.deferred.Deferred`) and continue. When its values are needed, usually after the call of
+the next branch, one exchange gives every rank the results of all branches. The calls between two exchanges are a
+*round*.
 
-A branch that is called alone in a round is also computed by one index only. Computing it on all ranks would not be
-faster, and a cache that decides by the branches that a rank has computed would decide differently on different ranks.
+A call that is alone in its round is also computed by the ranks of one index only. Computing it on all ranks would not
+be faster, and a cache, which decides by the branches that its rank has computed, would decide differently on the ranks.
 
 The other ranks must know the *form* of the output (shapes, dtypes, containers). It is predicted without data, or known
 from an earlier call that all ranks computed. At the end of a round with new forms, the ranks compare the predictions
@@ -29,18 +30,19 @@ from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 
-# predict(model, args, kwargs) returns the output of a call with tensors on the meta device, or None if it cannot be
-# predicted. It must decide by what is equal on all ranks.
+# A function predict(model, args, kwargs) that returns the output of a call with meta tensors, or None if it cannot be
+# predicted. Its result may only depend on values that are equal on all ranks.
 PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The output of a call without its data. Its leaves are tensors and None.
+    """The form of a model's output, without data. The leaves of an output are tensors or None.
 
     Args:
-        leaves: The tensors.
-        is_tensor: For each leaf of ``spec``, whether it is a tensor.
+        leaves: The shape, dtype and device of each tensor.
+        spec: The containers of the output.
+        is_tensor: For each leaf of ``spec``, whether it is a tensor; otherwise it is None.
     """
 
     leaves: list[Expected]
@@ -49,27 +51,28 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """A description that is equal for equal forms, on every rank. Strides are not part of it, because results are
-        sent.
+        """A description that is equal for equal forms, on every rank.
+
+        It does not contain strides, because results arrive on other ranks as contiguous tensors.
         """
         tensors = iter([f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves])
         return f"{self.spec} of {', '.join([next(tensors) if is_tensor else 'None' for is_tensor in self.is_tensor])}"
 
     def with_tensors(self, tensors: list[Any]) -> Any:
-        """Return the output with ``tensors`` as its leaves."""
+        """Return an output of this form that contains ``tensors``."""
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if is_tensor else None for is_tensor in self.is_tensor], self.spec)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a model in the current round.
+    """One model call of the current round.
 
     Args:
-        owner: Index along the mesh dim of the ranks that compute it; None if all ranks compute it.
-        expected: The tensors of its output.
-        leaves: The same tensors with data, if this rank computed them.
-        failure: The exception that this rank raised while computing them.
+        owner: The index along the mesh dim of the ranks that compute the call; None if all ranks compute it.
+        expected: The shapes, dtypes and devices of the output's tensors.
+        leaves: The tensors, if this rank computed them; otherwise empty.
+        failure: The exception that this rank raised while computing the call, if any.
     """
 
     owner: int | None
@@ -80,15 +83,15 @@ class _Call:
 
 @dataclass
 class _Round:
-    """The calls between two exchanges. Each of ``size`` ranks computes some of them; ``finish`` runs the exchange."""
+    """The model calls between two exchanges, which are distributed over ``size`` ranks. ``finish`` ends the round."""
 
     size: int
     finish: Callable[[], None]
     live: LiveDeferred
     calls: list[_Call] = field(default_factory=list)
-    # The output tensors of each call, after the exchange.
+    # The output tensors of each call; None before the exchange.
     results: list[list[Tensor]] | None = None
-    # Operators on deferred tensors, in the order in which they were called.
+    # Postponed operators on deferred tensors, in the order in which they were called.
     later: list[DeferredOp] = field(default_factory=list)
 
     @property
@@ -100,7 +103,7 @@ class _Round:
         return len(self.calls) < self.size
 
     def deferred(self, index: int) -> list[Deferred]:
-        """Return deferred tensors for the output of call ``index``."""
+        """Return one deferred tensor for each output tensor of call number ``index``."""
 
         def get(leaf: int) -> Any:
             return None if self.results is None else self.results[index][leaf]
@@ -109,10 +112,12 @@ class _Round:
 
 
 class Guidance:
-    """Distributes model calls over the ranks of ``dim``. For eager code in one thread.
+    """The distribution of model calls over the ranks of ``dim``, for eager code in one thread.
 
     Args:
-        predict: Predicts the output of a call. Without it, all ranks compute the first call of each form.
+        dim: The mesh dim.
+        predict: A function that predicts the form of an output. Without it, all ranks compute the first call with each
+            combination of input shapes, to learn the form of its output.
     """
 
     def __init__(self, dim: MeshDim, predict: PredictOutput | None = None) -> None:
@@ -121,21 +126,22 @@ class Guidance:
         self._predict = predict
         self._live = LiveDeferred()
         self._round = self._begin()
-        # The form of the output, by the signature of the inputs.
+        # The known or predicted form of the output, by the model and the signature of its inputs.
         self._forms: dict[Any, _Form] = {}
-        # Predictions that the ranks have not compared yet; None if there was none.
+        # Forms that the ranks have not compared yet, by the same keys; None if the form was not predicted.
         self._unverified: dict[Any, _Form | None] = {}
-        # Signatures whose prediction was wrong.
+        # Keys whose prediction was wrong.
         self._mispredicted: set[Any] = set()
-        # Whether calls are distributed now.
+        # Whether model calls are currently distributed.
         self.active = False
-        # Number of calls in each round of the generation.
+        # Number of model calls in each round of the last generation.
         self.rounds: list[int] = []
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute calls over ranks while the block runs. At its end every deferred tensor becomes an ordinary
-        one.
+        """Distribute model calls over ranks inside the ``with`` block.
+
+        At its end every deferred tensor becomes an ordinary tensor.
         """
         self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
@@ -149,21 +155,27 @@ class Guidance:
             self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)``, with deferred tensors.
+        """Return the output of ``compute(*args, **kwargs)`` with deferred tensors. Some ranks compute it.
 
-        Calls with equal shapes, dtypes, devices, bools and strings must return outputs of the same form.
+        Calls whose arguments have equal shapes, dtypes, devices, bools and strings must return outputs of the same
+        form.
+
+        Args:
+            model: The model that is called.
+            compute: A function that calls the model.
 
         Raises:
-            TypeError: The output holds something besides tensors and None.
-            RuntimeError: The prediction of its form was wrong; raised on all ranks when the round ends.
+            TypeError: The output contains something besides tensors and None.
+            RuntimeError: The form of the output was predicted wrongly. Raised on all ranks when the round ends.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, Deferred) and x.of is self._round for x in leaves):
-            # All ranks end the round here, because its end is a collective.
+            # An argument is the result of an earlier call. End the round on all ranks, also on those that have the
+            # result, because this is a collective call.
             self.finish()
         args, kwargs = materialize((args, kwargs))
-        # Bools and strings, such as return_dict and kv_cache_mode, decide the form of the output. Numbers change from
-        # step to step.
+        # Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left
+        # out, because they change from step to step.
         key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
@@ -181,8 +193,8 @@ class Guidance:
                     self._mispredicted.add(key)
                     raise RuntimeError(_misprediction(model, form, actual))
             except Exception as error:
-                # With an unverified form the ranks compare records at the end of the round, which tells all of them.
-                # Otherwise they do not.
+                # If the form is unverified, the ranks exchange records at the end of the round, so keep the error until
+                # then: all ranks will raise it. Otherwise there is no such exchange.
                 if key not in self._unverified:
                     raise
                 failure = error
@@ -190,7 +202,7 @@ class Guidance:
         return form.with_tensors(self._round.deferred(len(self._round.calls) - 1))
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls. Collective."""
+        """End the round: give all ranks the results of its calls. This is a collective call."""
         if not self._round.calls:
             return
         done, self._round = self._round, self._begin()
@@ -216,7 +228,7 @@ class Guidance:
         self._forms[key] = self._unverified[key] = form
 
     def _verify(self, calls: list[_Call]) -> None:
-        """Raise on all ranks if a call failed on any rank, or if the predictions of the ranks differ."""
+        """Raise on all ranks if a call failed on any rank, or if the ranks predicted different forms."""
         failure = next((call.failure for call in calls if call.failure is not None), None)
         predicted = [None if form is None else form.text for form in self._unverified.values()]
         try:
@@ -234,7 +246,7 @@ class Guidance:
         self._unverified = {}
 
     def _exchange(self, calls: list[_Call]) -> list[list[Tensor]]:
-        """Return the output tensors of each call, on all ranks. One all-gather of bytes."""
+        """Return the output tensors of each call on all ranks, with one all-gather of bytes."""
         distributed = [call for call in calls if call.owner is not None]
         if not distributed:
             return [call.leaves for call in calls]
@@ -253,7 +265,7 @@ class Guidance:
                 *parts, received[call.owner] = received[call.owner].split(
                     [*num_bytes, received[call.owner].numel() - sum(num_bytes)]
                 )
-                # Clones, because view(dtype) demands an aligned offset.
+                # Clone the parts, because view(dtype) demands an aligned offset.
                 leaves = [
                     part.clone().view(x.like.dtype).view(x.like.shape)
                     for part, x in zip(parts, call.expected, strict=True)
@@ -275,7 +287,7 @@ def _computed(
 
 
 def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
-    """Return the form of ``output``, and its tensors."""
+    """Return the form of ``output`` and its tensors. ``expected`` describes a tensor without its data."""
     leaves, spec = pytree.tree_flatten(output)
     tensors = [x for x in leaves if x is not None]
     return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors

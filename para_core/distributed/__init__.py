@@ -1,1 +1,1 @@
-"""Ranks: the mesh, its process groups, collectives, layouts, sharding, and checks that ranks agree."""
+"""Meshes, process groups, collectives, token layouts, sharding, and checks that ranks agree."""

@@ -11,12 +11,12 @@ Value = TypeVar("Value")
 
 
 class cached_property(Generic[Value]):
-    """A ``functools.cached_property`` that Dynamo can trace: on Python 3.11 it cannot trace the lock of the original.
+    """A replacement for ``functools.cached_property``, which on Python 3.11 takes a lock that Dynamo cannot trace.
 
-    While a graph is traced the value is not kept, because lengths are symbolic then.
+    While a graph is traced, the value is not cached, because it may contain symbolic lengths.
     """
 
-    # TODO: use functools.cached_property, which has no lock from Python 3.12 on, when Python 3.12 is the minimum.
+    # TODO: when Python 3.12 is the minimum, use functools.cached_property, which then has no lock.
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
         self._compute = compute

@@ -1,12 +1,12 @@
-"""All-to-all and all-gather with uneven sizes: as direct calls in eager code, and as operators that keep their order in
-a graph.
+"""All-to-all and all-gather with uneven sizes, as direct calls in eager code and as operators in graphs.
 
-This is the only module that names torch's collectives. Two kinds are enough, and every backend has them for every
+This is the only module that names torch's collectives. These two kinds are enough, and every backend has them for every
 device (gloo has no point-to-point for CUDA tensors).
 
 **Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ
 in size would then run their collectives in different orders, and hang. Therefore every collective of a graph, forward
-and backward, takes a tensor of one element from the previous collective: a data dependency (:func:`define_collective`).
+and backward, takes a one-element tensor from the previous collective as an input. This data dependency keeps the order
+(:func:`define_collective`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
-# gloo's threads free the tensors of the last collective shortly after it ends, and need the GIL for it. A script that
-# exits right after a collective otherwise aborts in one of four runs ("terminate called without an active exception",
-# pytorch/pytorch#190489), because a finished interpreter has no GIL to give. Sleeping releases the GIL.
-atexit.register(time.sleep, 0.05)  # seconds
-
-
-# -- asynchronous, in eager code
+# Sleep 0.05 s at exit, which releases the GIL: gloo's threads need it to free the tensors of the last collective,
+# shortly after this ends. A script that exits right after a collective otherwise aborts in one of four runs ("terminate
+# called without an active exception", pytorch/pytorch#190489), because a finished interpreter has no GIL to give.
+atexit.register(time.sleep, 0.05)
 
 
 class Travelling(NamedTuple):
-    """A collective that was started: the tensor that it fills, and the handle to wait for (None if it is done)."""
+    """A collective that was started: the tensor that it fills, and a handle to wait for it (None if it has ended)."""
 
     buffer: Tensor
     work: dist.Work | None
@@ -43,17 +40,18 @@ class Travelling(NamedTuple):
 def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
 ) -> Travelling:
-    """Start to send ``send_sizes[i]`` elements of ``x`` to rank ``i`` of ``dim``. :func:`wait` returns what arrives.
+    """Start an all-to-all of ``x`` over the ranks of ``dim``. :func:`wait` returns the received tensor.
 
-    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and is done on
-    return.
+    If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and has ended when
+    this function returns.
 
     Args:
         x: A contiguous tensor, flat unless ``even``.
+        send_sizes: Number of elements of ``x`` that are sent to each rank of ``dim``, in order.
         receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the
             senders.
-        even: Whether all ranks know that all sizes are equal. Backends then need no sizes; the first dim of ``x`` is
-            split.
+        even: Whether all ranks know that all sizes are equal. The first dim of ``x`` is then split into equal parts,
+            which is faster, because the backend needs no sizes.
     """
     if _needs_operator(x):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -65,12 +63,16 @@ def start_all_to_all(
     return Travelling(received, group_of(dim).alltoall_base(received, x, *sizes, _ALL_TO_ALL))
 
 
-# For ProcessGroup.alltoall_base, which dist.all_to_all_single calls: calling it directly halves the host's time.
+# Options for ProcessGroup.alltoall_base. Calling this method directly, and not dist.all_to_all_single, halves the host
+# time.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Start to send ``x`` (flat) to the rank ``distance`` after this one, and to receive ``receive_size`` elements."""
+    """Start to send the flat ``x`` to the rank ``distance`` positions after this one, around the ring.
+
+    ``receive_size`` elements are received from the rank ``distance`` positions before this one.
+    """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
     send_sizes[(dim.index + distance) % dim.size] = x.numel()
@@ -79,7 +81,7 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
 
 
 def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
-    """Start to concatenate the flat ``x`` of all ranks of ``dim``, in rank order. All have the same length."""
+    """Start an all-gather of the flat ``x``, which has the same length on all ranks of ``dim``, in rank order."""
     if _needs_operator(x):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
@@ -98,12 +100,12 @@ def _needs_operator(x: Tensor) -> bool:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``. A graph knows only its name."""
+    """Return the process group of ``dim``. In a graph ``dim`` only has the name of the group, which is looked up."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
 def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
-    # torch 2.11 has only the second name, and 2.13 deprecates it.
+    # torch 2.11 only has all_gather_into_tensor, and torch 2.13 deprecates it.
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, **options)
 
 
@@ -111,17 +113,18 @@ def _all_equal(sizes: Sequence[int]) -> bool:
     return all(size == sizes[0] for size in sizes)
 
 
-# -- as operators: with a gradient, and in graphs
-
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 
 
 def define_operator(signature: str) -> None:
-    """Define the operator ``para_core::signature`` without an implementation, for use in compiled graphs.
+    """Define an operator of the namespace ``para_core`` without an implementation, for use in compiled graphs.
 
-    It is tagged as not capturable by a CUDA graph. Inductor then cuts its CUDA graphs at the operator (or, without
-    graph partition, makes none), because collectives wait for other ranks, and packing keeps tables that must not be in
-    the memory pool of a graph.
+    The operator is tagged as not capturable by a CUDA graph, because collectives wait for other ranks, and packing
+    caches tables that must not be in the memory pool of a CUDA graph. Inductor then splits its CUDA graphs at the
+    operator or, without graph partitioning, creates none.
+
+    Args:
+        signature: The schema of the operator, such as ``"name(Tensor x) -> Tensor"``.
     """
     LIBRARY.define(signature, tags=(torch.Tag.cudagraph_unsafe,))
 
@@ -133,16 +136,16 @@ def define_collective(
     gradient: Callable[..., Any] | None = None,
     context: Callable[..., Any] | None = None,
 ) -> None:
-    """Define the operator ``para_core::signature``, which graphs neither remove nor move before the collective traced
-    ahead of it.
+    """Define an operator that runs a collective. A compiler neither removes it nor changes the order of such operators.
 
-    The last argument of the operator, ``after``, is an optional tensor. Its last result is a token of one element
-    (:func:`done`). While a graph is traced, ``after`` becomes the token of the previous collective: a data dependency,
-    which no compiler pass can cut. The token of the last collective is waited for. That is a side effect, without which
-    a rank whose result has no elements would drop the collective, and the others would hang. The token is kept on the
-    tracer, so it lives as long as the tracing of the graph.
+    The last argument of the operator, ``after``, is an optional tensor. The last result is a token, a tensor with one
+    element (:func:`done`). While a graph is traced, the token of the previous collective is passed as ``after``: a data
+    dependency, which no compiler pass can cut. The graph waits for the token of the last collective. This is a side
+    effect; without it, a rank whose result has no elements would drop the collective, and the other ranks would hang.
+    The token is stored on the tracer, so it lives as long as the tracing of the graph.
 
     Args:
+        signature: The schema of the operator, whose last argument is ``Tensor? after=None``.
         run: The implementation.
         shape: The implementation for tensors without data (a fake kernel).
         gradient, context: Arguments of :func:`torch.library.register_autograd`.
@@ -159,15 +162,15 @@ def define_collective(
 def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     tracer, num_before = mode.tracer, len(schema_of(func).arguments) - 1
     token, last_wait = getattr(tracer, "_para_core_last_collective", (None, None))
-    # A positional argument, because a keyword costs the host another microsecond per call of the graph.
+    # Pass the token as a positional argument: a keyword costs the host a microsecond more in each call of the graph.
     outputs = mode.__torch_dispatch__(func, types, (*args[:num_before], token), kwargs)
     mode.__torch_dispatch__(WAIT_TENSOR, types, (outputs[-1],))
     wait_node = next(iter(reversed(tracer.graph.nodes)))  # In torch 2.11 reversed() returns no iterator.
     if last_wait is not None and last_wait.meta.get(_PART) == wait_node.meta.get(_PART):
         tracer.graph.erase_node(last_wait)
     elif last_wait is not None:
-        # This is the first collective of a backward. The wait that ends the forward must not be copied into the
-        # backward.
+        # This is the first collective of a backward. Tag the wait that ends the forward, so that the partitioner does
+        # not copy it into the backward.
         last_wait.meta[_PART] = "must_be_in_forward"
     tracer._para_core_last_collective = outputs[-1], wait_node
     return outputs
@@ -177,7 +180,7 @@ _PART = "partitioner_tag"
 
 
 def done(x: Tensor) -> Tensor:
-    """Return the token for the next collective: one element on the device of ``x``."""
+    """Return the token for the next collective: an uninitialised tensor with one element on the device of ``x``."""
     return x.new_empty(1, dtype=torch.float32)
 
 
@@ -209,8 +212,8 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
         return rows, done(x)
     parts = list(rows.split(sizes))
     if _is_nccl(group, x.device):
-        # ProcessGroupNCCL::allgather sends outputs of unequal sizes as one coalesced group of broadcasts: one kernel
-        # instead of one per rank. gloo refuses such outputs.
+        # For outputs of unequal sizes, ProcessGroupNCCL::allgather coalesces broadcasts into one kernel, instead of one
+        # kernel per rank. gloo refuses such outputs.
         dist.all_gather(parts, x.contiguous(), group=group)
         return rows, done(x)
     works = []
@@ -225,10 +228,10 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether NCCL moves tensors on ``device`` among the ranks of ``group``."""
+    """Whether ``group`` uses NCCL for tensors on ``device``."""
     try:
         return bool(backend_of(group, device).name() == "nccl")
-    except RuntimeError:  # A group written in Python, such as that of para_core.verify, has no backend.
+    except RuntimeError:  # A process group written in Python, such as that of para_core.verify, has no backend.
         return False
 
 
@@ -242,7 +245,7 @@ def _all_gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    """Return the sum of the gradients that all ranks have for this rank's rows."""
+    """Return the gradient of this rank's rows, which is the sum of the gradients of their copies on all ranks."""
     ranks = len(ctx.sizes)
     grads, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
     return grads.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
@@ -266,7 +269,13 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Send ``send_sizes[i]`` rows of ``x`` to rank ``i`` of ``dim``. Differentiable, in eager code and in graphs.
+    """Run an all-to-all of the rows of ``x`` (its first dim). It is differentiable, in eager code and in graphs.
+
+    Args:
+        x: A tensor whose rows are sent in order: the first ``send_sizes[0]`` rows to rank 0 of ``dim``, and so on.
+        send_sizes: Number of rows for each rank of ``dim``.
+        receive_sizes: Number of rows that each rank of ``dim`` sends to this one.
+        dim: The mesh dim.
 
     Returns:
         The received rows, in the order of the senders; ``x`` itself if ``dim`` has one rank.
@@ -278,25 +287,23 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Concatenate the ``x`` of all ranks of ``dim`` along ``tensor_dim``; ``sizes[i]`` is the length on rank ``i``.
-    Differentiable.
+    """Return the concatenation of ``x`` from all ranks of ``dim`` along ``tensor_dim``. It is differentiable.
+
+    ``sizes[i]`` is the length of ``x`` along ``tensor_dim`` on rank i.
     """
     if dim.size == 1:
         return x
-    if x.dtype == torch.bool:  # gloo does not send bool tensors.
+    if x.dtype == torch.bool:  # gloo cannot send bool tensors.
         return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
 
 
-# -- small values, on the host
-
-
 class HostGroups:
-    """The host groups of a mesh, looked up at the first exchange and kept.
+    """A cache of the process groups that send CPU tensors among the ranks of a mesh.
 
-    A caller that exchanges bytes in every call passes it instead of the mesh to
-    :mod:`para_core.distributed.consistency`.
+    A caller that exchanges bytes often passes this object in place of the mesh to the functions of
+    :mod:`para_core.distributed.consistency`. The groups are looked up at the first exchange.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
@@ -305,13 +312,15 @@ class HostGroups:
 
 
 def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
-    """Concatenate the uint8 CPU tensors ``x`` of all ranks of ``dim``, in rank order. Blocks; eager code only.
+    """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
-    It uses :func:`~para_core.distributed.mesh.host_group`, so it waits for the other ranks but not for the device.
+    The host waits for the other ranks, but not for the device, because the group of
+    :func:`~para_core.distributed.mesh.host_group` is used.
 
     Args:
-        x: Of the same length on all ranks.
-        by_dim: The groups of :class:`HostGroups`. A missing group is looked up and added.
+        x: A uint8 CPU tensor that has the same length on all ranks.
+        dim: The mesh dim.
+        by_dim: The cached groups of :class:`HostGroups`. A missing group is looked up and added.
     """
     if dim.group is None:
         return x
@@ -323,17 +332,18 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
     gathered = x.new_empty(dim.size * x.numel())
     _all_gather_into(gathered, x, group=group)
     if group is not dim.group:
-        # torch sorts the ranks of a new group, but those of dim.group may be in another order.
+        # torch sorts the ranks of a new group. Restore the order of dim.group, which may be another.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Return the ``x`` of the first rank of ``mesh`` on all ranks. Eager code only.
+    """Return the ``x`` of the first rank of ``mesh`` on all of its ranks. For eager code only.
 
     Args:
-        x: uint8 CPU tensor that has the same length on all ranks.
+        x: A uint8 CPU tensor that has the same length on all ranks.
+        mesh: The ranks.
     """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
@@ -341,8 +351,8 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
 
 
 def tensor_bytes(x: Tensor) -> Tensor:
-    """Return the elements of ``x`` as a 1-D uint8 tensor, in C order."""
-    # A dim of size 1 may have any stride and still count as contiguous, as t.expand(1) does, and view(uint8) refuses
-    # it. flatten keeps such a stride.
+    """Return the bytes of ``x`` as a 1-D uint8 tensor, in C order of the elements."""
+    # Set the stride to 1: a dim of size 1 counts as contiguous with any stride (as after t.expand(1)), flatten() keeps
+    # this stride, and view(uint8) refuses it.
     x = x.resolve_conj().resolve_neg().contiguous().flatten()
     return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

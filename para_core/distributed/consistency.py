@@ -1,18 +1,18 @@
-"""Compare small records between ranks before data moves, so that bad input raises on every rank instead of hanging
-some.
+"""Compare small records between ranks before tensors are sent, so that invalid input raises on every rank.
 
-A rank that raises alone leaves the others in a collective until the group's timeout, and parts of unequal size abort
-the process on gloo. In eager code every verdict is therefore computed from data that all ranks hold.
+A rank that raises alone would leave the others in a collective until the group's timeout, and with gloo, parts of
+unexpected sizes abort the process. In eager code every decision to raise is therefore computed from data that all ranks
+have.
 
-**Protocol.** Values that must be equal on all ranks form a record of JSON values. The record is compared by digest:
+**Protocol.** Values that must be equal on all ranks form a record of JSON values. Records are compared by digest:
 
-1. One all-gather per mesh dim of a header of ``_HEADER.size`` bytes per rank: the digest of the record, its length in
-   bytes (negative if this rank found its input bad; the record then holds the error), and up to ``MAX_EXTRAS`` integers
-   that may differ between ranks, for example the sizes of a local mask. If no rank reports an error and all digests
-   are equal, the check ends here.
-2. Otherwise the ranks gather the records themselves, padded to the longest. All ranks hold the same headers, so either
-   all of them or none reach this step. Every rank then raises the same error, or sees that the values are equal and
-   only their JSON differs (1 and 1.0).
+1. One all-gather per mesh dim sends a header of ``_HEADER.size`` bytes per rank. It contains the digest of the record,
+   its length in bytes (negative if this rank found its input invalid; the record then contains the error), and up to
+   ``MAX_EXTRAS`` integers that may differ between ranks, for example the sizes of a local mask. If no rank reports an
+   error and all digests are equal, the check ends here.
+2. Otherwise the ranks gather the records themselves, padded to the longest one. All ranks have the same headers, so
+   either all of them or none reach this step. Every rank then raises the same error, or finds that the values are equal
+   and only their JSON differs (1 and 1.0).
 
 A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the signature::
 
@@ -47,29 +47,30 @@ from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
 MAX_EXTRAS = 5
-# Digest, length, extras.
+# The format of a header: digest, length, extras.
 _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 
 Record = dict[str, Any]
-# Called with the arguments of a call by name. Raises on every rank if they differ between ranks.
+# A function that takes the arguments of a call by name, and raises on every rank if they differ between ranks.
 RequireEqual = Callable[[Mapping[str, Any]], None]
 
 
 class Unanswered(RuntimeError):
-    """A rank did not take part in an exchange."""
+    """The error that is raised if another rank did not take part in an exchange."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A record that must be equal on all ranks, as JSON, and its digest of 16 bytes. Made by :func:`signature`."""
+    """A record that must be equal on all ranks, as JSON, and its 16-byte digest. :func:`signature` creates it."""
 
     encoded: bytes
     digest: bytes
 
 
 def signature(record: Record) -> Signature:
-    """``record`` (JSON values, of any size) as :func:`check_consistent` takes it; keep it where the same is asked
-    again.
+    """Convert ``record``, a dict of JSON values of any size, to the argument of :func:`check_consistent`.
+
+    Cache the result if the same record is compared repeatedly.
     """
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
@@ -79,7 +80,10 @@ _NOTHING_WRONG = signature({})
 
 
 def differing_fields(records: list[Record]) -> list[str]:
-    """Return a clause with both values for each field in which the first rank that differs from rank 0 differs."""
+    """Return one phrase for each field in which a rank differs from rank 0, with the values of both.
+
+    ``records`` are those of all ranks, of which at least one differs. Only the first rank that differs is described.
+    """
     first = records[0]
     rank, other = next((rank, record) for rank, record in enumerate(records) if record != first)
     return [
@@ -90,7 +94,7 @@ def differing_fields(records: list[Record]) -> list[str]:
 
 
 def first_difference(records: list[Record]) -> str:
-    """Return a sentence that names the first field in which a rank differs from rank 0, with both values."""
+    """Return a sentence that names the first field in which a rank differs from rank 0, with the values of both."""
     return f"the ranks of one mesh disagree about {differing_fields(records)[0]}."
 
 
@@ -108,9 +112,11 @@ def check_consistent(
     Args:
         local: The signature that must be equal on all ranks, or the exception that this rank would otherwise raise
             alone (a ``TypeError``, ``ValueError`` or ``RuntimeError``).
-        extras: At most ``MAX_EXTRAS`` integers of 64 bits that may differ between ranks. Their number must be the same
-            on all ranks with the same signature.
-        explain: Returns the error message from the records of all ranks, in rank order, if they differ.
+        mesh: The ranks.
+        extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
+            all ranks with the same signature.
+        explain: A function that returns the error message if the records differ, given the records of all ranks in
+            order.
 
     Returns:
         The ``extras`` of every rank, in rank order.
@@ -131,7 +137,7 @@ def check_consistent(
     records = _all_gather_records(local.encoded, max(abs(row[1]) for row in headers), mesh)
     try:
         raise_first_error(records)
-        # Equal values may have different JSON: 1 and 1.0.
+        # Compare the values, because equal values may have different JSON: 1 and 1.0.
         if any(record != records[0] for record in records):
             raise ValueError(explain(records))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -140,7 +146,7 @@ def check_consistent(
     return [row[2 : 2 + len(extras)] for row in headers]
 
 
-# Attribute of an exception: names of the process groups on all of whose ranks it was raised.
+# An attribute that is set on an exception that was raised on all ranks of a mesh: the names of its process groups.
 _RAISED_ON = "_para_core_raised_on"
 
 
@@ -150,14 +156,15 @@ def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
 
 @contextmanager
 def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
-    """Raise an exception of one rank's block on every rank of ``mesh``, prefixed by ``what``. Every rank must enter.
+    """Return a context that raises an exception of one rank on every rank of ``mesh``. Every rank must enter it.
 
-    Blocks over the same ranks may nest: an exception that an inner exchange has raised on all ranks is not exchanged
-    again. A rank that fails before it enters the inner block therefore meets the others in their inner exchange.
+    ``what`` is the prefix of the message. Contexts over the same ranks may be nested: an exception that an inner
+    exchange has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its
+    exchange is that of the other ranks at the end of the inner context.
 
     Raises:
-        TypeError, ValueError, RuntimeError: The exception of the rank, with its type; a RuntimeError for any other
-            type.
+        TypeError, ValueError, RuntimeError: The exception of the rank, with its type. An exception of any other type
+            becomes a RuntimeError.
     """
     try:
         yield
@@ -172,9 +179,10 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
 
 
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
-    """Return the records (JSON values) of all ranks of ``mesh``, in rank order. Costs two all-gathers per mesh dim.
+    """Return the records, dicts of JSON values, of all ranks of ``mesh``, in rank order.
 
-    Use :func:`check_consistent`, which costs one, if the records only have to be equal.
+    This costs two all-gathers per mesh dim. To check that records are equal, use :func:`check_consistent`, which only
+    costs one.
     """
     encoded = json.dumps(record).encode()
     lengths = struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(encoded)), mesh))
@@ -187,9 +195,9 @@ def _all_gather_records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMe
 
 
 def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes:
-    """Return the concatenated ``row`` of all ranks of ``mesh``, in rank order. Rows must be equally long."""
+    """Return the concatenation of ``row`` from all ranks of ``mesh``, in rank order. All rows have the same length."""
     by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
-    # These bytes are not an input of a function that torch.func may be transforming.
+    # Leave torch.func transforms, because these bytes are not an input of the function that is being transformed.
     with DisableTransforms():
         rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         for dim in mesh.dims:
@@ -203,7 +211,7 @@ def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -
 
 
 def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
-    """Return an error message for a collective over ``dim`` that ended in ``error``, with the way out."""
+    """Return a message for a collective over ``dim`` that failed with ``error``: the likely reason, and what to do."""
     if not is_closed_connection(error):
         return (
             f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
@@ -221,8 +229,9 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
 
 
 def raise_first_error(records: list[Record]) -> None:
-    """Raise the first error in ``records`` (made by :func:`error_record`), prefixed by its rank. Equal on every
-    rank.
+    """Raise the first error among the ``records`` of all ranks, if there is one. The message names its rank.
+
+    Errors are records that :func:`error_record` returned. All ranks have the same records, so all raise.
     """
     for rank, record in enumerate(records):
         if record.get("error") is not None:
@@ -231,20 +240,21 @@ def raise_first_error(records: list[Record]) -> None:
 
 
 def error_record(error: Exception) -> Record:
-    """Return the record from which :func:`raise_first_error` raises ``error`` on every rank."""
+    """Convert ``error`` to a record, from which :func:`raise_first_error` raises it on every rank."""
     return {"error": str(error), "kind": type(error).__name__}
 
 
 class ComparesInputs(Protocol):
-    """A handler of the calls of a model, which compares their arguments over the ranks unless ``inputs_verified``."""
+    """A handler of model calls that compares their arguments between ranks, unless ``inputs_verified`` is True."""
 
     inputs_verified: bool
 
 
 @contextmanager
 def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]:
-    """Let ``handlers`` compare no arguments inside the ``with`` block, because the caller has verified that they are
-    equal. Entries that are None are ignored.
+    """Set ``inputs_verified`` of all ``handlers`` inside the ``with`` block, and restore it afterwards.
+
+    Use it if the caller has verified that the arguments are equal on all ranks. Handlers that are None are ignored.
     """
     before = [(handler, handler.inputs_verified) for handler in handlers if handler is not None]
     for handler, _ in before:

@@ -1,4 +1,4 @@
-"""Create a mesh: choose its shape, make its process groups, and check that each rank has a GPU of its own."""
+"""Create a mesh: choose its shape, create its process groups, and check that no two ranks use the same GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from para_core.torch_internals import backend_of, group_devices
 
 
 def largest_divisor(ranks: int, at_most: int) -> int:
-    """Return the largest divisor of ``ranks`` that is not above ``at_most``."""
+    """Return the largest divisor of ``ranks`` that is at most ``at_most``."""
     return next(size for size in range(min(ranks, at_most), 0, -1) if ranks % size == 0)
 
 
@@ -42,10 +42,10 @@ def choose_mesh_shape(
 ) -> tuple[int, int, int]:
     """Return the sizes of the mesh dims ``(batch, ring, ulysses)`` for ``num_ranks`` ranks.
 
-    In the order batch, ring, ulysses, each dim with a maximum takes the largest divisor of the remaining ranks up to
-    that maximum. Without a maximum, batch is 1, and the remaining ranks go to ulysses, or to ring if only ring has no
-    maximum. If neither ring nor ulysses has one, ulysses takes at most as many ranks as keep each Ulysses group on one
-    host of ``ranks_per_host`` ranks.
+    In the order batch, ring, ulysses, each dim with a maximum gets the largest divisor of the remaining ranks that does
+    not exceed the maximum. A batch dim without a maximum has size 1. The remaining ranks go to ulysses, or to ring if
+    only ring has no maximum. If neither of them has a maximum and ``ranks_per_host`` is known, a Ulysses group is only
+    as large as fits on one host.
 
     >>> choose_mesh_shape(8)
     (1, 1, 8)
@@ -72,7 +72,7 @@ def choose_mesh_shape(
     batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
     remaining = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
-        # A group of neighbouring ranks stays on one host if its size divides the ranks per host.
+        # Choose a divisor of ranks_per_host, so that each group of neighbouring ranks is on one host.
         max_ulysses_dim_size = gcd(remaining, ranks_per_host)
     ring = largest_divisor(remaining, max_ring_dim_size) if max_ring_dim_size else 1
     remaining //= ring
@@ -98,18 +98,17 @@ def _require_maximum(name: str, maximum: int | None) -> None:
 
 
 def ranks_per_host() -> int | None:
-    """Return how many consecutive ranks each host has, from the environment of torchrun or Slurm; None if it does not
-    say.
+    """Return the number of consecutive ranks on each host, from the environment variables of torchrun or Slurm.
 
-    All ranks get the same answer. torchrun numbers the ranks host by host, and so does Slurm unless
-    ``--distribution=cyclic`` is given.
+    Return None if they are not set or do not fit. The result is equal on all ranks. Ranks are assumed to be numbered
+    host by host, as torchrun does, and Slurm without ``--distribution=cyclic``.
     """
     ranks = dist.get_world_size()
-    # Not LOCAL_WORLD_SIZE: if hosts have different numbers of ranks, they would choose different meshes.
+    # Do not use LOCAL_WORLD_SIZE: hosts with different numbers of ranks would then choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # Another number of ranks means that the variables describe the launcher of this program, which started its
-        # ranks itself.
+        # If the number of ranks differs, the variables describe the job of a launcher that started these ranks itself,
+        # so ignore them.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             return ranks // int(hosts) if ranks % int(hosts) == 0 else None
     return None
@@ -126,24 +125,27 @@ def init_context_parallel_mesh(
 ) -> DeviceMesh:
     """Create a ``DeviceMesh`` of all ranks with the dims ``("batch", "ring", "ulysses")``.
 
-    Every rank calls this with the same arguments. Each dim with a maximum takes the largest size that divides the
-    remaining ranks, in the order tensor, pipe, batch, ring, ulysses; the ranks that remain go to ``ulysses``. On
-    several hosts (torchrun or Slurm) and without a maximum for ring and ulysses, Ulysses groups stay inside a host and
-    the ring connects the hosts (docs/several_nodes.md).
+    Every rank calls this function with the same arguments. In the order tensor, pipe, batch, ring, ulysses, each dim
+    with a maximum gets the largest size up to this maximum that divides the number of remaining ranks. All other ranks
+    go to ``ulysses``, or to ``ring`` if only ``ulysses`` has a maximum. On several hosts (torchrun or Slurm) and
+    without a maximum for ring and ulysses, each Ulysses group stays on one host and the ring connects the hosts
+    (docs/several_nodes.md).
 
-    Ranks along the last dim are neighbours. To use some of the ranks only, create a larger mesh and pass a slice of it,
-    such as ``mesh["ring", "ulysses"]``. A dim of size 1 costs no NCCL communicator.
+    Ranks along the last dim are neighbours. To use only some of the ranks, create a mesh of all ranks and pass a slice
+    of it, such as ``mesh["ring", "ulysses"]``. A dim of size 1 needs no NCCL communicator.
 
     Args:
         device_type (`str`, *optional*): ``"cuda"``, ``"cpu"``, and so on. Defaults to the accelerator of this machine,
             or the CPU.
         max_batch_dim_size (`int`, *optional*): Maximum number of ranks for CFG branches or samples. Defaults to 1.
-        max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values on.
-        max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks that exchange tokens for heads.
+        max_ring_dim_size (`int`, *optional*): Maximum number of ranks of a ring, which pass keys and values on to each
+            other.
+        max_ulysses_dim_size (`int`, *optional*): Maximum number of ranks of a Ulysses group, which exchange tokens for
+            heads.
         max_tensor_dim_size (`int`, *optional*): Maximum number of ranks that share the heads of a tensor-parallel model
-            (``weights="tensor"``). If given, the mesh has a last dim ``"tensor"``.
-        max_pipe_dim_size (`int`, *optional*): Maximum number of stages, which hold consecutive transformer blocks. If
-            given, the mesh has a first dim ``"pipe"``.
+            (``weights="tensor"``). If it is given, the mesh has a last dim ``"tensor"``.
+        max_pipe_dim_size (`int`, *optional*): Maximum number of pipeline stages, each of which holds consecutive
+            transformer blocks. If it is given, the mesh has a first dim ``"pipe"``.
 
     Returns:
         The mesh.
@@ -158,7 +160,7 @@ def init_context_parallel_mesh(
     """
     require_process_group("init_context_parallel_mesh")
     if device_type is None:
-        # Without the check a CUDA build of torch answers "cuda" on a machine that has no GPU.
+        # Without check_available=True, a CUDA build of torch returns "cuda" on a machine without a GPU.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
@@ -179,14 +181,15 @@ def init_context_parallel_mesh(
     if max_pipe_dim_size is not None:
         shape, names = (pipe, *shape), (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, shape, names)
-    # After init_device_mesh, because that chooses this rank's GPU if nothing was put on one yet.
+    # Check only now, because init_device_mesh chooses the GPU of this rank if it has not used one before.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks in ``shape``. Makes no groups for dims of size 1; ``init_device_mesh`` would make one
-    per rank and dim.
+    """Return a mesh of all ranks with this ``shape``.
+
+    All dims of size 1 share one group. ``init_device_mesh`` would create a group per rank for each of them.
     """
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
@@ -197,27 +200,30 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 
 
 def _group_of_this_rank() -> ProcessGroup:
-    """Return the group for all mesh dims of size 1, because a DeviceMesh has a group per dim. Created once, without
-    other ranks or NCCL.
+    """Return a process group of this rank alone, for all mesh dims of size 1: a DeviceMesh needs a group for each dim.
+
+    It is created once, without communication, and without an NCCL communicator.
     """
     return find_or_make_group(
         "para_core: this rank alone",
         [dist.get_rank()],
-        # gloo needs a store, and PyTorch's fake backend has none.
+        # gloo would need a store, which PyTorch's fake backend does not have.
         backend="fake" if dist.get_backend() == "fake" else "gloo",
     )
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
-    """Raise ``RuntimeError`` on every rank of ``mesh`` if NCCL connects its ranks and two of them have the same current
-    GPU.
+    """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL refuses.
 
-    With NCCL this is one small exchange over the CPU; otherwise, and in a graph, it does nothing.
+    If the ranks use NCCL, this is one small exchange over the CPU. Otherwise, and inside a compiled function, it does
+    nothing.
 
     Args:
-        ranks: ``mesh`` as :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` returned it.
+        mesh: The mesh of the user.
+        ranks: The result of :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` for ``mesh``.
     """
-    on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"  # A process group may serve both device types.
+    # Only a DeviceMesh has one device type; a process group may support both.
+    on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"
     if torch.compiler.is_compiling() or on_cpu or not any(_is_nccl(dim.group) for dim in ranks.dims):
         return
     gpus = {dist.get_rank(): _current_gpu()}
@@ -232,18 +238,18 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
 
 
 def _is_nccl(group: ProcessGroup | None) -> bool:
-    """Whether tensors on a GPU travel over NCCL among the ranks of ``group``."""
+    """Whether ``group`` uses NCCL for tensors on a GPU. False for None."""
     if group is None or all(device.type != "cuda" for device in group_devices(group)):
         return False
     return bool(backend_of(group, torch.device("cuda")).name() == "nccl")
 
 
 def _current_gpu() -> tuple[str, str] | None:
-    """Return the names of this host and of this rank's current GPU; None if the process uses no GPU."""
+    """Return the names of this host and of this rank's current GPU; None if the process has not used a GPU."""
     if not torch.cuda.is_initialized():
         return None
     index = torch.cuda.current_device()
-    # Not the index alone: with CUDA_VISIBLE_DEVICES, GPU 0 of two ranks may be different GPUs.
+    # Use the UUID, because with CUDA_VISIBLE_DEVICES the same index may mean different GPUs on two ranks.
     return socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 

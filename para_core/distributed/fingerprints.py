@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, by which ranks compare inputs: 64 bits per tensor, computed on the tensor's device."""
+"""Compute fingerprints of tensors, by which ranks compare inputs: 64 bits per tensor, computed on its device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from para_core.distributed.collectives import tensor_bytes
 
 _WORD_BYTES = 8
-# Words that are mixed at a time, unless one tensor has more: 128 MiB, and as much again for intermediate results.
+# Maximum number of 64-bit words that are processed at a time (128 MiB, and as much again for intermediate results). A
+# single tensor may have more.
 _MAX_WORDS = 1 << 24
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between
 # positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of
@@ -21,19 +22,19 @@ _LAST_SHIFT = 31
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """Return for each tensor 16 hexadecimal digits that depend on its bytes in C order, wherever and however it is
-    stored.
+    """Return the fingerprint of each tensor, 16 hexadecimal digits that depend on its bytes in C order.
 
-    Each 8 bytes and their position are mixed to 64 random-looking bits, which are added up. Tensors of one size whose
-    bytes differ have the same fingerprint with probability 2^-64; so 0.0 and -0.0 differ, and equal NaNs are equal. The
-    mixing is integer arithmetic: all devices give the same digits. Shape and dtype do not enter.
+    Strides and the device of a tensor do not matter, and neither do its shape and dtype. Each 8 bytes are mixed with
+    their position to 64 random-looking bits, which are added up. Two tensors of equal size with different bytes have
+    the same fingerprint with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs with the same
+    bits are equal. All devices return the same digits, because the mixing is integer arithmetic.
 
-    The host waits once per device, for 8 bytes per tensor.
+    The host waits for each device once, for 8 bytes per tensor.
     """
     indices_on: dict[torch.device, list[int]] = {}
     for index, x in enumerate(tensors):
         indices_on.setdefault(x.device, []).append(index)
-    # All devices compute before the host waits for the first.
+    # Start the computation on all devices before the host waits for the first one.
     sums = {device: _sums([tensors[index] for index in indices]) for device, indices in indices_on.items()}
     digits = [""] * len(tensors)
     for device, indices in indices_on.items():
@@ -54,7 +55,7 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
     parts = words.split(sizes)
     for part, row in zip(parts, rows, strict=True):
-        # A copy, because view(torch.int64) demands an aligned offset and a multiple of 8 bytes.
+        # Copy the bytes, because view(torch.int64) demands an aligned offset and a multiple of 8 bytes.
         part.view(torch.uint8)[: row.numel()].copy_(row)
         part.add_(steps[: part.numel()])
     for shift, factor in _ROUNDS:
@@ -64,10 +65,10 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Return the words as unsigned integers shifted to the right. torch's own shift of int64 keeps the sign."""
+    """Return int64 ``words`` shifted to the right as unsigned integers. torch's own shift would copy the sign bit."""
     return (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
 
 
 def _signed(value: int) -> int:
-    """Return the int64 with the same 64 bits."""
+    """Return the signed 64-bit integer with the same bits as the unsigned ``value``."""
     return value - 2**64 if value >= 2**63 else value

@@ -1,36 +1,36 @@
-"""Layouts: how many tokens of each segment each rank holds. Pure values, without tensors or torch.distributed.
+"""Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or torch.distributed.
 
-Under ``torch.compile`` lengths are symbolic: this file only adds, subtracts, multiplies and floor-divides lengths, and
-never branches on one.
+Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
+lengths, and never branches on one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# (start, length) of consecutive tokens.
+# Consecutive tokens, as (start, length).
 Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one kind, sharded over the sequence ranks like :func:`torch.tensor_split`, or replicated on
-    every rank.
+    """Consecutive tokens of one kind (such as text or image) in a sequence, sharded over ranks or replicated on each.
 
-    The first ``total % ranks`` ranks hold one token more. With fewer tokens than ranks the last ranks hold none.
+    They are sharded like :func:`torch.tensor_split`: the first ``total % ranks`` ranks hold one token more. If there
+    are fewer tokens than ranks, the last ranks hold none.
 
     >>> Segment("image", 10).sizes(ranks=4)
     (3, 3, 2, 2)
     >>> Segment("text", 7, replicated=True).sizes(ranks=2)
     (7, 7)
 
-    A balanced segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th from
-    the back, so that all ranks compute equally much under a causal mask.
+    A ``balanced`` segment is split into ``2 · ranks`` parts. Rank r holds the r-th part from the front and the r-th
+    from the back, so that all ranks have equal work under a causal mask.
 
     >>> Segment("video", 8, balanced=True).runs(rank=0, ranks=2)
     ((0, 2), (6, 2))
 
-    ``together`` consecutive tokens, such as those of a frame, stay on one rank.
+    Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)
@@ -41,10 +41,10 @@ class Segment:
     """
 
     name: str
-    total: int  # tokens of the whole sequence, >= 0; symbolic under torch.compile
+    total: int  # Number of tokens over all ranks, >= 0; symbolic under torch.compile.
     replicated: bool = False
     balanced: bool = False
-    together: int = 1  # divides total
+    together: int = 1  # Must divide total.
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
@@ -56,12 +56,12 @@ class Segment:
             )
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
-        """Return the local length on each of ``ranks`` (>= 1) ranks."""
+        """Return the number of this segment's tokens on each of ``ranks`` (>= 1) ranks."""
         if self.replicated:
             return (self.total,) * ranks
         if self.together != 1:
             return tuple([self.size(rank, ranks) for rank in range(ranks)])
-        # Not size() of each rank, because Dynamo takes time for each Python call that it traces.
+        # Do not call size() for each rank, because Dynamo needs time for each Python call that it traces.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         return tuple(
@@ -69,7 +69,7 @@ class Segment:
         )
 
     def size(self, rank: int, ranks: int) -> int:
-        """Return the local length on ``rank``."""
+        """Return the number of this segment's tokens that ``rank`` of ``ranks`` ranks holds."""
         if self.replicated:
             return self.total
         if self.balanced:
@@ -79,8 +79,9 @@ class Segment:
         return _part_size(self.total, rank, ranks)
 
     def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
-        """Return the tokens of ``rank`` as (start, length) within this segment, in the order in which the rank holds
-        them.
+        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` within this segment.
+
+        The runs are in the order in which the rank holds them.
         """
         if self.replicated:
             return ((0, self.total),)
@@ -94,23 +95,24 @@ class Segment:
 
 
 def _part_size(total: int, part: int, num_parts: int) -> int:
-    # Neither divmod nor a branch on the length, because both fail when Dynamo makes lengths symbolic.
+    # Use neither divmod nor a branch on the length, because both fail when Dynamo makes lengths symbolic.
     return (total + num_parts - 1 - part) // num_parts
 
 
 def _part_start(total: int, part: int, num_parts: int) -> int:
-    """Return the number of tokens before ``part``: ``part * quotient + min(part, remainder)``."""
+    """Return the index of the first token of ``part``: ``part * quotient + min(part, remainder)``."""
     quotient = total // num_parts
-    # min(part, remainder) without a branch: the floor division gives 1 if part >= remainder, else 0.
+    # This computes min(part, remainder) without a branch: the floor division gives 1 if part >= remainder, else 0.
     beyond = part - (total - quotient * num_parts)
     return part * quotient + part - beyond * ((beyond + num_parts) // num_parts)
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The segments of one sequence, in order, over ``ranks`` sequence ranks.
+    """The segments of one sequence, in order, and the number of ranks that share it.
 
-    Each rank holds its part of every sharded segment and all of every replicated segment, in the same order.
+    Each rank holds its part of every sharded segment and all tokens of every replicated segment, in the order of the
+    segments.
 
     >>> layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2)
     >>> layout.sizes(), layout.total
@@ -128,7 +130,7 @@ class SequenceLayout:
 
     @property
     def total(self) -> int:
-        """Number of tokens of the whole sequence. A replicated token counts once."""
+        """The number of tokens of the whole sequence. A replicated token counts once."""
         return sum([segment.total for segment in self.segments])
 
     @property
@@ -140,26 +142,29 @@ class SequenceLayout:
         return tuple([segment for segment in self.segments if segment.replicated])
 
     def sizes(self) -> tuple[int, ...]:
-        """Return the local length on each rank."""
+        """Return the number of tokens that each rank holds, including replicated ones."""
         of_segments = [segment.sizes(self.ranks) for segment in self.segments]
         return (
             of_segments[0] if len(of_segments) == 1 else tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
         )
 
     def size(self, rank: int) -> int:
-        """Return the local length on ``rank``."""
+        """Return the number of tokens that ``rank`` holds, including replicated ones."""
         return sum([segment.size(rank, self.ranks) for segment in self.segments])
 
     def sharded_size(self, rank: int) -> int:
-        """Return the number of tokens on ``rank`` that no other rank holds."""
+        """Return the number of tokens of sharded segments that ``rank`` holds."""
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
     def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
-        """Return the tokens of ``rank`` as (start, length) within the whole sequence, in the order in which the rank
-        holds them.
+        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` within the whole sequence.
+
+        The runs are in the order in which the rank holds them.
 
         Args:
-            replicated: Whether to return replicated segments (True), sharded ones (False), or both (None).
+            rank: The index of the rank.
+            replicated: Whether to return only the tokens of replicated segments (True), only those of sharded segments
+                (False), or both (None).
 
         >>> SequenceLayout((Segment("text", 3), Segment("image", 5)), ranks=2).runs(1)
         ((2, 1), (6, 2))
@@ -174,5 +179,5 @@ class SequenceLayout:
 
 
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
-    """Return the layout of one sharded segment of ``total`` tokens."""
+    """Return the layout of a sequence that consists of one sharded segment of ``total`` tokens."""
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

@@ -1,4 +1,4 @@
-"""Read a user's mesh (a ``DeviceMesh`` or a ``ProcessGroup``). :mod:`para_core.distributed.create_mesh` creates one."""
+"""Convert a user's mesh, a ``DeviceMesh`` or a ``ProcessGroup``, to the types that this package uses internally."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from para_core.torch_internals import (
 )
 
 MESH_DIMS = ("batch", "ring", "ulysses")
-# The last mesh dim, with tensor parallelism: its ranks hold different heads of the same tokens.
+# The last mesh dim if there is tensor parallelism. Its ranks hold different heads of the same tokens.
 TENSOR_DIM = "tensor"
-# The first mesh dim, with stages: its ranks hold different transformer blocks for the same tokens.
+# The first mesh dim if there are pipeline stages. Its ranks hold different transformer blocks for the same tokens.
 PIPE_DIM = "pipe"
-# Prefix of the descriptions of all process groups that this package creates.
+# The prefix of the descriptions (group_desc) of all process groups that this package creates.
 _OURS = "para_core: "
 
 
 def require_process_group(caller: str) -> None:
-    """Raise ``RuntimeError`` if torch.distributed is not initialised in this process."""
+    """Raise ``RuntimeError`` if torch.distributed is not initialised. ``caller`` is a name for the message."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{caller} needs a process group, and none is initialised. Start with `torchrun --nproc_per_node=N …` and "
@@ -43,8 +43,10 @@ def require_process_group(caller: str) -> None:
 
 @dataclass(frozen=True)
 class MeshDim:
-    """One mesh dim as this rank sees it. ``group_name`` identifies the group in functional collectives; "" if size is
-    1.
+    """One mesh dim as this rank sees it.
+
+    ``index`` is the position of this rank along the dim. ``group_name`` identifies the process group in functional
+    collectives. A dim of size 1 has no group; its ``group_name`` is "".
     """
 
     name: str
@@ -55,24 +57,25 @@ class MeshDim:
 
 
 def dim_of_one(name: str) -> MeshDim:
-    """Return a mesh dim of size 1."""
+    """Return a mesh dim of size 1 with this name, without a process group."""
     return MeshDim(name, 1, 0, "", None)
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """Return the type of the devices on which the ranks of ``group`` compute.
+    """Return the device type on which the ranks of ``group`` compute.
 
-    It is ``"cuda"`` if the group has a backend for CUDA and there is a GPU, otherwise the group's other device type.
+    It is ``"cuda"`` if the group has a backend for CUDA and a GPU is available, otherwise another device type of the
+    group.
     """
     if torch.compiler.is_compiling():
-        # Of a group that is an argument, Dynamo can read only the name and the size.
+        # Look the group up by its name: if it is an argument of a graph, Dynamo can only read its name and size.
         named: str = _device_type_of_named(group.group_name)
         return named
     return _preferred_device_type(group)
 
 
 def _preferred_device_type(group: ProcessGroup) -> str:
-    # torch lists the devices of a group in any order: "cpu:gloo,cuda:nccl" may end with the CPU.
+    # Do not rely on the order of the devices, which is arbitrary: for "cpu:gloo,cuda:nccl" the CPU may be the last.
     types = [device.type for device in group_devices(group)]
     if "cuda" in types and torch.cuda.is_available():
         return "cuda"
@@ -91,12 +94,12 @@ def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:
-    """Return the group that sends CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same
-    ranks.
+    """Return a group for CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same ranks.
 
-    An NCCL-only group would copy CPU tensors through the device, and wait for all work that was started on it. The gloo
-    group is created once per NCCL group, at its first use, so every rank of ``dim`` must call this. torch's table of
-    groups owns it: it is found there by its description, and ``destroy_process_group()`` removes it.
+    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors through the device and wait
+    for all work that was started there. It is created once per NCCL group, at its first use, so every rank of ``dim``
+    must call this function. torch's table of groups owns it: it is found there by its description, and
+    ``destroy_process_group()`` removes it.
 
     Raises:
         ValueError: ``dim`` has one rank.
@@ -116,9 +119,7 @@ def host_group(dim: MeshDim) -> ProcessGroup:
 
 
 def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
-    """Return the groups made by :func:`find_or_make_group` that this rank belongs to and whose members are all in
-    ``ranks``.
-    """
+    """Return the groups of this rank that :func:`find_or_make_group` created and whose members are all in ``ranks``."""
     ours = [group for group in process_groups() if group.group_desc.startswith(_OURS)]
     return [group for group in ours if set(dist.get_process_group_ranks(group)) <= set(ranks)]
 
@@ -126,9 +127,10 @@ def groups_among(ranks: Collection[int]) -> list[ProcessGroup]:
 def find_or_make_group(
     description: str, ranks: list[int], *, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Return the group with this ``description``; create it if it does not exist. Only ``ranks`` call this.
+    """Return the process group with this ``description``; create it if it does not exist.
 
-    No other rank takes part. The ranks may have created different numbers of groups before.
+    Unlike ``dist.new_group``, only the members, ``ranks``, call this function, and they may have created different
+    numbers of groups before.
     """
     for group in process_groups():
         if group.group_desc == description:
@@ -141,14 +143,15 @@ def find_or_make_group(
 class SequenceMesh:
     """The ``ring`` × ``ulysses`` ranks that share one sequence, as this rank sees them.
 
-    The sequence rank is ring index × ulysses size + ulysses index: a ring block is held by one Ulysses group.
+    The sequence rank is ring index × Ulysses size + Ulysses index, so the ranks of a Ulysses group hold neighbouring
+    parts of the sequence.
     """
 
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # JSON of this mesh and of :meth:`alone`, for :func:`read_mesh`. It is made in advance, because a graph takes
-    # strings as constants but may treat numbers as variables.
+    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores them. They are created in advance,
+    # because Dynamo treats strings as constants, but may treat numbers as variables.
     text: str = ""
     alone_text: str = ""
 
@@ -158,7 +161,7 @@ class SequenceMesh:
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        """The mesh dims, the one with neighbouring ranks first."""
+        """The mesh dims, innermost first: neighbouring ranks differ in the first one."""
         return (self.ulysses, self.ring)
 
     @property
@@ -170,8 +173,9 @@ class SequenceMesh:
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """Return a mesh of this rank only, for calls without communication. It keeps the rank's position in the
-        sequence.
+        """Return a mesh of this rank only, for calls without communication.
+
+        Its ``rank`` is still the position of this rank in the sequence.
         """
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
@@ -187,12 +191,16 @@ def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> Sequenc
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
-    # Dynamo does not trace the encoder. A mesh is a constant of a graph.
+    # This function is a constant for Dynamo, which cannot trace the JSON encoder. A mesh is a constant of a graph.
     return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
-    """Return the mesh that ``text`` describes, without its groups, and among how many ranks a sequence is sharded."""
+    """Return the mesh that ``text`` describes, and the number of ranks over which a sequence is sharded.
+
+    The mesh only has the names of its process groups. The number is larger than that of its ranks for
+    :meth:`SequenceMesh.alone`.
+    """
     fields = json.loads(text)
     dims = []
     for name in ("ring", "ulysses"):
@@ -214,7 +222,7 @@ def _check_alive(dims: tuple[MeshDim, ...]) -> None:
 
 @dataclass(frozen=True)
 class GuidedMesh:
-    """All ranks that work on one image: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost first.
+    """All ranks that work on one image or video: ``pipe`` × ``batch`` × ``sequence`` × ``tensor``, outermost first.
 
     Ranks along ``pipe`` hold different transformer blocks, along ``batch`` different CFG branches or samples, in
     ``sequence`` different tokens, and along ``tensor`` different heads.
@@ -222,8 +230,8 @@ class GuidedMesh:
 
     batch: MeshDim
     sequence: SequenceMesh
-    # No defaults: modes are created inside compiled functions, and Dynamo of torch 2.11 does not trace our own values
-    # as defaults.
+    # These fields have no defaults: modes may be created inside compiled functions, and Dynamo of torch 2.11 cannot
+    # trace defaults of our own classes.
     tensor: MeshDim
     pipe: MeshDim
 
@@ -245,13 +253,15 @@ class GuidedMesh:
 
 
 def one_guided_rank(device_type: str) -> GuidedMesh:
-    """Return a mesh of one rank. It needs no process group."""
+    """Return a mesh of this rank alone, without process groups."""
     return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM))
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
-    """Return the :class:`GuidedMesh` of a user's ``mesh``. Accepts what :func:`sequence_mesh` accepts, and ``batch``,
-    ``tensor`` and ``pipe`` dims; the mesh may have only these.
+    """Convert a user's ``mesh`` to a :class:`GuidedMesh`.
+
+    It may be anything that :func:`sequence_mesh` accepts, and a DeviceMesh may also have only ``batch``, ``tensor`` and
+    ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
     """
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
@@ -267,27 +277,29 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
 
 
 def one_rank(device_type: str) -> SequenceMesh:
-    """Return a sequence mesh of one rank. It needs no process group."""
+    """Return a sequence mesh of this rank alone, without process groups."""
     ring, ulysses = (dim_of_one(name) for name in ("ring", "ulysses"))
     return _sequence_mesh(ring, ulysses, device_type)
 
 
 def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
-    """Return the mesh of a rank that belongs to these two groups. They need not be registered with
-    torch.distributed.
+    """Return the sequence mesh of a rank that belongs to these two groups.
+
+    The groups need not be registered with torch.distributed.
     """
     return _sequence_mesh(_dim_of_group("ring", ring), _dim_of_group("ulysses", ulysses), device_type)
 
 
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
-    """Return the :class:`SequenceMesh` of a user's ``mesh``.
+    """Convert a user's ``mesh`` to a :class:`SequenceMesh`.
 
     Args:
-        mesh: A DeviceMesh with a ``ring`` or ``ulysses`` dim, or both; or a process group, all along ``group_dim``.
+        mesh: A DeviceMesh with a ``ring`` dim, a ``ulysses`` dim or both; or a ProcessGroup.
+        group_dim: The mesh dim that all ranks of a ProcessGroup form, ``"ring"`` or ``"ulysses"``.
 
     Raises:
-        TypeError: ``mesh`` is neither.
-        ValueError: The mesh has neither dim or an unknown dim, or this rank does not belong to it.
+        TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
+        ValueError: The mesh has neither of the two dims, or an unknown dim, or this rank does not belong to it.
         RuntimeError: The process groups of the mesh were destroyed.
     """
     if isinstance(mesh, ProcessGroup):
@@ -336,8 +348,9 @@ def _dims_text(mesh: DeviceMesh) -> str:
 
 
 def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
-    """Return the ``batch`` dim of ``mesh``, or a process group, as the Ulysses dim of a sequence mesh, to shard a batch
-    like a sequence.
+    """Return a sequence mesh whose ``ulysses`` dim is the ``batch`` dim of ``mesh``, to shard a batch like a sequence.
+
+    All ranks of a ProcessGroup are used.
 
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.

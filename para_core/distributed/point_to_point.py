@@ -1,4 +1,4 @@
-"""Point-to-point transfers between the ranks of one mesh dim, in eager code, overlapping with computation."""
+"""Point-to-point transfers between ranks of one mesh dim, in eager code. They overlap with computation."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from para_core.torch_internals import (
     process_groups,
 )
 
-# From one index along the dim to another.
+# A directed connection between two ranks: (index of the sender, index of the receiver) along the mesh dim.
 Edge = tuple[int, int]
-# Seconds that a failed NCCL rank leaves for transfers that a peer still takes, before it ends the others.
+# Seconds that a rank that failed waits, on NCCL, for transfers that other ranks may still complete. Then it aborts.
 _GRACE = 5.0
 
 
 class IncomingTensor:
-    """A tensor that another rank sends; :meth:`wait` returns it and can be called repeatedly."""
+    """A tensor that another rank is sending. :meth:`wait` returns it, and may be called repeatedly."""
 
     def __init__(self, links: Links, transfer: _Transfer, device: torch.device) -> None:
         self._links, self._buffer, self._device = links, transfer.tensor, device
         self._transfer: _Transfer | None = transfer
 
     def wait(self) -> Tensor:
-        """Return the tensor, after it has arrived.
+        """Wait until the tensor has arrived, and return it.
 
         Raises:
-            RuntimeError: It did not arrive within the timeout of the group (gloo; NCCL ends the process), or its sender
-                died.
+            RuntimeError: The tensor did not arrive within the timeout of the group (with gloo; NCCL ends the process),
+                or its sender died.
         """
         if self._transfer is not None:
             start = time.perf_counter()
@@ -53,9 +53,9 @@ class IncomingTensor:
 
 
 def _new_number() -> int:
-    """Return a number that no rank was given before, also not for other links over the same ranks."""
+    """Return a number that was never returned before in this job, on any rank."""
     if dist.get_backend() == "fake":
-        return 1  # Its store cannot count, and nothing is sent.
+        return 1  # The store of the fake backend cannot count, and nothing is sent.
     number: int = default_store().add("para_core: links", 1)
     return number
 
@@ -64,10 +64,12 @@ class _Transfer:
     """One send or receive that was started.
 
     Args:
-        number: Its position among all transfers of the edge in this direction, from 0.
-        tensor: Its memory. It must stay alive until the transfer has ended: gloo blocks the connection of two ranks for
-            good if the buffer of a message in flight is gone (``Pair::write`` and ``Pair::prepareRead`` of its TCP
-            transport).
+        edge: The sender and the receiver.
+        number: The index of the transfer among all transfers of the edge, from 0.
+        work: The handle to wait for.
+        tensor: The buffer. It is kept here because it must exist until the transfer has ended: if the buffer of a
+            message in flight is freed, gloo permanently blocks the connection of the two ranks (``Pair::write`` and
+            ``Pair::prepareRead`` of its TCP transport).
     """
 
     __slots__ = ("edge", "number", "tensor", "work")
@@ -79,16 +81,16 @@ class _Transfer:
 
 
 class Links:
-    """Connections along ``edges`` among the ranks of ``dim``, which has more than one rank. Every rank of ``dim``
-    creates them.
+    """Connections between ranks of ``dim``, along ``edges`` (sender, receiver). Every rank of ``dim`` creates them.
 
-    Tensors that are sent along one edge arrive in order. On NCCL each edge has a communicator, and therefore a stream,
-    of its own: otherwise a transfer that waits for one neighbour would hold up what another neighbour needs.
+    ``dim`` has more than one rank. Tensors that are sent along one edge arrive in order. On NCCL each edge has its own
+    communicator, and therefore its own stream: otherwise a transfer that waits for one neighbour would delay the
+    transfers to another neighbour.
 
-    **After a failure** some tensors were sent and never received, or the reverse. :meth:`mark_broken` notes it on this
-    rank. :meth:`begin`, which every rank calls before the next generation, compares the number of transfers per edge
-    over the CPU. If a rank has failed, or two numbers differ, all ranks continue with a tag (gloo) or with
-    communicators (NCCL) that were never used before.
+    **After a failure** there may be tensors that were sent and never received, or the reverse. :meth:`mark_broken`
+    records the failure on this rank. :meth:`begin`, which every rank calls before the next generation, compares the
+    numbers of transfers of each edge over the CPU. If a rank has failed, or two numbers differ, all ranks continue with
+    a tag (gloo) or with communicators (NCCL) that were never used before.
     """
 
     def __init__(self, dim: MeshDim, edges: Iterable[Edge]) -> None:
@@ -100,22 +102,21 @@ class Links:
         self._edges = sorted(set(edges))
         self._groups: dict[Edge, ProcessGroup] = {}
         self._tag = 0
-        # The first `begin` makes tags and communicators as after a failure.
+        # The connections count as broken, so that the first begin() creates tags and communicators.
         self._broken = True
-        # Numbers of transfers that were started, per edge, since the tag or the communicators are in use.
+        # Number of transfers that were started on each edge with the current tag or communicators.
         self._started: Counter[Edge] = Counter()
         self._leaving: deque[_Transfer] = deque()
         self._arriving: dict[tuple[Edge, int], _Transfer] = {}
-        # Totals since the links were created. On NCCL the host does not wait, and the seconds mean nothing.
+        # Totals since this object was created. On NCCL the host does not wait, so seconds_waited is meaningless.
         self.sent = self.bytes_sent = 0
         self.seconds_waited = 0.0
         self.begin()
 
-    # -- before a generation, and after an exception
-
     def begin(self) -> None:
-        """Make both ends of every edge agree on the next tensor. Every rank of the dim calls it before each generation:
-        one exchange over the CPU.
+        """Check that both ranks of every edge have started equally many transfers; otherwise replace the connections.
+
+        Every rank of the dim calls this before each generation. It is one exchange over the CPU.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.
@@ -144,15 +145,16 @@ class Links:
         self._broken = False
 
     def mark_broken(self) -> None:
-        """Note that a generation failed on this rank: what is in flight may never end. The next :meth:`begin` replaces
-        the connections.
+        """Record that a generation failed on this rank, so that transfers in flight may never end.
+
+        The next :meth:`begin` replaces the connections.
         """
         self._broken = True
         if self._nccl_device is None:
             return
-        # On NCCL a transfer without a counterpart is a kernel that runs for ever: whatever waits for the device, as
-        # cudaFree does, would hang. Transfers that do have one end by themselves, and a peer that did not fail may need
-        # them.
+        # On NCCL a transfer without a counterpart is a kernel that runs for ever, so anything that waits for the device
+        # (such as cudaFree) would hang. But do not abort at once: transfers with a counterpart end by themselves, and a
+        # peer that did not fail may need them.
         start = time.monotonic()
         transfers = [*self._leaving, *self._arriving.values()]
         while not all(transfer.work.is_completed() for transfer in transfers):
@@ -164,11 +166,14 @@ class Links:
         self._arriving.clear()
 
     def _is_broken(self) -> bool:
-        # Other links between the same ranks share the communicators, and may have ended them.
+        # Other Links between the same ranks share the communicators, and may have destroyed them.
         return self._broken or not all(map(is_registered, self._groups.values()))
 
     def _end_transfers(self, matched: dict[Edge, int]) -> None:
-        """Wait for the first ``matched`` transfers of each edge, which both ends have started, and drop the others."""
+        """Wait for the first ``matched[edge]`` transfers of each edge, which both ranks have started. Drop the others.
+
+        On NCCL all transfers are aborted.
+        """
         if self._nccl_device is None:
             for transfer in [*self._leaving, *self._arriving.values()]:
                 if transfer.number < matched[transfer.edge]:
@@ -176,8 +181,6 @@ class Links:
         self._leaving.clear()
         self._arriving.clear()
         self._abort()
-
-    # -- groups
 
     @property
     def _group_device(self) -> torch.device:
@@ -188,15 +191,19 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number of the newest communicator of ``edge`` in this process, also of other links; 0 without
-        one.
+        """Return the number in the description of the newest communicator of ``edge`` in this process; 0 without one.
+
+        Other Links may have created it.
         """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
     def _connect(self, edge: Edge, number: int) -> None:
-        """Find or make the group of ``edge``; both of its ranks call this, in the order of the edges."""
+        """Set the process group of ``edge``; create it if needed. Both of its ranks call this, in the order of edges.
+
+        With gloo all edges use the group of the mesh dim.
+        """
         if self._nccl_device is None:
             self._groups[edge] = self._group
             return
@@ -205,26 +212,25 @@ class Links:
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
-            # The first use makes the communicator, for which the host waits for the other rank. The order of the edges
-            # is the same on all ranks, so no cycle of ranks can wait for each other here; in the middle of a generation
-            # it could.
+            # Use the group once, which creates the communicator; for this the host waits for the other rank. Here all
+            # ranks use the same order of edges, so no cycle of ranks can wait for each other. In the middle of a
+            # generation one could.
             x = torch.zeros(1, device=self._nccl_device)
             transfer = self._send if self.dim.index == edge[0] else self._receive
             transfer(edge, x).work.wait()
             x.item()
 
     def _abort(self) -> None:
-        """End what runs on the communicators of the edges, and remove them. Of gloo nothing has to be ended."""
+        """Abort the NCCL communicators of the edges, with all transfers on them, and remove them. gloo has none."""
         groups = [group for group in self._groups.values() if group is not self._group and is_registered(group)]
         self._groups = {}
         abort_groups(groups)
 
-    # -- transfers
-
     @property
     def _timeout(self) -> timedelta | None:
-        """The timeout of a wait on the host, read at each wait because users change it. Gloo has no default for single
-        sends.
+        """The timeout for waiting on the host; None on NCCL, where the host does not wait.
+
+        It is read for each wait, because users may change it. gloo needs it, because it has no default for a send.
         """
         if self._nccl_device is not None:
             return None
@@ -242,20 +248,20 @@ class Links:
         return _Transfer(edge, self._started[edge] - 1, work, buffer)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Start to send ``x``, which nobody changes until it has left, to index ``to``."""
+        """Start to send ``x`` to the rank with index ``to``. ``x`` must not be changed until it was sent."""
         while self._leaving and self._leaving[0].work.is_completed():
             self._leaving.popleft()
-        # Gloo sends from the host only.
+        # gloo can only send CPU tensors.
         x = x.detach().to(self._host_or_own(x)).contiguous()
         self._leaving.append(self._send((self.dim.index, to), x))
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
 
     def receive(self, like: Tensor, source: int) -> IncomingTensor:
-        """Start to receive, from index ``source``, a tensor of the shape, dtype and device of ``like``.
+        """Start to receive a tensor from the rank with index ``source``; ``like`` gives its shape, dtype and device.
 
-        On NCCL this is a kernel that runs until the tensor is here. Never start it before this rank has sent what that
-        tensor depends on: the host may have to wait for the device in between (to load a kernel, or to allocate
-        memory), and then both ranks wait for ever.
+        On NCCL this is a kernel that runs until the tensor has arrived. If that tensor depends on data from this rank,
+        send the data first. Otherwise the host may have to wait for the device before it can send (to load a kernel, or
+        to allocate memory), and then both ranks wait for ever.
         """
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
         transfer = self._receive((source, self.dim.index), buffer)
@@ -266,15 +272,16 @@ class Links:
         return torch.device("cpu") if self._nccl_device is None else x.device
 
     def drain(self, count: int | None = None) -> None:
-        """Wait until the first ``count`` tensors ever sent have left, or all of them. Not after an exception: a peer
-        may never take them.
+        """Wait until the first ``count`` tensors that were ever sent have left this rank; None means all of them.
+
+        Do not call it after an exception, because another rank may never receive them.
         """
         first = self.sent - len(self._leaving)
         for _ in range(len(self._leaving) if count is None else min(count - first, len(self._leaving))):
             self.wait(self._leaving.popleft().work)
 
     def finish(self, transfer: _Transfer) -> None:
-        """Wait for a tensor that this rank receives."""
+        """Wait until the tensor of a receiving ``transfer`` has arrived."""
         self.wait(transfer.work)
         self._arriving.pop((transfer.edge, transfer.number), None)
 
@@ -285,8 +292,9 @@ class Links:
             work.wait(self._timeout)
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Return ``x`` of index ``source`` on all ranks of the dim. Every rank gives a tensor of the same shape and
-        dtype.
+        """Broadcast ``x`` from the rank with index ``source``, and return it on all ranks of the dim.
+
+        On the other ranks ``x`` only gives the shape, dtype and device.
         """
         x = (
             x.detach().contiguous()
@@ -294,7 +302,7 @@ class Links:
             else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         )
         start = time.perf_counter()
-        # Gloo and NCCL know no 8-bit floats.
+        # Send 8-bit floats as bytes, because gloo and NCCL do not support them.
         bits = x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
         dist.broadcast(bits, group_src=source, group=self._group)
         if self.dim.index != source:
@@ -303,8 +311,9 @@ class Links:
 
 
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
-    """Return the device whose tensors are sent over NCCL, or None. A group may have one backend per device, so its name
-    does not tell.
+    """Return the device whose tensors ``group`` sends over NCCL; None if it does not use NCCL.
+
+    A group may have a different backend for each device, so the name of its backend does not tell.
     """
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

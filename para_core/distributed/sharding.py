@@ -11,17 +11,17 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return this rank's tokens of ``x``, which holds all tokens of ``layout`` along ``dim``. The result is a copy."""
+    """Return a copy of this rank's tokens of ``x``, which contains all tokens of ``layout`` along ``dim``."""
     parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
-    # A view would keep its base in memory, and a graph would be specialized for the base as well.
+    # Copy, because a view would keep its base in memory, and a graph would be specialized for the base, too.
     return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return ``y`` with the tokens of all sequence ranks along ``dim``, in the order of the whole sequence. The result
-    is contiguous.
+    """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
 
-    Ulysses ranks are neighbours, so they are gathered first, then the ring.
+    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered over the Ulysses ranks
+    first, whose parts are neighbours in the sequence, and then over the ring.
     """
     parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
     gathered = []
@@ -36,13 +36,14 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
         gathered.append(
             _in_sequence_order(rank_by_rank, dim, segment, layout.ranks) if segment.balanced else rank_by_rank
         )
-    # Models return contiguous tensors, and a loss calls view(-1, C) on them.
+    # Return a contiguous tensor, as models do: a loss may call view(-1, C) on it.
     return (gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)).contiguous()
 
 
 def _in_sequence_order(x: Tensor, dim: int, segment: Segment, ranks: int) -> Tensor:
-    """Return a balanced segment in the order of the sequence. ``x`` holds the front part and the back part of each
-    rank, rank by rank.
+    """Reorder the tokens of a balanced segment to the order of the sequence.
+
+    Along ``dim``, ``x`` contains the front part and the back part of each rank, rank by rank.
     """
     lengths = [length for rank in range(ranks) for _, length in segment.runs(rank, ranks)]
     parts = x.split(lengths, dim=dim)

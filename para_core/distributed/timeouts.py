@@ -1,7 +1,8 @@
-"""Time-outs of process groups, set for a while by pipelines that may share the groups.
+"""Set the timeouts of process groups temporarily, for several pipelines that may share the groups.
 
-The rule: a group has the time-out that was set last and is not undone yet; when all are undone, the one that it had
-before the first. Pipelines may undo theirs in any order. A time-out that the user sets on the group meanwhile stays.
+A group has the timeout that was set last and is not undone yet. When all are undone, it has the timeout from before the
+first one. Pipelines may undo their timeouts in any order. If the user sets another timeout on the group in the
+meantime, undoing does not change it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class _Override:
 
 @dataclass
 class _Overrides:
-    """The time-outs that were set on one group and are not undone, the latest one last."""
+    """The timeouts that were set on one group and are not undone yet, the latest one last.
+
+    ``initial`` is the timeout of the group before the first of them.
+    """
 
     initial: timedelta
     active: list[_Override] = field(default_factory=list)
@@ -35,16 +39,17 @@ class _Overrides:
         return self.active[-1].timeout if self.active else self.initial
 
 
-# A group takes no attributes, so what belongs to it is kept here, for as long as torch's table of groups has it.
+# The timeouts that were set on each group. They are stored here, because a process group cannot have new attributes. An
+# entry exists as long as its group.
 _OVERRIDES: WeakKeyDictionary[ProcessGroup, _Overrides] = WeakKeyDictionary()
 
 
 def as_timedelta(timeout: timedelta | float) -> timedelta:
-    """Return ``timeout``, in seconds if it is a number.
+    """Convert ``timeout``, a timedelta or a number of seconds, to a timedelta.
 
     Raises:
-        TypeError: It is neither a number nor a timedelta.
-        ValueError: It is not positive.
+        TypeError: ``timeout`` is neither a number nor a timedelta.
+        ValueError: ``timeout`` is not positive.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout is {timeout!r}; expected a positive number of seconds, or a timedelta.")
@@ -59,11 +64,13 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
 def override_timeouts(
     groups: Collection[ProcessGroup], timeout: timedelta, ranks: Collection[int]
 ) -> Callable[[], None]:
-    """Set the time-out of ``groups``, and return a function that undoes it by the rule of this module.
+    """Set the timeout of ``groups``, and return a function that undoes this, as the module docstring describes.
 
     Args:
-        ranks: The ranks of the mesh. A group of ours among them that is made before the undo takes the time-out of the
-            mesh, and the undo gives it the one that the first of ``groups`` then has.
+        groups: The process groups of the mesh.
+        timeout: The timeout to set.
+        ranks: The ranks of the mesh. If this package creates other groups of these ranks in the meantime, they inherit
+            the timeout. Undoing then gives them the timeout that the first of ``groups`` has afterwards.
     """
     override = _Override(timeout)
     own: list[ProcessGroup] = []
@@ -73,11 +80,11 @@ def override_timeouts(
         for group in alive:
             overrides = _OVERRIDES.get(group, _Overrides(timeout))
             if override not in overrides.active:
-                continue  # done by an earlier call, which failed later
+                continue  # An earlier call of undo() has finished this group, but failed at a later one.
             remaining = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
             if group_timeout(group) == overrides.timeout:
                 set_group_timeout(group, remaining.timeout)
-            # After the group was set, so that a second call finishes what a failed one left.
+            # Remove the override only now, so that a second call of undo() repeats a step that failed.
             overrides.active.remove(override)
             if not overrides.active:
                 del _OVERRIDES[group]
