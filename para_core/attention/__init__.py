@@ -1,1 +1,1 @@
-"""Computation of one attention call over a mesh."""
+"""Compute one attention call over a mesh: Ulysses, ring, Attention2D, masks, and attention on one device."""

@@ -253,7 +253,7 @@ def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo :func:`_as_dtype`; ``dtype`` is that of lse."""
+    """Undo :func:`_as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
     # Use clone(), not contiguous(): a single row counts as contiguous at any offset, but view(dtype) demands an aligned
     # one.
     return (

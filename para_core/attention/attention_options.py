@@ -114,7 +114,7 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether these options make the result of every call depend on the positions of the tokens."""
+        """Whether an option (a block mask, kept keys) makes every call depend on the positions of its tokens."""
         return self.block_mask is not None or self.kept_keys is not None
 
     @property

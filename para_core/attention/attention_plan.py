@@ -25,7 +25,7 @@ class AttentionPlan:
 
     @cached_property
     def with_gradients(self) -> AttentionPlan:
-        """The plan of the same call if it requires a gradient, which rounds nothing to 8 bits."""
+        """The plan of this call for the case that it requires a gradient: without rounding to 8 bits."""
         spec = self.spec.with_gradients
         return self if spec is self.spec else AttentionPlan(spec)
 

@@ -44,8 +44,8 @@ SWITCHES: Mapping[str, Callable[[], bool]] = {
     "cudnn": cudnn_sdp_enabled,
     "math": math_sdp_enabled,
 }
-# Call operators by overload: a mode takes a call of an attention operator without overload for one of the model, and
-# refuses it.
+# Call operators by overload (``.default``). Models call attention operators without an overload, and a mode refuses
+# such calls.
 _aten = torch.ops.aten
 
 # Backends that accept grouped heads (fewer key heads than query heads). Sources:

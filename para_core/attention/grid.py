@@ -64,7 +64,7 @@ class GridPlan:
 
     @cached_property
     def column_runs(self) -> list[list[Run]]:
-        """For each other rank of the column, the positions of its sharded keys."""
+        """For each other rank of the column, the positions of its sharded keys, as runs ``(start, length)``."""
         return [sharded_runs(self.spec.key_layout, self.spec.mesh, rank) for rank in self.column]
 
     @cached_property

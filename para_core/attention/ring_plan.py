@@ -51,7 +51,7 @@ class RingPlan:
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """The number of keys that each ring rank sends: the sharded ones of its block."""
+        """The number of keys that each ring rank sends: the sharded tokens of its Ulysses group."""
         layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
         return tuple(
             [

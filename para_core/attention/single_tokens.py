@@ -35,8 +35,7 @@ def read_single_tokens(
 ) -> tuple[Tensor | None, MaskExtents]:
     """Return ``mask`` and its extents, with dims of size 1 read as this rank's token if no rank holds more than one.
 
-    This is also right if such a dim is broadcast: then all ranks have the same row or column, and reading it as that of
-    one token changes nothing.
+    The result is the same if such a dim is in fact broadcast, because all ranks then have the same row or column.
 
     Args:
         mask: The mask of this rank, or None.

@@ -37,7 +37,7 @@ def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None 
 
 
 def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    """Return the positions of a ring rank's sharded tokens, which it sends to other ring ranks, as runs."""
+    """Return the positions of the sharded tokens that a ring rank sends to the others, as runs ``(start, length)``."""
     first = ring_index * mesh.ulysses.size
     return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
 

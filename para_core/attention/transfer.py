@@ -37,10 +37,10 @@ Unpack = Callable[[Tensor], Sequence[Tensor]]
 class _PeerView:
     """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of several uniform peers.
 
-    It is applied in this order, by :meth:`see`:
+    :meth:`see` creates it with ``narrow``, ``view``, ``permute`` and ``expand``, in this order.
 
     Args:
-        narrows: Arguments of ``narrow``.
+        narrows: The arguments of each ``narrow``.
         shape: The argument of ``view``; None for a single peer, whose view has no dim for peers.
         order: The argument of ``permute``.
         copies: Number of peers that get the same slice, to which the dim of peers is expanded.

@@ -94,7 +94,7 @@ class BlockCache:
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self.params = DecisionParams.of(self.step, options, self.threshold)
-        # The same numbers as a tensor, which graphs read.
+        # The numbers of self.params as a tensor, which graphs read.
         self.params_on_device = self.params.tensor(device)
         # For each group, whether the model may compute something between its blocks in the current call.
         self.unchained = [not group.chained for group in blocks.groups]

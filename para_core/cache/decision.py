@@ -18,7 +18,7 @@ from para_core.distributed.mesh import MeshDim, SequenceMesh
 
 
 class Verdict(IntEnum):
-    """Why a step was skipped or computed."""
+    """The reason why a step was skipped or computed."""
 
     HIT = 0
     MISS = 1

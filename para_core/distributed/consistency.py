@@ -159,8 +159,8 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
     """Return a context that raises an exception of one rank on every rank of ``mesh``. Every rank must enter it.
 
     ``what`` is the prefix of the message. Contexts over the same ranks may be nested: an exception that an inner
-    exchange has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its
-    exchange is that of the other ranks at the end of the inner context.
+    exchange has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, it takes
+    part in the exchange with which the other ranks end that context.
 
     Raises:
         TypeError, ValueError, RuntimeError: The exception of the rank, with its type. An exception of any other type

@@ -35,8 +35,8 @@ Operator = Any
 Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-# Names of FlashAttention's forward operators. They mean the same in all its namespaces: flash_attn, flash_attn_3, and
-# those of builds from the Hugging Face Hub, which end in a hash.
+# FlashAttention's forward operators have these names in all namespaces: in flash_attn, in flash_attn_3, and in those of
+# builds from the Hugging Face Hub, which end in a hash.
 _ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 _COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
 _FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")

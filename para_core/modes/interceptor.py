@@ -1,6 +1,6 @@
 """Intercept attention calls, in torch function modes or at the dispatcher.
 
-The argument ``handler`` of these functions computes an intercepted SDPA call.
+Callers pass a function, ``handler``, that computes an intercepted SDPA call.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class LayoutMode(ShardingMode):
     parts.
 
     Args:
-        layout, key_layout: The explicit layouts of queries and keys, as :class:`UnifiedAttnMode` takes them.
+        layout, key_layout: The explicit layouts of queries and keys; see :class:`UnifiedAttnMode`.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Attention that is not exact, or not to all keys. Opt-in; the exact path imports nothing of it."""
+"""Opt-in attention that is not exact, or not to all keys. Exact attention imports it only if an option needs it."""
