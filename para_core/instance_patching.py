@@ -55,7 +55,7 @@ class WrapperPriority(IntEnum):
     # The plan shards and gathers one PipeFusion patch, so patches are split outside of it.
     PATCH = auto()
     PLAN = auto()
-    # The patch of an output with all tokens is taken inside the plan, before the plan shards it.
+    # If a submodule returns all tokens, the patch is taken inside the plan, before the plan shards the output.
     PATCH_OUTPUTS = auto()
     # The cache compares the sharded outputs of a block, so it runs inside the plan.
     CACHED_BLOCK = auto()
@@ -179,7 +179,8 @@ def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
     """Remove all wrappers of ``instances`` inside the ``with`` block, and afterwards add them to the classes that the
     instances then have.
 
-    For code such as FSDP2, which derives a new class from an instance's class: that must not be the private class.
+    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that the new
+    class is derived from the original class and not from the private one.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:

@@ -186,8 +186,9 @@ WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Remove FSDP2 from ``module``, except its class. The parameters stay sharded. torch has no public function for
-    this.
+    """Remove the hooks and the state of FSDP2 from ``module``. Its class and its sharded parameters stay.
+
+    torch has no public function for this.
     """
     # Import FSDP2 here, because that takes a while and few programs need it.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY

@@ -29,7 +29,7 @@ from para_core.planner.traffic import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# NCCL occupies this many of 132 multiprocessors while it sends (arXiv:2412.19437, section 3.2.2).
+# Number of multiprocessors, of 132, that communicate while the others compute (arXiv:2412.19437, section 3.2.2).
 _SENDING_MULTIPROCESSORS = 20
 RingMethod = Literal["rotate", "all-gather", "2d"]
 
@@ -79,7 +79,7 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Properties of the software. The defaults are those of para_core; predictions of published tables set others.
+    """Properties of the software. The defaults describe para_core; to predict published tables, describe theirs.
 
     Args:
         compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
@@ -265,7 +265,7 @@ def _ring_seconds(
 def overlap_cost(hidden: float, machine: Machine) -> float:
     """Return by how many seconds ``hidden`` seconds of overlapped communication slow down the computation.
 
-    While NCCL sends, it occupies some of the multiprocessors.
+    Communication occupies some of the multiprocessors.
     """
     device = machine.device
     return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0

@@ -42,7 +42,7 @@ class MeshPlan:
     ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the best one.
 
     Args:
-        rows (`tuple[MeshPrediction, ...]`): One prediction per mesh.
+        rows (`tuple[MeshPrediction, ...]`): One or more predictions per mesh, with different placements of weights.
         fewer (`Mapping[int, MeshPrediction]`): The fastest mesh that runs on fewer ranks, by number of ranks.
         more (`MeshPrediction`, *optional*): If no mesh runs, the fastest mesh of the next larger number of ranks on
             which one runs.

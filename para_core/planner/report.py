@@ -59,7 +59,7 @@ class DoctorReport:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the launched ranks, with the device and the dtype of its checks."""
+    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
 
     rank: int
     size: int

@@ -319,8 +319,8 @@ def sent_in_rounds(
     """Return the bytes that ``rank`` sends in several steps. Each of ``rounds`` lists the model calls of one step.
 
     Args:
-        apart (`bool`): Whether the ``batch`` ranks share the calls of a step and exchange the outputs. All of them
-            compute a call with new sizes, if the size of its output was not known before.
+        apart (`bool`): Whether the ``batch`` ranks divide the calls of a step among them, and exchange the outputs. A
+            call with new sizes is computed by all of them, unless the size of its output is known in advance.
         two_dims (`bool`): Whether the ring is Attention2D.
     """
     batch, known, total = shape[0], set(), 0

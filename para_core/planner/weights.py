@@ -176,7 +176,7 @@ def encoding_seconds(
 
 
 def _stream(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the tokens that one block passes to the next in a model call, on a rank."""
+    """Return the bytes of one rank's tokens that a block passes to the next block in a model call."""
     calls = [x for x in own.operations if isinstance(x, CountedAttention)]
     widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:

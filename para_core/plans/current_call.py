@@ -40,10 +40,10 @@ def interception_of(module: nn.Module) -> Interception | None:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Allow the current eager call of ``module`` to end without an intercepted attention call, which would otherwise
-    raise.
+    """Allow the current eager call of ``module`` to end without an intercepted attention call.
 
-    A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
+    Otherwise such a call raises. A cache that skips all blocks calls no attention, and PipeFusion computes the
+    attention of patches itself.
     """
     interception = interception_of(module)
     if interception is not None:

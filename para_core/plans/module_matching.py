@@ -94,7 +94,7 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 
 def _with_last_index(module: nn.Module, pattern: str) -> list[str]:
-    """Return the dot-separated parts of ``pattern``, with each -1 replaced by the last index of that module list."""
+    """Return the dot-separated parts of ``pattern``, with each -1 replaced by the last index of its list."""
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":

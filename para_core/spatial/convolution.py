@@ -153,7 +153,11 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows."""
+    """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows.
+
+    Raises:
+        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False`` is used.
+    """
     name = name_of(func)
     is_max, spatial = name.startswith("max"), int(name[-2])
     window = {"input": None, "kernel_size": None, "stride": None, "padding": 0}

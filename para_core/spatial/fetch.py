@@ -21,10 +21,10 @@ Wanted = tuple[tuple[Range, ...], ...]
 
 @dataclass(frozen=True)
 class _RowSpan:
-    """Consecutive rows, part of a fetched range, that one rank holds or that lie beyond the edge of the image."""
+    """Consecutive rows of a fetched range that are all on one rank, or all beyond the edge of the image."""
 
     sender: int | None  # rank that holds the rows; None beyond the edge of the image
-    start: int  # first row, in the rows of ``sender``
+    start: int  # first row, counted in the rows of ``sender``
     length: int
 
 

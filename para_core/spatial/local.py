@@ -180,7 +180,7 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_en
     """
     own = rows_of(x)
     if own is not None and own.dim - x.ndim != dim_from_end:
-        # x is sharded along another dim, such as the keys instead of the queries of an attention matrix.
+        # x is sharded along another dim, such as the keys of an attention matrix instead of the queries. Gather it.
         x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
         if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):

@@ -1,4 +1,4 @@
-"""The mode under which a model runs on this rank's rows. It intercepts every torch function, and applies its rule."""
+"""The mode under which a model runs on this rank's rows. It intercepts every torch function, and applies a rule."""
 
 from __future__ import annotations
 

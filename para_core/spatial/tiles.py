@@ -38,13 +38,14 @@ class Tiles(TorchFunctionMode):
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
-        """Make the next call start a new tile, even if it gets a cache of frames."""
+        """Make the next call start a new tile, even if it gets a ``feat_cache``."""
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
         """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its output as a pending tensor.
 
-        A call that gets a cache of frames belongs to the same tile as the previous call.
+        A call that gets a cache of frames, ``conv_cache`` or ``feat_cache``, belongs to the same tile as the previous
+        call, unless :meth:`begin_tile` was called in between.
         """
         has_cache = kwargs.get("conv_cache") is not None or (kwargs.get("feat_cache") is not None and not self.fresh)
         if not has_cache:

@@ -97,7 +97,7 @@ def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int
 
 
 def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]]:
-    """Return, by parameter name, the indices of the argument's leaves among all leaves of the inputs."""
+    """Return, for each parameter name, the indices of its argument's leaves among all leaves of the inputs."""
     bound = inspect.signature(module.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}

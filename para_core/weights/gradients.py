@@ -39,7 +39,7 @@ class Gradients:
     def forget(self) -> None:
         """Drop the record, so that :meth:`restore` leaves gradients off.
 
-        Call it after peft adds an adapter. peft means to freeze all other parameters, but here they are frozen already,
-        so its freezing leaves no trace, and :meth:`restore` would undo it.
+        Call it after peft adds an adapter. peft then freezes all other parameters. They are frozen already, so that
+        leaves no trace, and :meth:`restore` would turn their gradients on again.
         """
         self._enabled.clear()

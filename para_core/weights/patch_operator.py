@@ -27,7 +27,7 @@ PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
 class _HandlerStack(threading.local):
-    """The functions that compute the operator in this thread, the innermost ``with`` block last."""
+    """The handlers that compute ``para_core::patch_attention`` in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.handlers: list[PatchHandler] = []
@@ -38,7 +38,7 @@ _THREAD = _HandlerStack()
 
 @contextmanager
 def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
-    """Make ``handler`` compute the operator in this thread inside the ``with`` block."""
+    """Make ``handler`` compute ``para_core::patch_attention`` in this thread inside the ``with`` block."""
     _THREAD.handlers.append(handler)
     try:
         yield
@@ -47,7 +47,7 @@ def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
 
 
 class PatchAttnMode(TorchFunctionMode):
-    """Mode that replaces each attention call by the operator, both in compiled graphs and in eager code.
+    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
 
     Args:
         indices: For the first, second, … call, the index of its plan entry in :attr:`PatchHooks.attentions`. The last

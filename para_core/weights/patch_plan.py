@@ -213,7 +213,7 @@ class PatchRuleExecutor(RuleExecutor):
 
 
 def write_runs(whole: Tensor, part: Tensor, dim: int, runs: Sequence[Run]) -> None:
-    """Copy ``part`` into ``whole``: its entries along ``dim`` go one after the other into the index ranges ``runs``."""
+    """Copy the entries of ``part`` along ``dim`` to the positions ``runs``, (first index, length), of ``whole``."""
     lengths = [length for _, length in runs]
     for (begin, length), chunk in zip(runs, part.split(lengths, dim), strict=True):
         whole.narrow(dim, begin, length).copy_(chunk)

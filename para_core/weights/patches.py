@@ -111,8 +111,8 @@ class Patched(Deferred):
     """A tensor that arrives in patches. Elementwise functions of it are recorded; any other operation waits for all
     patches.
 
-    Other tensor arguments of a recorded function are copied, because pipelines may change them in place, such as
-    latents.
+    Other tensor arguments of a recorded function are copied, because pipelines may change them in place,
+    for example latents.
     """
 
     source: Arrival | _Pointwise

@@ -355,9 +355,9 @@ class Fusion:
         """
         stages = self._stages
         if stages is not None and not stages.is_last:
-            # Receive only after this rank has computed its patch. The last stage needs the tokens that this rank has
-            # just sent, and on NCCL a pending receive blocks the stream. If the host then waited for the device while
-            # computing those tokens, both ranks would hang.
+            # Start to receive only now, after this rank has computed its patch. The last stage needs the tokens that
+            # this rank has just sent, and on NCCL a pending receive blocks the stream. If the host then waited for the
+            # device while computing those tokens, both ranks would hang.
             buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             arrival.add(stages.links.receive(buffer, stages.dim.size - 1).wait)
             return

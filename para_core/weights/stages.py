@@ -2,7 +2,7 @@
 Exact.
 
 Each rank runs the model's own code, but blocks of other stages only return their inputs. The first block of a stage
-gets its inputs from the previous stage. The inputs of the first block after the stage are sent to the next stage. So
+gets its inputs from the previous stage. The inputs of the first block after the stage are sent to the next stage, so
 operations between blocks take effect once. Every rank computes the layers before and after the blocks, and the output
 of the last stage is sent to all ranks.
 """

@@ -56,7 +56,7 @@ class _Record:
     gradients: Gradients = field(default_factory=Gradients)
     # One entry per sharded parameter: (module, name, sharded dim, sizes of the parts concatenated along this dim).
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    # One entry per divided number of heads or units: (module, attribute, value before sharding).
+    # One entry per attribute that was divided by the number of ranks: (module, attribute, value before sharding).
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     # Sharded linear layers that are not wrapped yet: by columns (True) and by rows (False).
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})

@@ -42,7 +42,7 @@ class TensorPlan:
         counts (`Mapping[str, str]`, *optional*, defaults to `{}`): By module name, another attribute that is divided by
             the number of ranks, such as a number of hidden units.
         norms (`tuple[str, ...]`, *optional*, defaults to `()`): Names of RMS norms over the channels of all heads.
-            Their sum of squares, one number per token, is summed over the ranks.
+            Their sum of squares, one number per token, is added up over the ranks.
         positions (`Mapping[str, int]`, *optional*, defaults to `{}`): For modules that return a tuple of tensors for
             all heads, such as rotary embeddings: the dim of heads or channels, by module name. Each rank takes its part
             of each tensor along this dim.
