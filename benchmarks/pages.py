@@ -16,10 +16,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks.attention import compiled, low_precision
+from benchmarks.attention import low_precision
 from benchmarks.cache import attention_steps, forecasts, quality
 from benchmarks.demo import gallery
-from benchmarks.faults import links
 from benchmarks.faults import page as faults
 from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
 from benchmarks.peers import page as peers
@@ -104,35 +103,25 @@ def tried() -> list[dict[str, Any]]:
 
 
 def tried_combinations() -> list[str]:
-    """Return how many cases were refused, and the table of reasons with one case of each. The JSON has the messages."""
+    """Return how many cases were refused, and the list of reasons. The JSON has a case and the message of each."""
     rows = [row for row in tried() if row["message"]]
     refused, cases = (sum(row[count] for row in rows) for count in ("refused", "tried"))
-    table = markdown_table(["reason", "for example"], [[_cell(row["reason"]), f"`{row['case']}`"] for row in rows])
-    return [f"{refused} of {cases} cases that were tried were refused.", "", *table]
+    reasons = [f"- {_cell(row['reason'])}" for row in rows]
+    return [f"{refused} of {cases} cases that were tried were refused.", "", *reasons]
 
 
 def covering_array() -> list[str]:
-    """Return the table of what came of all cases of the covering array."""
+    """Return a sentence on the results of all cases of the covering array."""
     results = read_results("together")
     counts, pairs = results["statuses"], results["pairs"]
-    statuses = {
-        "exact": "exact",
-        "refused": "refused",
-        "wrong": "wrong",
-        "obscure": "unexplained error",
-        "hang": "hang",
-    }
-    head = [
-        "cases",
-        *statuses.values(),
-        "compiled",
-        "pairs of values",
-        "pairs in exact cases",
-        "largest error, float32",
-    ]
-    row = [str(results["cases"]), *[str(counts.get(status, 0)) for status in statuses], str(results["compiled"])]
-    row += [str(pairs["admissible"]), str(pairs["held by exact cases"]), f"{results['largest error in float32']:.1e}"]
-    return markdown_table(head, [row])
+    names = {"exact": "exact", "refused": "refused", "wrong": "wrong", "obscure": "unexplained errors", "hang": "hangs"}
+    outcomes = ", ".join(f"{counts.get(status, 0)} {name}" for status, name in names.items())
+    sentence = (
+        f"{results['cases']} cases ({results['compiled']} compiled): {outcomes}. {pairs['held by exact cases']} of "
+        f"{pairs['admissible']} pairs of values occur in exact cases. Largest error in float32: "
+        f"{results['largest error in float32']:.1e}."
+    )
+    return [sentence]
 
 
 def refusals() -> dict[str, list[str]]:
@@ -168,14 +157,13 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/cache.md": (forecasts.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
-    "docs/kernels.md": (low_precision.parts, compiled.parts),
+    "docs/kernels.md": (low_precision.parts,),
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),
     "docs/pipelines.md": (supported.parts, modular.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
-    "docs/several_nodes.md": (links.parts,),
     "docs/stages.md": (stages.parts, pipefusion.parts),
     "docs/vae.md": (vaes.parts, vae.parts),
     "docs/weights.md": (sizes.parts, weights.parts),

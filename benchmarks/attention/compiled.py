@@ -3,7 +3,7 @@ kernels.
 
     python -m benchmarks.attention.compiled
 
-Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_resources.json (docs/kernels.md).
+Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_resources.json.
 """
 
 from __future__ import annotations
@@ -293,19 +293,6 @@ def _of_norms() -> Iterator[Launch]:
     }
     merged |= {"group_step": 64, "BLOCK": norm.BLOCK, "STEPS": 1}
     yield Launch(norm.merge_kernel, "moments, merged", merged, norm.NUM_WARPS)
-
-
-def parts() -> dict[str, list[str]]:
-    """Return the sentence of docs/kernels.md on the registers of common launches, and the bytes that they spill."""
-    common = [row for row in read_results("kernel_resources")["launches"] if row["common"]]
-    names = dict.fromkeys(row["launch"].replace(",", " ").split()[0] for row in common)
-    registers, spills = max(row["registers"] for row in common), max(row["spills"] for row in common)
-    gpus = ", ".join(f"sm_{arch}" for arch in ARCHS)
-    sentence = (
-        f"On {gpus} a thread has at most {registers} registers and spills {spills} bytes in common launches of "
-        f"{', '.join(names)}."
-    )
-    return {"registers": [sentence]}
 
 
 def main() -> None:

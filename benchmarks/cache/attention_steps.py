@@ -134,13 +134,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for row in rows:
         exact, steps = row["exact"], row["steps"]
-        middle = 0 if exact is None else max(steps - 2 * exact, 0)
         far = f"{row['psnr']:.1f} ({row['least psnr']:.1f})" if "psnr" in row else ""
-        name = "all" if exact is None else f"{exact} and {exact}"
-        cells.append([row["model"], name, f"{middle} of {steps}", far, f"{row['ssim']:.4f}", f"{row['right']:.1%}"])
-    return markdown_table(
-        ["model", "exact first and last steps", "steps in 8 bits", "PSNR, dB (least)", "SSIM", "all right"], cells
-    )
+        name = f"all {steps}" if exact is None else f"{exact} and {exact} of {steps}"
+        cells.append([row["model"], name, far, f"{row['ssim']:.4f}", f"{row['right']:.1%}"])
+    return markdown_table(["model", "exact first and last steps", "PSNR, dB (least)", "SSIM", "all right"], cells)
 
 
 def parts() -> dict[str, list[str]]:

@@ -160,11 +160,11 @@ def parts() -> dict[str, list[str]]:
     names = {"flux": "tiny FLUX, images", "wan": "tiny Wan, clips"}
     rows = []
     for row in results["rows"]:
-        values = f"{row['8-bit values that differ']:,} of {row['of']:,}, by at most {row['by at most']}"
+        share = f"{row['8-bit values that differ'] / row['of']:.2g}"
         error, steps = row["mean squared error"], f"{row['computed steps']:.1f} of {STEPS}"
         psnr = f"{-10 * np.log10(error):.1f}" if error else "same bits"
-        rows.append([names[row["model"]], row["way"], steps, f"{row['largest difference']:.1e}", values, psnr])
-    heads = ["model", "way", "computed steps", "largest difference", "8-bit values that differ", "PSNR, dB"]
+        rows.append([names[row["model"]], row["way"], steps, f"{row['largest difference']:.1e}", share, psnr])
+    heads = ["model", "way", "computed steps", "largest difference", "share of 8-bit values that differ", "PSNR, dB"]
     captions = {
         model: [f"{i}. *{caption}*" for i, caption in enumerate(captions, 1)]
         for model, captions in results["captions"].items()

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.faults.hosts import Hosts, open_hosts, torchrun
-from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from benchmarks.harness import parser_of, write_results
 from benchmarks.pipelines.generation import PIPELINES
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
@@ -219,19 +219,6 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
         for label, plain, shaped in zip(SHAPES, measured[::2], measured[1::2], strict=True)
         for name, counted in found["counted"].items()
     ]
-
-
-def parts() -> dict[str, list[str]]:
-    """Return the table of docs/several_nodes.md."""
-    links: dict[str, list[str]] = {}
-    pipelines = []
-    for row in read_results("nodes")["rows"]:
-        speed = 1e-6 / row["beta"] if row["beta"] > 0 else float("inf")
-        cells = links.setdefault(row["link"], [row["link"], f"{1e3 * row['alpha']:.2f}", f"{speed:.1f}"])
-        cells.append(" / ".join(f"{row[x]:.2f}" for x in ("seconds unshaped", "seconds", "predicted")))
-        pipelines.append(row["pipeline"])
-    seconds = (f"{name}, s: unshaped / shaped / predicted" for name in dict.fromkeys(pipelines))
-    return {"links": markdown_table(["link", "exchange, ms", "MB/s per rank", *seconds], links.values())}
 
 
 def main(arguments: list[str] | None = None) -> None:

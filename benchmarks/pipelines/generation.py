@@ -287,12 +287,10 @@ def parts() -> dict[str, list[str]]:
         cells_of_16_bits.append(
             [label, len(ratios), same, f"{min(ratios):.2f}", f"{median(ratios):.2f}", f"{max(ratios):.2f}"]
         )
-    reasons: dict[str, list[str]] = {}
-    for name, reason in NOT_IN_BFLOAT16.items():
-        reasons.setdefault(reason, []).append(name)
+    untried = f"{len(NOT_IN_BFLOAT16)} more were not tried: without para_core they do not run in bfloat16 on a CPU."
     heads = ["mesh", "pipelines", "same bits"]
     return {
         "pipelines": markdown_table([*heads, "median error", "largest error"], cells),
         "bfloat16": markdown_table([*heads, "smallest ratio", "median ratio", "largest ratio"], cells_of_16_bits),
-        "not in bfloat16": [f"- {reason} ({len(names)})" for reason, names in reasons.items()],
+        "not in bfloat16": [untried],
     }

@@ -218,23 +218,9 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
 # -- the page
 
 
-def formulas(fused: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return bytes that each stage sends per call, and of keys and values of all stages, in float32."""
-    tokens = (LARGE // 16) ** 2 + TEXT_TOKENS
-    handed, noise = tokens * fused["width"] * 4, (LARGE // 16) ** 2 * fused["channels"] * 4
-    return {
-        "sent": [handed] * (ranks - 1) + [noise * (ranks - 1)],
-        "ulysses": fused["blocks"] * 4 * handed * (ranks - 1) // ranks**2,
-        "ring": fused["blocks"] * 2 * handed * (ranks - 1) // ranks,
-        "keys": 2 * fused["blocks"] * tokens * fused["width"] * 4,
-    }
-
-
-def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
-    """Return a row for each number of patches: seconds of CPU, the step that follows from them, what is waited, and
-    bytes.
-    """
-    expected, rows = formulas(fused, ranks), []
+def time_table(fused: dict[str, Any]) -> list[str]:
+    """Return a row for each number of patches: seconds of a step as scheduled, and shares that ranks wait."""
+    rows = []
     for name in ("exact", "2", "4", "8"):
         run, exact = fused[name], name == "exact"
         step, waits = scheduled([[x] if exact else x for x in run["cpu seconds"]])
@@ -243,14 +229,9 @@ def time_table(fused: dict[str, Any], ranks: int) -> list[str]:
             f"{step * 1000:.0f} ms",
             " · ".join(f"{x:.0%}" for x in waits),
             " · ".join(f"{waited / x:.0%}" for waited, x in zip(run["seconds waited"], run["seconds"], strict=True)),
-            " · ".join(f"{x:,}" for x in run["bytes per call"]),
         ]
         rows.append(cells)
-    for name in ("Ulysses", "ring"):
-        rows.append([name, "", "", "", " · ".join([f"{expected[name.lower()]:,}"] * ranks)])
-    return markdown_table(
-        ["", "a step, scheduled", "waits, scheduled", "waited, measured", "bytes sent per call"], rows
-    )
+    return markdown_table(["", "a step, scheduled", "waits, scheduled", "waited, measured"], rows)
 
 
 def paper_table() -> list[str]:
@@ -281,7 +262,7 @@ def parts() -> dict[str, list[str]]:
         f"{models} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, and compiled blocks: "
         f"{sum(cells)} of {len(cells)} cells have the same bits as the same mesh without stages."
     )
-    return {"exactness": [summary], "times": time_table(results["fused, 2 ranks"], 2), "sent": paper_table()}
+    return {"exactness": [summary], "times": time_table(results["fused, 2 ranks"]), "sent": paper_table()}
 
 
 def main() -> None:

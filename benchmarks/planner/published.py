@@ -9,7 +9,7 @@ benchmarks/results/planner_check.json (docs/planner.md).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
@@ -17,7 +17,7 @@ from benchmarks.planner.published_tables import NOT_PREDICTED, TABLES, Published
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.planner.workload import workload
 from para_core.planner.cost import Machine, MeshShape
-from para_core.planner.hardware import DEVICES, LINKS, Device, Link, Topology
+from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
 from para_core.planner.prediction import Workload, predict
 
 
@@ -124,13 +124,12 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
 
 
 def not_predicted() -> list[str]:
-    """Return the published tables that the planner does not predict."""
-    heads = ["table", "one device, s", "several devices, s", "why it is not predicted"]
-    return markdown_table(heads, [list(row) for row in NOT_PREDICTED], right=(1,))
+    """Return a line for each published table that the planner does not predict."""
+    return [f"- {name}: {reason}" for name, _, _, reason in NOT_PREDICTED]
 
 
 def sources() -> list[str]:
-    """Return the planner's tables of devices and links, each followed by its sources."""
+    """Return the planner's tables of devices and links."""
     devices = [
         [
             device.name,
@@ -154,24 +153,8 @@ def sources() -> list[str]:
     return [
         *markdown_table(heads, devices, right=(1, 3, 4)),
         "",
-        *_sources_of(DEVICES.values()),
-        "",
         *markdown_table(["link", "latency, µs", "GB/s", "all-to-all, GB/s"], links, right=(1, 2, 3)),
-        "",
-        *_sources_of(LINKS.values()),
     ]
-
-
-def _sources_of(entries: Iterable[Device | Link]) -> list[str]:
-    """Return a line for the entries that cite the same sources."""
-    names: dict[str, list[str]] = {}
-    for entry in entries:
-        for source in entry.source.split("; "):
-            names.setdefault(source, []).append(entry.name)
-    sources: dict[str, list[str]] = {}
-    for source, cited in names.items():
-        sources.setdefault(", ".join(cited), []).append(source)
-    return [f"- {cited}: {'; '.join(found)}" for cited, found in sources.items()]
 
 
 def plans() -> list[str]:

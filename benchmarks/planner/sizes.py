@@ -10,6 +10,7 @@ Nothing runs on a GPU, and nothing is downloaded.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,24 +106,30 @@ def machines_table(found: dict[str, Any], kind: str) -> list[str]:
     """Return a row per model and device, a column per number of ranks.
 
     Args:
-        kind: ``"exact"`` or ``"int8"``.
+        kind: ``"exact"`` or ``"int8"``. With int8, a model whose seconds are those of exact weights has no row.
     """
-    rows = []
+    rows, equal = [], []
     for model in SHOWN_MODELS:
         name, cells = next((name, cells) for name, cells in found["machines"].items() if name.startswith(model))
         for device, _, counts in MACHINES if kind == "exact" else MACHINES[:1]:
-            rows.append([name, device, *(_option(cells[f"{ranks} × {device}"], kind) for ranks in (1, *counts))])
+            options = [cells[f"{ranks} × {device}"] for ranks in (1, *counts)]
+            if kind == "int8" and all(math.isclose(x["int8"]["seconds"], x["exact"]["seconds"]) for x in options):
+                equal.append(name)
+                continue
+            rows.append([name, device, *(_option(option, kind) for option in options)])
             name = ""
-    return markdown_table(["model", "device", "1 rank", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows)
+    lines = markdown_table(["model", "device", "1 rank", *(f"{ranks} ranks" for ranks in SHOWN_RANKS)], rows)
+    return [*lines, "", f"As fast as with exact weights: {'; '.join(equal)}."] if equal else lines
 
 
 def _option(cell: dict[str, Any], kind: str) -> str:
     seconds = cell[kind]["seconds"]
+    rounded = duration(60 * round(seconds / 60)).removesuffix(" 0 s") if seconds > 600 else duration(seconds)
     if not cell[kind]["fits"]:
         return "does not fit"
     row = cell[kind]["row"].replace(", int8 (not exact)", "").replace("text encoders ", "encoders ")
     row = re.sub(r"blocks offloaded \((\d+ resident)\)", r"\1", row.removeprefix("one rank").removeprefix(", "))
-    return f"{row}{': ' * bool(row)}{duration(seconds)} ({cell['one rank'] / seconds:.2f}×)"
+    return f"{row}{': ' * bool(row)}{rounded} ({cell['one rank'] / seconds:.2f}×)"
 
 
 def memory_table(found: dict[str, Any]) -> list[str]:
@@ -268,15 +275,13 @@ def fits(held: float) -> str:
 
 
 def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
-    """Return gigabytes of weights on a rank, and the smallest card for them, replicated and by method."""
+    """Return gigabytes of weights on a rank, and the smallest card for them, replicated and by fsdp."""
     rows = []
     for name, sizes in models.items():
-        copy = f"{sizes['one copy']:.0f} ({fits(sizes['one copy'])})"
-        for method, held in sizes["held"].items():
-            first = [name, copy] if method == "fsdp" else ["", ""]
-            rows.append([*first, method, *(f"{held[str(n)]:.0f} ({fits(held[str(n)])})" for n in WEIGHT_RANKS)])
-    heads = ["model", "replicate", "method", *(f"{n} ranks" for n in WEIGHT_RANKS)]
-    return markdown_table(heads, rows, right=(1, 3, 4, 5))
+        held = [sizes["one copy"], *(sizes["held"]["fsdp"][str(n)] for n in WEIGHT_RANKS)]
+        rows.append([name, *(f"{x:.0f} ({fits(x)})" for x in held)])
+    heads = ["model", "replicate", *(f"fsdp, {n} ranks" for n in WEIGHT_RANKS)]
+    return markdown_table(heads, rows, right=range(1, 5))
 
 
 def sent_table(models: dict[str, dict[str, Any]]) -> list[str]:

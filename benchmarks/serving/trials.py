@@ -270,9 +270,8 @@ def table(results: dict[str, Any]) -> list[str]:
     return [
         "| | |",
         "| --- | --- |",
-        f"| install a fresh clone, with Ray and test packages | {taken['clone'] + taken['install']:.0f} s |",
         (
-            f"| its first image: one process; {first['ranks']} ranks | {taken['image']:.0f} s; "
+            f"| the first image in a fresh clone: one process; {first['ranks']} ranks | {taken['image']:.0f} s; "
             f"{taken['image_on_ranks']:.0f} s; pixels differ by at most {first['largest_difference']} of 255 from the "
             "unmodified pipeline |"
         ),
