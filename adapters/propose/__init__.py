@@ -1,1 +1,1 @@
-"""Proposals of plans for models without an adapter: observe calls, guess a plan, and check it on virtual ranks."""
+"""Propose plans for models without an adapter: observe two calls, guess a plan, and check it against the model."""

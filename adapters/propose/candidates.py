@@ -1,4 +1,4 @@
-"""Candidate plans from two observed calls: which tensors and attention calls grow with the number of tokens."""
+"""Guess candidate plans from two observed calls: tensors and attention calls that grow with the number of tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorR
 from para_core.adapters.propose.starts import Lengths, Start, grown_dims
 from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
-# The name of the segment that is replicated.
+# Name of the segment of text tokens, which these plans replicate.
 TEXT = "text"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Properties of a plan that sizes do not show, so that each combination is tried.
+    """Properties of a plan that cannot be seen from tensor sizes. Each combination is tried.
 
     Args:
-        text_first: Whether the replicated tokens precede the sharded ones in a joint sequence.
-        split_masks: Whether masks and other arguments that are not floating-point are split with the tokens, or
-            replicated.
-        mask: How attention reads a mask (``Attention.mask``).
-        numbers: How an integer that grows counts tokens.
+        text_first: Whether the replicated text tokens precede the sharded ones in a joint sequence.
+        split_masks: Whether masks and other arguments that are not floating-point are split with the tokens; otherwise
+            they are replicated.
+        mask: How attention reads its mask (``Attention.mask``).
+        numbers: The rule for an integer argument that grows: whether it counts the first or the last tokens.
     """
 
     text_first: bool
@@ -35,8 +35,8 @@ class Choice:
     numbers: type[FirstTokens] | type[LastTokens] = FirstTokens
 
 
-# Readings of a mask by whether masks are split, the likeliest first. For a split mask "keys" is tried before None,
-# because by its size a mask of one local token would be taken to apply to all keys.
+# Values of Choice.mask to try, by Choice.split_masks, the likeliest first. For split masks "keys" comes before None: a
+# mask over a single local token has size 1, which None would read as a mask that is broadcast to all keys.
 _MASK_READINGS: Mapping[bool, tuple[Literal["keys"] | None, ...]] = {False: (None, "keys"), True: ("keys", None)}
 _MASK_CHOICES = (
     *[
@@ -51,14 +51,14 @@ CHOICES = tuple(replace(choice, numbers=numbers) for numbers in (FirstTokens, La
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that agrees with the observed sizes, and the reason of each of its entries."""
+    """A plan that agrees with the observed sizes, and a sentence with the reason for each of its entries."""
 
     plan: Plan
     reasons: tuple[str, ...]
 
 
 def _entry_pairs(value: Any, larger: Any) -> list[tuple[Any, Any]]:
-    """Pair the entries of two lists or mappings. Empty if the two differ in type, length or keys."""
+    """Return pairs of entries of two lists or mappings. Empty if they differ in type, length or keys."""
     if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
         return [(entry, larger[key]) for key, entry in value.items()]
     both = isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger)
@@ -67,10 +67,13 @@ def _entry_pairs(value: Any, larger: Any) -> list[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class ObservedRegion:
-    """Observed calls of two sizes from a :class:`Start` on.
+    """The same part of the model in a smaller and in a larger call: everything from a :class:`Start` on.
 
-    In ``small``, tensors computed from the tokens of the start are marked as ``derived``. ``segment`` is the name that
-    plans give to these tokens.
+    Args:
+        start: The block at which tokens are first sharded.
+        small: The smaller call. Tensors computed from the tokens at the start are marked as ``derived``.
+        large: The larger call.
+        segment: Name of these tokens in plans.
     """
 
     start: Start
@@ -79,7 +82,7 @@ class ObservedRegion:
     segment: str
 
     def calls(self) -> list[tuple[ModuleCall, ModuleCall]]:
-        """Return the calls from the start on, each with the same call of the larger size, by the time they began."""
+        """Return the module calls from the start on, by the time they began, each paired with the same larger call."""
         pairs = [*zip(self.small.calls, self.large.calls, strict=False)]
         began = next(call.began for call, _ in pairs if call.name == self.start.block)
         return sorted([pair for pair in pairs if pair[0].began >= began], key=lambda pair: pair[0].began)
@@ -89,7 +92,7 @@ class ObservedRegion:
         return next(call.arguments for call, _ in self.calls() if call.name == self.start.block)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield each plan that agrees with the observed sizes once, the likeliest first."""
+        """Yield the plans that agree with the observed sizes, the likeliest first, without repetitions."""
         plans: set[str] = set()
         for choice in CHOICES:
             for ending in self._endings():
@@ -99,7 +102,7 @@ class ObservedRegion:
                     yield candidate
 
     def _endings(self) -> list[tuple[ModuleCall, int, int]]:
-        """Return the calls whose output may be gathered, the latest first, as (call, index of the output, dim).
+        """Return where the tokens may be gathered, as (call, index of the output, dim), the latest call first.
 
         Calls with an output larger than the tokens come last: gathering logits over a vocabulary costs more than
         gathering what they are computed from, and some models compute them for the last token only.
@@ -147,14 +150,17 @@ class ObservedRegion:
         return Candidate(Plan(inputs, outputs, joint, inner, attention), (*reasons, *attention_reasons))
 
     def _pattern_of(self, call: ModuleCall) -> str:
-        """Name the last block of a list by -1, because another checkpoint of the model may have more blocks."""
+        """Return the name of the module of ``call`` in a plan.
+
+        The last block of a list is named ``-1``, because another checkpoint of the model may have more blocks.
+        """
         of_list = [] if call.block_list is None else self.small.of_list(call.block_list)
         return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
 
     # -- what is sharded with the tokens
 
     def _joined_inputs(self) -> dict[str, ShardRule]:
-        """Return a rule for each argument with an entry per token that the model joins to the tokens itself."""
+        """Return a rule for each model argument with an entry per token that the model itself joins to the tokens."""
         rules: dict[str, ShardRule] = {}
         for name in sorted(self.small.joined_inputs):
             pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
@@ -169,10 +175,10 @@ class ObservedRegion:
         return rules
 
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return a rule and its reason for each block parameter that needs one besides the streams.
+        """Return a rule and its reason for each block parameter that must be split or counted with the tokens.
 
-        These have an entry per token but are not computed from the tokens. The keys are (module, parameter). Blocks of
-        one list that need the same rule share the entry ``list.*``.
+        These parameters have an entry per token but are not computed from the tokens, such as position embeddings. The
+        keys are (module, parameter). Blocks of one list that need the same rule share the module name ``list.*``.
         """
         rules: dict[tuple[str, str], dict[str, ShardRule]] = {}
         blocks: dict[str, set[str]] = {}
@@ -198,7 +204,10 @@ class ObservedRegion:
         return companions
 
     def _replicated(self, rules: Iterable[ShardRule]) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return the rule that states the length of replicated text, if one of ``rules`` skips text by ``after``."""
+        """Return the Replicate rule for text, and its reason, if a rule needs the length of text (``Split.after``).
+
+        Empty otherwise.
+        """
         entries = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
         text = self.text_parameter()
         if text is None or not any(isinstance(entry, Split) and entry.after for entry in entries):
@@ -208,7 +217,10 @@ class ObservedRegion:
         return {(self.start.block, parameter): (Replicate(dim, TEXT), why)}
 
     def text_parameter(self) -> tuple[str, int] | None:
-        """Return the parameter of the first block that holds the other tokens of a joint sequence, and their dim."""
+        """Return the parameter of the first block that holds the text of a joint sequence, and the dim of its tokens.
+
+        None if no parameter of the block is as long as the part of the keys that does not grow.
+        """
         small, large = self.start.tokens
         lengths = {
             attention.keys - small
@@ -223,11 +235,11 @@ class ObservedRegion:
         return None
 
     def length(self, parameter: str, dim: int) -> int:
-        """Return the length of an argument of the first block along ``dim``."""
+        """Return the length of ``parameter`` of the first block along ``dim``, in the smaller call."""
         return int(self._first_arguments[parameter].shape[dim])
 
     def samples(self) -> int | None:
-        """Return the number of samples in the call. None if the first block's tokens have no batch dim."""
+        """Return the number of samples in the smaller call. None if the tokens at the start have no batch dim."""
         shape = self._first_arguments[self.start.streams[0]].shape
         return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
@@ -239,7 +251,10 @@ class ObservedRegion:
         return self._rule_of_entries(parameter, value, larger, choice)
 
     def _rule_of_entries(self, parameter: str, value: Any, larger: Any, choice: Choice) -> Split | Entries | None:
-        """Return the rule of a list or mapping. Only the outermost list may have entries with different rules."""
+        """Return the rule for a list or mapping; None if no entry needs one.
+
+        Entries with different rules are possible in the outermost list only.
+        """
         rules: list[Split | None] = []
         for entry, larger_entry in _entry_pairs(value, larger):
             rule = self._rule(parameter, entry, larger_entry, choice)
@@ -272,7 +287,7 @@ class ObservedRegion:
     # -- attention
 
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
-        """Return the segments of a sequence with these lengths. None if no joint sequence has them."""
+        """Return the segments of a sequence with these two lengths; None if no combination of segments has them."""
         small, large = self.start.tokens
         if lengths == (small, large):
             return (self.segment,)
@@ -285,7 +300,7 @@ class ObservedRegion:
     def _attention(
         self, choice: Choice, ending: ModuleCall
     ) -> tuple[tuple[str, ...] | None, dict[str, tuple[Attention, ...]], list[str]]:
-        """Return the joint order, the attention of modules that differ from it, and the reasons.
+        """Return the joint order, the attention rules of modules that differ from it, and the reasons.
 
         The joint order is None if the lengths of an attention call fit no combination of segments.
         """
@@ -297,7 +312,8 @@ class ObservedRegion:
             queries = self._segments_of((observed.queries, larger.queries), choice)
             keys = self._segments_of((observed.keys, larger.keys), choice)
             if keys == (TEXT,) and queries is None:
-                # Some of the tokens attend to replicated keys: the result does not depend on their number.
+                # Only some of the tokens attend to replicated keys. Each result is independent of the other queries, so
+                # any number is right.
                 queries = (self.segment,)
             if queries is None or keys is None:
                 return None, {}, []
@@ -325,7 +341,7 @@ class ObservedRegion:
 
 
 def _without_repeats(calls: list[Attention]) -> tuple[Attention, ...]:
-    """Drop repetitions at the end: in a plan the last entry applies to all further calls."""
+    """Drop repetitions at the end of ``calls``, because in a plan the last entry applies to all further calls."""
     while len(calls) > 1 and calls[-1] == calls[-2]:
         calls = calls[:-1]
     return tuple(calls)

@@ -1,4 +1,4 @@
-"""Observation of one model call on one device: what its blocks receive and return, and its attention calls."""
+"""Observe one model call on one device: what its blocks receive and return, and its attention calls."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from para_core.verify.virtual_ranks import fresh
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Properties of an observed tensor.
+    """Stands for a tensor of an observed call.
 
     Args:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
         identity: ``id`` of the tensor; unique within one observed call.
-        derived: Whether the tensor was computed from the tokens that the region's first block received.
+        derived: Whether the tensor was computed from the marked arguments (``streams`` of :func:`observe`).
     """
 
     shape: tuple[int, ...]
@@ -49,13 +51,14 @@ def tensors_of(value: Any) -> list[TensorRecord]:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a block, of a module that the model calls itself, or of a module outside all blocks that attends.
+    """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
     Args:
-        block_list: Name of the container that holds the block; None outside all blocks.
-        began, ended: Position in the sequence of observed events.
-        arguments: Arguments by parameter, with a :class:`TensorRecord` in place of each tensor.
-        output: What the module returned, in the same form.
+        name: Name of the module.
+        block_list: Name of the container that holds the block; None for a module outside of blocks.
+        began, ended: Times of begin and end, counted in observed events (begins and ends of modules, attention calls).
+        arguments: Arguments by parameter name, with a :class:`TensorRecord` in place of each tensor.
+        output: What the module returned, with a :class:`TensorRecord` in place of each tensor.
     """
 
     name: str
@@ -79,13 +82,18 @@ class ObservedAttention:
 
 @dataclass
 class ObservedCall:
-    """One call of a model, in the order of time.
+    """What happened in one call of a model, in the order of time.
 
     Args:
-        joined_inputs: Arguments of the model that it combines with derived tensors outside its submodules.
-        sources: Arguments from which the tokens of the region's first block were computed.
+        inputs: Arguments of the model, with a :class:`TensorRecord` in place of each tensor.
+        calls: Calls of its modules.
+        attention: Calls of scaled_dot_product_attention.
+        joined_inputs: Names of model arguments that the model itself, outside of submodules, combines with derived
+            tensors.
         softmax: Modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, each
-            with the shape of its first such tensor.
+            with the shape of the first such tensor.
+        sources: Names of model arguments from which the marked arguments (``streams`` of :func:`observe`) were
+            computed.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -100,10 +108,10 @@ class ObservedCall:
 
 
 def block_lists(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost containers of a model's blocks, by name.
+    """Return the outermost containers of blocks in ``module``, by name.
 
-    These are module lists, except lists of lists (their entries are never called), and sequences of modules of one
-    class.
+    These are module lists, and ``nn.Sequential`` of modules of one class. A list of lists is left out, because its
+    entries are never called.
     """
     containers: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
@@ -115,7 +123,7 @@ def block_lists(module: nn.Module) -> dict[str, nn.Module]:
 def _holds_blocks(module: nn.Module) -> bool:
     blocks = [*module.children()]
     if isinstance(module, nn.Sequential):
-        # A module without children, such as an activation or a convolution, is no block.
+        # Modules without children, such as activations and convolutions, are no blocks.
         return len({original_class(block) for block in blocks}) == 1 and bool([*blocks[0].children()])
     return isinstance(module, nn.ModuleList) and not any(isinstance(block, nn.ModuleList) for block in blocks)
 
@@ -130,12 +138,12 @@ class _CallObserver(TorchFunctionMode):
         self._start, self._streams = start, streams
         self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         self._derived = WeakTensorKeyDictionary()
-        self._sources = WeakTensorKeyDictionary()  # tensor to the arguments that it was computed from
+        self._sources = WeakTensorKeyDictionary()  # by tensor: names of the model arguments that it was computed from
         for name, value in inputs.items():
             self._set_sources(value, frozenset([name]))
-        # Holding every recorded tensor keeps ids unique.
+        # Keep every recorded value alive: the id of a freed tensor could be given to another one.
         self._alive: list[Any] = []
-        self._module_names: list[str] = []  # of the modules that are running, innermost last
+        self._module_names: list[str] = []  # names of the modules that are running, innermost last
         self._began: list[int] = []
         self._num_running_blocks = 0
         self._time = 0
@@ -152,7 +160,8 @@ class _CallObserver(TorchFunctionMode):
             self.observed.softmax.setdefault(name, tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
-            # Modes are off inside a function that they intercept, so the attention of this one would not be seen.
+            # Compute it through this observer: inside an intercepted function modes are off, so its attention would not
+            # be seen.
             out = multi_head_attention(self._attend, *args, **kwargs)
         elif type(func) in OPERATOR_TYPES and attention_kind(func) == "flash":
             out = flash_attention(self._attend, raise_here, func, args, kwargs)
@@ -201,7 +210,7 @@ class _CallObserver(TorchFunctionMode):
 
     @contextmanager
     def hooks_on(self, module: nn.Module) -> Iterator[None]:
-        """Record calls of the submodules of ``module`` inside this context."""
+        """Record calls of the submodules of ``module`` inside the ``with`` block."""
         lists = block_lists(module)
         with ExitStack() as stack:
             for name, submodule in module.named_modules():
@@ -253,15 +262,17 @@ def observe(
     """Call ``module(**inputs)`` without gradients and return the record of the call.
 
     Args:
-        start (`str`, *optional*): Name of the block whose arguments ``streams`` mark what is computed from them as
-            derived.
-        streams (`Sequence[str]`, defaults to `()`): Parameters of ``start``.
+        module: The model.
+        inputs: Keyword arguments of the call.
+        start (`str`, *optional*): Name of a block. Its arguments ``streams``, and all tensors computed from them, are
+            marked as ``derived``.
+        streams (`Sequence[str]`, defaults to `()`): Names of parameters of the block ``start``.
     """
     observer = _CallObserver(inputs, start, streams)
     with torch.no_grad(), observer.hooks_on(module), observer:
         module(**fresh(inputs))
     observed = observer.observed
-    # A sequence that never attends holds no transformer blocks.
+    # An nn.Sequential in which nothing calls attention holds no transformer blocks, so drop its calls.
     no_blocks = {
         name
         for name, container in block_lists(module).items()

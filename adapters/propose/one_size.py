@@ -1,4 +1,4 @@
-"""A second observation for a model that accepts one size only: the first one with one token more."""
+"""Imagine the second, larger call for a model that accepts one size only: the observed call with one more token."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from para_core.adapters.propose.observe import ObservedCall, TensorRecord, tenso
 
 
 def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
-    """Yield ``observed`` with one token more, for each length that may be the number of tokens.
+    """Yield ``observed`` with one token more, once for each length in it that may be the number of tokens.
 
-    Every size equal to that length is taken to count tokens, and so is every size equal to the sum of it and the length
-    of another tensor that a block receives (text). This is a guess, which a plan's check on virtual ranks confirms or
-    refutes.
+    A size counts as the number of tokens if it equals that length, or that length plus the length of another tensor
+    that a block receives (such as text). This is a guess; the check of the resulting plan on virtual ranks confirms or
+    refutes it.
     """
-    # Sequences are [B, S, C].
+    # Token tensors are [B, S, C], so dim 1 of each 3-dim floating-point argument is a candidate.
     lengths = {
         record.shape[1]: None
         for call in observed.calls
@@ -36,7 +36,7 @@ def _larger(observed: ObservedCall, length: int, grow: Callable[[int], int]) -> 
     def change(value: Any) -> Any:
         if isinstance(value, TensorRecord):
             shape = value.shape
-            # The last dim of [B, S, C] holds channels, even if their number equals that of the tokens.
+            # Do not change the last dim of [B, S, C]: it holds channels, even if there are as many channels as tokens.
             num_dims = 2 if len(shape) == 3 and value.dtype.is_floating_point and length in shape[:2] else len(shape)
             return replace(value, shape=(*[grow(size) for size in shape[:num_dims]], *shape[num_dims:]))
         if isinstance(value, Mapping):

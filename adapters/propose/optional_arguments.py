@@ -1,4 +1,4 @@
-"""Guesses of a block stack, and of the arguments that change it (``between``, ``uncached``), found by omitting each."""
+"""Guess the block stack, and find the optional arguments that change it, by calling the model without each of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StackGuess:
-    """A guess of the block stack.
+    """A guess of the block stack for First Block Cache.
 
     Args:
-        inputs: Arguments of a call in which this stack is cached.
-        reasons: A sentence for each argument that it names.
+        blocks: The block stack.
+        inputs: Arguments of a call in which this stack can be cached.
+        reasons: A sentence for each argument that the guess lists in ``between`` or ``uncached``.
     """
 
     blocks: CachedBlocks
@@ -39,7 +40,10 @@ def stacks(
     """Yield guesses of the block stack, the likeliest first.
 
     Args:
-        tolerance (`float`): Largest relative error of a call that skips blocks.
+        module: The model.
+        region: Its observed calls.
+        inputs: Arguments of the smaller call.
+        tolerance (`float`): Relative error below which a call that skips blocks counts as exact.
     """
     guess = guess_blocks(region)
     if guess is None or not all(group.chained for group in guess.groups):
@@ -53,7 +57,11 @@ def stacks(
 def _without_options(
     module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
 ) -> Iterator[StackGuess]:
-    """Yield at most one stack: that of the call without optional arguments, with what each of these changes."""
+    """Yield the block stack of a call without optional arguments, if it can be guessed.
+
+    It lists the optional arguments that change it: those with which the model changes tokens between blocks
+    (``between``), and those with which other blocks run or a cached call is not exact (``uncached``).
+    """
     conditions = conditions_of(region.small, region.large)
     optional = [name for name in _optional(module, inputs) if name not in conditions]
     plain, observed = dict(inputs), None
@@ -102,7 +110,10 @@ def _without_options(
 
 
 def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the given arguments that have a default, without switches and strings, which decide what is returned."""
+    """Return the names of ``inputs`` that have a default in ``forward``, and could be left out.
+
+    Leaves out booleans and strings, which decide what is returned.
+    """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     return [
         name
@@ -118,7 +129,8 @@ def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
     except Exception as error:
-        # Without an argument that it needs a model may raise anything. The argument then belongs to every call.
+        # The model may raise anything if an argument that it needs is missing. Then this argument belongs to every
+        # call.
         logger.debug("%s cannot be called with %s alone: %s", type(module).__name__, ", ".join(inputs), error)
         return None
 
@@ -136,10 +148,10 @@ def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) ->
 def _problem_of_cache(
     module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
 ) -> str | None:
-    """Return why a call that skips ``blocks`` cannot be used, or None if it is exact."""
+    """Return what is wrong with a call that skips ``blocks``, as the end of a sentence; None if it is exact."""
     try:
         error = cached_error(module, blocks, inputs)
     except Exception as failure:
-        # A cache with a wrong block stack may make the model raise anything.
+        # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
         return f"fails ({type(failure).__name__}: {failure})"
     return None if error is not None and error < tolerance else "is not exact"

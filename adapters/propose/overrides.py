@@ -1,4 +1,4 @@
-"""Answers: parts of a plan that the user states, which replace guesses. Their names are those that a proposal uses."""
+"""Answers of the user to propose_plan: parts of a plan, by the names that a proposal prints, which replace guesses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
 
-# Values of Plan.attention, apart from tuples.
+# Types that a value of Plan.attention may have, apart from tuples.
 _ATTENDING = tuple(kind for kind in get_args(Attending) if isinstance(kind, type))
-# Fields of a Plan that an answer sets under their own names.
+# Fields of a Plan that an answer of the same name sets, and their types.
 _PLAN_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused": Mapping}
 
 _EXPECTED = (
@@ -30,12 +30,12 @@ _EXPECTED = (
     "names of segments; 'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': "
     "CachedBlocks(...) or None; 'samples': the number of samples in the examples, or None"
 )
-# module(parameter) or module(index of an output)
+# Matches "module(parameter)" and "module(index of an output)".
 PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?)\)")
 
 
 def require_answers(answers: Answers) -> None:
-    """Raise TypeError if an answer has the wrong type for its name."""
+    """Raise ``TypeError`` if the value of an answer does not have the type that its name requires."""
     for name, answer in answers.items():
         if not _fits(name, answer):
             raise TypeError(f"answers[{name!r}] is {answer!r}; expected one of: {_EXPECTED}.")
@@ -71,22 +71,25 @@ def _is_attention(answer: Any) -> bool:
 
 
 def form_a_plan(answers: Answers) -> bool:
-    """Whether ``answers`` are a complete plan: they shard tokens and gather an output."""
+    """Whether ``answers`` are a complete plan: they have a ``"plan"``, or split a segment and gather an output."""
     splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
     return "plan" in answers or (splits and bool(_gathers(answers)))
 
 
 def _gathers(answers: Answers) -> dict[str, Any]:
-    """Return the answers that gather module outputs. A Gather of a parameter is a different rule."""
+    """Return the answers that gather outputs of modules.
+
+    A Gather for a parameter, such as ``"block(hidden_states)"``, is not one of them: it gathers an input.
+    """
     return {
         name: answer for name, answer in answers.items() if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
     }
 
 
 def with_answers(plan: Plan, answers: Answers) -> Plan:
-    """Return ``plan`` with each answer in place of what was guessed for its name."""
+    """Return ``plan`` with the answers in place of the guesses for the same names."""
     plan = answers.get("plan", plan)
-    # An answer that shards a segment replaces every guess of where that segment is sharded.
+    # If an answer splits a segment, drop all guesses that split the same segment elsewhere.
     segments = {answer.segment for answer in answers.values() if isinstance(answer, Split)} - {None}
 
     def keep(rules: Mapping[Any, ShardRule]) -> dict[Any, ShardRule]:
@@ -113,7 +116,7 @@ def _with_module(plan: Plan, name: str, answer: Any) -> Plan:
         return replace(plan, halos={**plan.halos, name: answer})
     attention = {key: calls for key, calls in plan.attention.items() if key != name}
     if answer is not None:
-        # If several names match a module, the first one counts.
+        # The answer comes first, because the first of several names that match a module counts.
         return replace(plan, attention={name: answer, **attention})
     outputs = {key: gather for key, gather in plan.outputs.items() if key != name}
     return replace(plan, outputs=outputs, attention=attention)
@@ -123,7 +126,7 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
     if not module:
         inputs = {key: old for key, old in plan.inputs.items() if key != parameter}
         return replace(plan, inputs=inputs if rule is None else {**inputs, parameter: rule})
-    # A decimal names an output of the module.
+    # An integer names an output of the module by its index.
     key: str | int = int(parameter) if parameter.isdecimal() else parameter
     inner = {
         name: {other: old for other, old in rules.items() if other != key or not _is_within(name, module)}
@@ -135,17 +138,20 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
 
 
 def _is_within(name: str, pattern: str) -> bool:
-    """Whether ``pattern``, in which ``*`` stands for any one part, covers the module (or pattern) ``name``."""
+    """Whether ``pattern`` (``*`` matches one part between dots) matches the module name or pattern ``name``."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
 def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan | str:
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one call.
 
-    The first dim of length ``samples`` of an argument counts samples. Each sample alone must give what it gives in the
-    batch; if it does not, the reason is returned instead of a plan.
+    Assumes that the first dim of length ``samples`` of an argument is its sample dim, and checks that each sample alone
+    gives the same result as in the batch. If the check fails, returns the reason as a string.
 
     Args:
+        module: The model.
+        plan: Its plan.
+        inputs: Arguments of a call.
         samples (`int`): Number of samples in ``inputs``.
     """
     dims = {name: _dim_of_samples(value, samples) for name, value in inputs.items()}
@@ -157,7 +163,7 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
                 module(**fresh({name: _sample(value, dims[name], index) for name, value in inputs.items()}))
                 for index in range(samples)
             ]
-        # A model may raise anything if an argument does not hold samples, or if it needs more than one.
+        # The model may raise anything if an argument does not hold samples, or if it needs more than one sample.
         except Exception as failure:
             return f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
     error = largest_error(_stacked(parts), expected)

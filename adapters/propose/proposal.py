@@ -12,17 +12,18 @@ from para_core.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Proposal:
-    """The result of :func:`propose_plan`: a checked plan, or questions. Print it, or take its :meth:`source`.
+    """The result of :func:`propose_plan`: a checked plan, or questions. ``print`` shows it.
 
     Args:
         transformer (`str`): Name of the model's class.
-        plan (`Plan`, *optional*): An exact plan. None if no guess was exact.
-        blocks (`CachedBlocks`, *optional*): The block stack for First Block Cache. None if no guess was exact.
+        plan (`Plan`, *optional*): A plan that was exact in the check. None if no guess was.
+        blocks (`CachedBlocks`, *optional*): A block stack for First Block Cache that was exact in the check. None if no
+            guess was.
         error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual ranks, where
             ``expected`` is the output of the unmodified model.
-        blocks_error (`float`, *optional*): The same of a call that skips blocks.
+        blocks_error (`float`, *optional*): The same error for a call that skips blocks.
         reasons (`tuple[str, ...]`): A sentence for each guess.
-        questions (`tuple[str, ...]`): What ``answers`` must state.
+        questions (`tuple[str, ...]`): What the user must state in ``answers``.
         guess (`Plan`, *optional*): The likeliest plan if none was exact, to be corrected by hand.
     """
 
@@ -46,7 +47,7 @@ class Proposal:
         return Adapter(self.transformer, self.transformer, self.plan, blocks=self.blocks)
 
     def source(self) -> str:
-        """Return the text of a module for adapters/models/.
+        """Return the source code of a module for adapters/models/ that defines the adapter.
 
         Raises:
             ValueError: If no plan was exact.

@@ -1,4 +1,4 @@
-"""Proposal of a plan for a model: observe it, guess, and check each guess against the unmodified model."""
+"""Propose a plan for a model: observe the model, guess, and check each guess against the unmodified model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from para_core.plans.plan import Plan
 from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
-# Largest ‖out − expected‖ / ‖expected‖ of an exact plan, by the dtype of the model's parameters.
+# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's parameters.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -45,9 +45,9 @@ def propose_plan(
 ) -> Proposal:
     """Propose what ``transformer`` shards and gathers, and its block stack, from two calls of it on this device.
 
-    The proposal has been checked: the plan on virtual ranks (threads of this process) against the unmodified model, the
-    block stack by a call that skips blocks. The checks cover the arguments in the examples; other arguments are not in
-    the plan. Runs the model up to some hundred times, so pass small sizes.
+    The proposal is checked: the plan on virtual ranks (threads of this process) against the unmodified model, the block
+    stack by a call that skips blocks. The checks cover the arguments in the examples; other arguments are not in the
+    plan. The model runs up to some hundred times, so pass small sizes.
 
     Args:
         transformer (`nn.Module`): A model that attends with ``scaled_dot_product_attention``. It is not changed.
@@ -57,9 +57,9 @@ def propose_plan(
             samples must be equal, and no other length may equal either number of image tokens. For a model that accepts
             one size only, pass one call: ``(inputs,)``.
         segment (`str`, defaults to `"image"`): Name of these tokens in the plan.
-        answers (`Mapping[str, Any]`, *optional*): Known parts of the plan, which replace guesses and are checked like
-            them. The names are those in ``questions`` and ``reasons``. None as a value means that there is nothing of
-            that name.
+        answers (`Mapping[str, Any]`, *optional*): Known parts of the plan. They replace guesses of the same name, and
+            the resulting plan is checked. The names are those in ``questions`` and ``reasons`` of a proposal. None as a
+            value means that there is nothing of that name.
 
             - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model) or ``"embed(0)"`` (a module's
               output): a :class:`Split` or another rule. A split of a segment replaces the guess of where that segment
@@ -68,12 +68,12 @@ def propose_plan(
             - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach`, :class:`LinearAttention` or
               :class:`AttentionByHeads`; or a :class:`Halo`.
             - ``"joint_order"``, ``"batched"``, ``"common"``, ``"unshared"``, ``"refused"``: fields of a :class:`Plan`;
-              ``"plan"``: a whole one.
+              ``"plan"``: a whole plan.
             - ``"CachedBlocks"``: the block stack.
             - ``"samples"``: number of samples in the examples, if one call of the model computes all CFG branches.
 
     Returns:
-        The :class:`Proposal`.
+        The :class:`Proposal`. If no guess was exact, its ``plan`` is None and its ``questions`` say what is missing.
 
     Raises:
         TypeError: If ``example_inputs`` does not hold mappings, or an answer has the wrong type for its name.
@@ -107,8 +107,8 @@ def propose_plan(
                 return _complete(module, proposal, of_start, small, answers)
             likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {error}"
-        # If one tensor holds entries of text and image, only a plan that shards text at the model's inputs may be
-        # exact.
+        # No candidate of this start was exact. If one tensor holds entries of text and image, only a plan that shards
+        # text at the model's inputs may be, so try that.
         sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, answers)
         if sharded is not None:
             return _complete(module, sharded, of_start, small, answers)
@@ -141,7 +141,9 @@ def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
 def _observations(
     module: nn.Module, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[ObservedCall, ObservedCall]]:
-    """Yield the smaller and the larger call. If there is one example, yield it with each imagined larger call.
+    """Yield pairs of a smaller and a larger observed call.
+
+    With two examples this is one pair. With one example, it is paired with each imagined larger call.
 
     Raises:
         ValueError: If the model fails with the second example.
@@ -153,7 +155,7 @@ def _observations(
         return
     try:
         large = observe(module, examples[1])
-    # A model may raise anything at a size that it does not accept.
+    # The model may raise anything at a size that it does not accept.
     except Exception as error:
         raise ValueError(
             f"{name} runs with the first example, and fails with the second: {type(error).__name__}: {error} If it "
@@ -170,7 +172,7 @@ def _with_text(
     examples: Sequence[Mapping[str, Any]],
     answers: Answers,
 ) -> Proposal | None:
-    """Return ``proposal`` with text sharded too. None unless it is exact both with text sharded and replicated."""
+    """Return ``proposal`` with text sharded too. None unless it is exact with sharded and with replicated text."""
     text = of_start.text_parameter()
     if proposal.plan is None or text is None:
         return None
@@ -197,18 +199,22 @@ def _applies(reason: str, plan: Plan) -> bool:
 
 
 def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
-    """Return the reasons of the guesses, and one for each answer."""
+    """Return the reasons of the guesses that no answer replaced, and a reason for each answer."""
     answered = tuple(f"{name}: " for name in answers)
     kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
     return (*kept, *[f"{name}: from answers." for name in answers])
 
 
-# (ring, ulysses) for a plan whose lengths are unknown: few lengths divide by both 2 and 3.
+# Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2 and 3, so at
+# least one mesh has uneven shards.
 _SOME_MESHES = ((1, 2), (2, 1), (1, 3), (3, 1))
 
 
 def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (ring, ulysses) of the fewest ranks that divide no length, because equal shards hide errors."""
+    """Return two meshes as (ring, ulysses), with the fewest ranks that divide none of ``lengths``.
+
+    Uneven shards reveal errors that equal shards hide.
+    """
     ranks = next(ranks for ranks in count(2) if all(length % ranks for length in lengths))
     return ((1, ranks), (ranks, 1))
 
@@ -219,10 +225,13 @@ def _error_or_failure(
     examples: Sequence[Mapping[str, Any]],
     *lengths: Sequence[int],
 ) -> float | str:
-    """Return the largest relative error of ``plan`` over all examples, or what is wrong with it.
+    """Return the largest relative error of ``plan`` over all examples, or, as a string, what is wrong with the plan.
 
     Args:
-        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example. None if they are
+        module: The unmodified model.
+        plan: The plan to check.
+        examples: Keyword arguments of the calls.
+        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example. Pass none if they are
             unknown.
     """
     largest = 0.0
@@ -233,7 +242,7 @@ def _error_or_failure(
         for ring, ulysses in _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES:
             try:
                 outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
-            # A wrong plan may make the model raise anything.
+            # With a wrong plan the model may raise anything.
             except Exception as failure:
                 return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
             largest = max(largest, *[largest_error(out, expected) for out in outs])
@@ -249,16 +258,16 @@ def _tolerance_of(module: nn.Module) -> float:
 def _complete(
     module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    """Return ``proposal`` with its block stack and its rule for samples."""
+    """Return ``proposal`` with its block stack and its rule for samples, as far as these can be guessed."""
     return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, answers), of_start, inputs, answers)
 
 
 def _with_samples(
     module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    """Return ``proposal`` with ``batched`` and ``common``, or with a question if ``answers`` has no ``samples``.
+    """Return ``proposal`` with ``batched`` and ``common`` in its plan, or with a question about samples.
 
-    There is no question if the samples depend on each other.
+    ``answers["samples"]`` decides. Without it there is a question, unless the samples depend on each other.
     """
     samples = answers.get("samples", None if of_start is None else of_start.samples())
     if proposal.plan is None or samples is None:
@@ -295,7 +304,7 @@ def _with_blocks(
     for guess in guesses:
         try:
             error = cached_error(module, guess.blocks, guess.inputs)
-        # A cache with a wrong block stack may make the model raise anything.
+        # With a wrong block stack the cached model may raise anything.
         except Exception as failure:
             question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
             continue

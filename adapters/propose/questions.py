@@ -1,4 +1,4 @@
-"""Messages of :func:`propose_plan` about a model for which no guess was exact."""
+"""Messages and questions of :func:`propose_plan` for a model for which no guess was exact."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from para_core.adapters.propose.starts import Start
 
 
 def nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:
-    """Return the message of the error that no stream of tokens was found."""
+    """Return the error message for two calls in which no block receives a tensor that grows with the tokens."""
     handwritten = _handwritten_attention(name, observed)
     if not observed.attention:
         if handwritten:
@@ -31,7 +31,7 @@ def nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str
 
 
 def _handwritten_attention(name: str, observed: ObservedCall) -> str:
-    """Return in which modules a softmax over scores is computed, as the end of a sentence; "" if in none."""
+    """Return which modules compute a softmax themselves, as the end of a sentence; ``""`` if none does."""
     softmax = [f"{module or name} (over {list(shape)})" for module, shape in observed.softmax.items()]
     if not softmax:
         return ""
@@ -42,7 +42,13 @@ def _handwritten_attention(name: str, observed: ObservedCall) -> str:
 
 
 def questions_of(begins: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
-    """Return what ``answers`` should state, each beginning with the name of the answer where there is one."""
+    """Return questions for the user. Each begins with the name under which ``answers`` takes the answer, if it has one.
+
+    Args:
+        begins: The starts that were tried.
+        failure: What was wrong with the likeliest plan.
+        small, large: The two observed calls.
+    """
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."
         for call, larger_call in zip(small.calls, large.calls, strict=False)

@@ -1,4 +1,4 @@
-"""Source text of an adapter, in the form of the modules in adapters/models/."""
+"""Write an adapter as Python source, in the form of the modules in adapters/models/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH = 118
 
 
 def source_of(adapter: Adapter) -> str:
-    """Return the text of a module that defines ``ADAPTER``, equal to ``adapter``."""
+    """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``."""
     call = _text(adapter, 0)
     names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
     imports = ["from para_core.adapters.adapter import Adapter"]

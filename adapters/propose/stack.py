@@ -1,4 +1,4 @@
-"""The block stack of a model, derived from one observed call: what First Block Cache needs to know."""
+"""Derive the block stack of a model, which First Block Cache needs, from its observed calls."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from para_core.torch_internals import tree_leaves
 from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import fresh, with_same_weights
 
-# Two calls with equal inputs have equal residuals, so any threshold skips the second one.
+# Any positive threshold would do: two calls with equal inputs have equal residuals, so the second one skips blocks.
 _SKIP_THRESHOLD = 0.5
 
 
 def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
-    """Return the block groups of the lists in ``region``. None if there is no list or a block's streams are unknown."""
+    """Return the block stack of the module lists in ``region``.
+
+    None if there is no list, or if it is unknown which parameters a block returns updated.
+    """
     began = region.calls()[0][0].began
     groups: list[BlockGroup] = []
     previous: list[ModuleCall] = []
     for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
         calls = region.small.of_list(name)
-        # A list without attention holds no blocks, but norms, for example.
+        # A list without attention holds other modules than blocks, such as norms.
         if calls[0].began < began or not attends(region.small, calls[0].began, calls[-1].ended):
             continue
         streams = streams_of(calls, 0)
         if not all(streams):
             return None
         measured = next((stream for stream in region.start.streams if stream in streams), streams[0])
-        # The dim of samples in the streams: 1 for [S, B, C].
+        # The dim of the samples in the streams is 1 for [S, B, C], and 0 otherwise.
         samples = int(region.start.dim == 0 and region.samples() is not None)
         group = BlockGroup((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
         if groups and groups[-1].streams == streams and _passes_on(previous[-1], calls[0], streams):
@@ -51,11 +54,11 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
 
 
 def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
-    """Return the arguments that distinguish CFG branches.
+    """Return the names of the arguments that distinguish CFG branches.
 
-    They do not grow with the tokens and stay equal between steps. These are the sequences (text), by any name; without
-    a sequence, the embeddings of each sample; without those, labels. Two calls do not show whether a vector or a number
-    changes between steps, so names of a time step are left out.
+    They do not grow with the tokens, and stay equal between steps: sequences (text), or without any, embeddings with
+    one vector per sample, or without any, labels. Two calls do not show whether a vector or a number changes between
+    steps, so arguments whose names suggest a time step are left out.
     """
     kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
     sample = _image_arguments(small, large)
@@ -64,7 +67,7 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
             continue
         pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
         fixed = [record for record, larger in pairs if record.shape == larger.shape]
-        # A list has one entry per sample, so its tensors lack the batch dim.
+        # A list has one tensor per sample, without batch dim, so its tensors have a dim less.
         kind = _kind_of(fixed, in_list=isinstance(value, (list, tuple)))
         if kind == "sequence" or (kind is not None and not _TIME_NAME.search(name)):
             kinds[kind].append(name)
@@ -72,10 +75,10 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
 
 
 def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
-    """Return the arguments that hold the image if both calls have equal sizes.
+    """Return the names of the arguments that hold the image, for a model that accepts one size only.
 
-    That is so for a model that accepts one size only. They are those sources of the tokens that have the most dims.
-    Empty if any argument grows.
+    Such a model is recognized by equal sizes in both calls; for other models the result is empty. The image is in those
+    arguments, among the sources of the tokens, that have the most dims.
     """
 
     def sizes(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:
@@ -88,7 +91,7 @@ def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
     return [name for name in small.sources if any(len(shape) == most for shape in shapes[name])]
 
 
-# Arguments with these names change between steps, or with the strength of guidance.
+# Matches names of arguments that change between steps, or with the strength of guidance.
 _TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
 
 
@@ -107,7 +110,7 @@ def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
 
 
 def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
-    """Whether the model passes the streams on unchanged, and gives every block the same other arguments."""
+    """Whether the model only passes the streams from block to block, and gives all blocks equal other arguments."""
     others = [_identities({k: v for k, v in call.arguments.items() if k not in streams}) for call in calls]
     passed_on = all(_passes_on(call, following, streams) for call, following in pairwise(calls))
     return passed_on and all(other == others[0] for other in others)
@@ -119,10 +122,10 @@ def _identities(arguments: Mapping[str, Any]) -> list[Any]:
 
 
 def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
-    """Return the relative error of a call that skips blocks. None if it skips none.
+    """Return the relative error of a call that skips blocks. None if no block was skipped.
 
-    It is compared with the uncached call of the same inputs: then residuals do not change, and the cache is exact if
-    ``blocks`` describes the model correctly.
+    The model is called twice with the same inputs, so that the second call skips blocks. Its residual has not changed,
+    so the output equals that of the uncached model if ``blocks`` describes the model correctly.
     """
     copy = with_same_weights(module)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Starts of a region: the modules whose inputs grow from a smaller to a larger observed call."""
+"""Find the modules at which tokens may be sharded first: those whose inputs grow from a smaller to a larger call."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
 
-# A length in the smaller and in the larger call.
+# A length in the smaller call, and the same length in the larger call.
 Lengths = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Start:
-    """A place where a region may begin: the first block of a list, or a module that contains all blocks.
+    """A module at whose inputs tokens may be sharded: the first block of a list, or a module that contains all blocks.
 
     Args:
         block: Name of the module.
         tokens: Number of tokens in the smaller and in the larger call.
-        streams: Parameters of the module that hold the tokens, along ``dim``.
+        streams: Parameters of the module that hold the tokens.
+        dim: The dim of the tokens in these.
     """
 
     block: str
@@ -28,7 +29,7 @@ class Start:
 
 
 def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
-    """Return the dims whose lengths differ, with both lengths. Empty if the tensors differ in their number of dims."""
+    """Return the dims whose lengths differ, each with both lengths. Empty if the numbers of dims differ."""
     if len(small.shape) != len(large.shape):
         return {}
     pairs = zip(small.shape, large.shape, strict=True)
@@ -60,7 +61,7 @@ def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
 
 
 def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
-    """Yield where a region may begin, in the order of time: the later it begins, the more of the model runs replicated.
+    """Yield the possible starts in the order of time. A later start leaves more of the model replicated.
 
     Modules that contain blocks come after all block lists.
     """
@@ -81,7 +82,7 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
 
 
 def attends(observed: ObservedCall, began: int, ended: int) -> bool:
-    """Whether attention was called between two times."""
+    """Whether attention was called between the times ``began`` and ``ended``."""
     return any(began < attention.time < ended for attention in observed.attention)
 
 
@@ -93,6 +94,6 @@ def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) ->
             dims = grown_dims(record, larger)
             growing += [(stream, dim, lengths) for dim, lengths in dims.items() if len(dims) == 1]
     if growing:
-        # If several streams grow, diffusers' usual name for the image tokens decides.
+        # If several parameters grow differently, choose hidden_states, which in diffusers holds the image tokens.
         _, dim, tokens = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
         yield Start(call.name, tokens, tuple(entry[0] for entry in growing if entry[1:] == (dim, tokens)), dim)

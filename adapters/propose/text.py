@@ -1,4 +1,4 @@
-"""Variants of a plan that shard text as well as the image, derived from a plan that replicates text."""
+"""Derive variants of a plan that shard text as well as the image, from a plan that replicates text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WHY = (
 
 
 def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]:
-    """Yield variants of ``plan`` that also shard the text of its joint sequences, if it has any.
+    """Yield variants of ``plan`` that also shard the text of its joint sequences; nothing if it has no such text.
 
-    The first variant shards text at the inputs of the first block. The second shards text and everything else with an
-    entry per token at the inputs of the model, so that what the model computes from both (such as positions) is sharded
-    too.
+    The first variant shards text at the inputs of the first block. The second shards text, and everything else with an
+    entry per token, at the inputs of the model, so that what the model computes from both (such as positions) is
+    sharded too.
     """
     text = region.text_parameter()
     if text is None or plan.cuts(TEXT):
@@ -39,7 +39,7 @@ def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]
 
 
 def _at_blocks(region: ObservedRegion, plan: Plan, parameter: str, dim: int, length: int) -> Plan | None:
-    """Return ``plan`` with text sharded at the blocks. None if one tensor has entries for both text and image."""
+    """Return ``plan`` with text sharded at the first block. None if one tensor has entries for both text and image."""
     inner: dict[str, dict[str | int, ShardRule]] = {name: dict(rules) for name, rules in plan.inner.items()}
     if any(_joins_text(rule) for rules in inner.values() for rule in rules.values()):
         return None
@@ -64,7 +64,7 @@ def _joins_text(rule: ShardRule | None) -> bool:
 
 
 def _text_rule(value: Any, length: int) -> Split | Entries | None:
-    """Return the rule for what has an entry for each text token and is not computed from the image tokens."""
+    """Return the rule for a value that has an entry per text token and is not computed from the image; else None."""
     if isinstance(value, TensorRecord):
         dims = [dim for dim, size in enumerate(value.shape) if size == length]
         return Split(dims[0], like=TEXT) if len(dims) == 1 and not value.derived else None
@@ -80,14 +80,17 @@ def _text_rule(value: Any, length: int) -> Split | Entries | None:
 
 
 def _merged(image_rule: ShardRule | None, text_rule: Split | Entries) -> ShardRule:
-    """Merge the rules of one argument. In a tuple, some entries belong to the image and others to text."""
+    """Return one rule for an argument that has an image rule and a text rule, such as a tuple of positions of both.
+
+    Unless both rules are per entry, the text rule replaces the image rule.
+    """
     if not (isinstance(image_rule, Entries) and isinstance(text_rule, Entries)):
         return text_rule
     return Entries(tuple(image or text for image, text in zip(image_rule.cuts, text_rule.cuts, strict=True)))
 
 
 def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
-    """Return ``plan`` with both segments sharded at the model's inputs. None if an input of either kind is missing."""
+    """Return ``plan`` with image and text sharded at the model's inputs; None if no input holds one of the two."""
     rules = {
         name: _input_rule(value, region.large.inputs.get(name), region, length)
         for name, value in region.small.inputs.items()

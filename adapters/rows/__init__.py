@@ -1,1 +1,1 @@
-"""VAEs and UNets whose image rows are sharded over ranks."""
+"""Run VAEs and UNets with their image rows sharded over ranks."""

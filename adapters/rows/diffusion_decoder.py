@@ -1,6 +1,7 @@
-"""Diffusion decoders on several ranks, each with rows of the video. Their attention sees a window around each pixel.
+"""Run diffusion decoders on several ranks, each of which computes rows of the video.
 
-Read against diffusers 0.42 `ltx2_diffusion_decoder.py`. Everything but the attention computes each token alone.
+Their attention sees a window around each pixel, so ranks fetch the rows that their windows reach into. Everything else
+is computed token by token. Written for diffusers 0.42 `ltx2_diffusion_decoder.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ _ORDER = WrapperPriority.PARALLEL
 
 
 def window_attentions(module: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of ``module`` that see a window around each pixel."""
+    """Return the submodules of ``module`` whose attention sees a window around each pixel; empty without any."""
     return [part for part in module.modules() if hasattr(part, "build_block_mask")]
 
 
 @lru_cache(maxsize=4096)
 def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
-    """Return the rows that the queries of each rank attend to. A window at the edge of the video is shifted inward.
+    """Return the range of rows that the queries of each rank attend to, as (start, stop).
+
+    A window that would reach over the edge of the video is shifted inward.
+
+    Args:
+        layout: Number of rows on each rank.
+        kernel: Number of rows in a window.
 
     >>> windows((3, 3, 2), kernel=5)
     ((0, 5), (1, 8), (3, 8))
@@ -42,9 +49,9 @@ def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
 
 
 class DecoderRows:
-    """Wrappers of a diffusion decoder, by which each rank computes rows of the video (columns, if it is wider).
+    """Shards the rows (columns, if it is wider than high) of a video that a diffusion decoder computes.
 
-    Each rank draws the noise of all rows, as one process does, and keeps that of its own.
+    Each rank draws the noise of all rows, as a single device does, and keeps that of its own rows.
 
     Args:
         ranks: Ranks over which the rows are sharded.
@@ -52,11 +59,15 @@ class DecoderRows:
 
     def __init__(self, ranks: MeshDim) -> None:
         self.ranks = ranks
-        self._dim: int | None = None  # of videos [B, C, T, H, W]; None outside of a call
-        self._layout: Layout | None = None  # rows of each rank before upsampling, while rows are sharded
+        self._dim: int | None = None  # the sharded dim of videos [B, C, T, H, W]; None if nothing is sharded
+        # number of rows of each rank before upsampling; None while no rows are sharded
+        self._layout: Layout | None = None
 
     def attach(self, vae: Any, key: str) -> None:
-        """Wrap the methods that take all rows, and the attention, which needs rows of other ranks."""
+        """Wrap the methods of ``vae`` that take all rows, and its attention, which needs rows of other ranks.
+
+        ``key`` is the key of the wrappers.
+        """
         for name, around in (
             ("__call__", self._decode),
             ("forward_stages_1_to_3", self._first_stages),
@@ -70,7 +81,7 @@ class DecoderRows:
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside this context. With fewer rows of latents than ranks, each rank decodes all of them."""
+        """Shard rows inside the ``with`` block. With fewer rows of latents than ranks, every rank decodes all rows."""
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = dim if latents.shape[dim] >= self.ranks.size else None
         try:
@@ -95,7 +106,7 @@ class DecoderRows:
         generator: Any = None,
         num_inference_steps: int | None = None,
     ) -> Any:
-        """Decode without tiling, as ``LTX2VideoDiffusionDecoder3d.forward``. The result is sharded."""
+        """Decode without tiling, like ``LTX2VideoDiffusionDecoder3d.forward``, and return this rank's rows."""
         from diffusers.utils.torch_utils import randn_tensor
 
         if self._dim is None:
@@ -104,7 +115,7 @@ class DecoderRows:
         with self._sharded(layout):
             own = part_of(z, RowTag(dim, layout), self.ranks)
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
-            # Tokens are [B, T, H, W, C].
+            # Tokens are [B, T, H, W, C], so their row dim is one less than that of a video.
             rows = _times(layout, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
             shape = [z.shape[0], decoder.out_channels, *[size * decoder.patch_size for size in context.shape[1:4]]]
             shape[2], shape[dim] = context.shape[1], sum(rows)
@@ -113,7 +124,7 @@ class DecoderRows:
             video = decoder.denoise(context, noise, num_inference_steps or decoder.default_num_inference_steps)
         return tagged(video, RowTag(dim, rows))
 
-    # -- with tiling: each of these takes and returns all rows of a tile
+    # -- wrappers for tiling: each takes and returns all rows of a tile
 
     def _first_stages(self, call: Callable[..., Any], decoder: Any, z: Tensor, /) -> Tensor:
         return self._stage(lambda x: call(decoder, x), z, 0)
@@ -122,7 +133,11 @@ class DecoderRows:
         return self._stage(lambda x: call(decoder, x, **options), x, 1)
 
     def _stage(self, call: Callable[[Tensor], Tensor], x: Tensor, before: int) -> Tensor:
-        """Return ``call(x)``, which are tokens. The dim of rows of ``x`` is ``before`` dims before that of a video."""
+        """Return ``call(x)``, computed with sharded rows and gathered.
+
+        The output is tokens [B, T, H, W, C]. ``before`` is by how much the row dim of ``x`` is less than that of a
+        video.
+        """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(x)
         rows = RowTag(self._dim - before, even(x.shape[self._dim - before], self.ranks.size))
@@ -148,7 +163,10 @@ class DecoderRows:
     # -- attention
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
-        """Attend with the rows of all windows. Positions begin at their first row: only differences of them count."""
+        """Attend with all rows that this rank's windows reach into, and return the output of its own rows.
+
+        Positions are counted from the first fetched row. This is exact, because only differences of positions matter.
+        """
         if self._dim is None or self._layout is None:
             out: Tensor = call(module, x, block_mask)
             return out
@@ -159,7 +177,7 @@ class DecoderRows:
         return out.narrow(rows.dim, held(rows.layout)[rank][0] - wanted[rank][0], rows.layout[rank])
 
     def _block_mask(self, call: Callable[..., Any], module: Any, x: Tensor, /) -> Any:
-        """Return the mask of the rows that :meth:`_attend` fetches."""
+        """Return the block mask for the rows that :meth:`_attend` fetches, instead of for the rows of ``x``."""
         if self._dim is None or self._layout is None:
             return call(module, x)
         rows = self._rows_of(x)

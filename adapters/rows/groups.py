@@ -1,4 +1,4 @@
-"""Ranks over which the rows of an image are sharded."""
+"""Choose the ranks over which the rows of an image are sharded, and run calls on sharded rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from para_core.spatial.tag import RowTag
 
 
 class RowRanks:
-    """Ranks over which rows of images are sharded. An image with few rows uses the first of them only.
+    """Ranks over which rows of images are sharded. An image with few rows uses only the first of these ranks.
 
     Args:
-        groups: Groups of the mesh that may be reused for the first ranks, as in :func:`first_ranks`.
+        ranks: All ranks.
+        groups: Existing process groups that may be reused for the first ranks, as in :func:`first_ranks`.
 
     Attributes:
         mesh: The same ranks as a mesh, for the consistency checks.
@@ -34,8 +35,8 @@ class RowRanks:
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:
-        """Return the first ``count`` ranks as a mesh dim, without a group if this rank is not one of them."""
-        if torch.compiler.is_compiling() and count < self.ranks.size:  # A graph cannot create a group.
+        """Return the first ``count`` ranks as a mesh dim. Its group is None on ranks that are not among them."""
+        if torch.compiler.is_compiling() and count < self.ranks.size:  # A compiled graph cannot create a group.
             return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
             group = self.ranks.group
@@ -51,8 +52,10 @@ class RowRanks:
         """Return how the rows of ``x`` along ``dim`` are sharded, and over which ranks.
 
         Args:
-            unit: Every rank except the last holds a multiple of ``unit`` rows.
-            min_units: Units that a rank holds at least.
+            x: The image.
+            dim: The dim of its rows.
+            unit: The number of rows of every rank except the last is a multiple of ``unit``.
+            min_units: Minimum number of units per rank. With fewer rows than that, fewer ranks are used.
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))
@@ -66,9 +69,12 @@ def on_rows(
     kwargs: Mapping[str, Any],
     sharded: Mapping[str | int, tuple[int, Layout]],
 ) -> Any:
-    """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of some arguments.
+    """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of the arguments in ``sharded``.
 
     Args:
+        mode: The mode that lets the model compute on sharded rows.
+        call: The function to call.
+        args, kwargs: Its arguments, with all rows.
         sharded: The arguments to shard, by position or name, each with its dim and layout.
     """
     positional, named = list(args), dict(kwargs)

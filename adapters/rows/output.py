@@ -17,15 +17,22 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import RowTag, rows_of, tagged, untagged
 
 Gather = Literal["all", "first"]
-# The structure of an output as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for an
-# output class, or ["module:Class", number of tensors] for a distribution.
+# The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for
+# an output class, or ["module:Class", number of tensors] for a distribution.
 Form = Any
 
 
 def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather) -> Any:
-    """Call ``compute`` on the first ``workers`` ranks. Return its output with all rows where ``gather`` says.
+    """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
 
-    If there are more ranks than workers, one exchange tells the others the structure of the output, or the error.
+    If there are more ranks than workers, one exchange tells the other ranks the structure of the output, or the error.
+
+    Args:
+        compute: Returns this rank's part of the output.
+        workers: Number of ranks that compute.
+        ranks: All ranks, which must call this function.
+        mesh: The same ranks, for the exchange.
+        gather: ``"all"`` gives every rank the output, ``"first"`` only the first one; the others get zeros.
 
     Raises:
         TypeError, ValueError, RuntimeError: The error of ``compute``, on every rank; any other class becomes a
@@ -55,13 +62,14 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
 
 
 def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
-    """Return all rows of ``x``. Each of the first ``workers`` ranks holds some rows, or each holds all."""
+    """Return all rows of ``x``, of which each of the first ``workers`` ranks holds some, or, without a tag, all."""
     rows = rows_of(x)
     shape = list(x.shape)
     if rows is None:
         if workers == ranks.size:
             return x
-        # The first rank sends all elements, as rows of one element each.
+        # Ranks that did not compute get all elements from the first rank. Flattened, they are sent like rows of one
+        # element.
         size = int(torch.Size(shape).numel())
         local = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
         return _gather_rows(local, RowTag(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
@@ -76,7 +84,7 @@ def _gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim, gather: Gather) -> Ten
     fetched = start_fetch(x, rows, wanted, ranks)()
     if fetched:
         return fetched[0].contiguous()
-    # Zeros with the shape of the output, without its memory.
+    # Zeros in the shape of the output that take no memory, because this rank does not get the output.
     return x.new_zeros(()).expand([*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]])
 
 
@@ -91,7 +99,10 @@ def _description(x: Tensor) -> dict[str, Any]:
 
 
 def _empty_part(description: dict[str, Any]) -> Tensor:
-    """Return the part of a rank that did not compute: no rows, or zeros without memory if the output is not sharded."""
+    """Return a placeholder for an output of a rank that did not compute: a tensor with no rows.
+
+    If the output is not sharded it is zeros in the full shape, which take no memory.
+    """
     shape = list(description["shape"])
     options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}
     if description["rows"] is None:
@@ -109,7 +120,7 @@ def _parameters(value: Any) -> list[Tensor] | None:
 
 
 def holds_distribution(value: Any) -> bool:
-    """Whether ``value``, the output of an autoencoder, is or contains a distribution."""
+    """Whether ``value``, the output of an autoencoder, is or contains a distribution (as encoders return)."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return _parameters(value) is not None or any(map(holds_distribution, parts))
 

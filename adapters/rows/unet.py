@@ -1,4 +1,4 @@
-"""UNets of diffusers on several ranks: each rank holds rows of the image, or some of the samples."""
+"""Run UNets of diffusers on several ranks: each rank computes rows of the image, or some of the samples."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ def unparallelize_unet(unet: Unet) -> Unet:
 
 
 class UnetRun:
-    """Handler of the calls of one UNet whose rows, and perhaps samples, are sharded over a mesh.
+    """Runs the calls of one UNet with its rows, and perhaps samples, sharded over a mesh.
 
     Args:
+        unet: The UNet or ControlNet, not compiled.
+        mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows, those along ``batch`` samples.
         batched: Whether the samples of a call are sharded over ``batch``.
-        require_equal: Called with the arguments of each call, by name, to raise if ranks differ. It is not called
-            inside :func:`~para_core.distributed.consistency.inputs_verified`.
+        require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called inside
+            :func:`~para_core.distributed.consistency.inputs_verified`.
     """
 
     def __init__(
@@ -59,14 +61,12 @@ class UnetRun:
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(unet)
-        self.inputs_verified = False  # Set while the caller guarantees equal inputs.
+        # True while the caller guarantees equal inputs, so that they are not compared again
+        self.inputs_verified = False
         self.warnings = WarningLog()
 
     def apply(self) -> None:
-        """Run the UNet in rows from now on, in place of what was applied before.
-
-        On one rank the UNet stays unwrapped.
-        """
+        """Wrap ``__call__`` of the UNet to run on sharded rows. Replaces earlier settings; unwraps it on one rank."""
         unparallelize_unet(self.unet)
         if self.mesh.ranks > 1:
             wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
@@ -79,7 +79,7 @@ class UnetRun:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         sample = inputs.get(self.images[0])
         if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
-            # The arguments are invalid, and the model raises the best error.
+            # Let the model itself raise the error for invalid arguments, which it explains best.
             return call(unet, *args, **kwargs)
         if not self.inputs_verified:
             self.require_equal(inputs)
@@ -99,12 +99,13 @@ class UnetRun:
             return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
 
     def run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return the gathered output of ``call(**inputs)`` on this rank's rows."""
+        """Return the output of ``call(**inputs)`` with all rows, computed in rows over the ranks."""
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         unet: Any = self.unet
         unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
-        # Two units, because a single row of the innermost level could not be told from a dim of size 1.
+        # At least two units per rank, because the innermost level then has two rows: one could not be told from a dim
+        # of size 1.
         rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
         if workers.size == 1:
             compute = partial(call, **inputs)
@@ -134,7 +135,7 @@ class UnetRun:
 
 
 def unet_run(unet: nn.Module) -> UnetRun | None:
-    """Return the handler that :meth:`UnetRun.apply` attached to ``unet``, or None."""
+    """Return the handler that :meth:`UnetRun.apply` attached to ``unet``; None if there is none."""
     handler = getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None)
     return handler if isinstance(handler, UnetRun) else None
 
@@ -143,7 +144,11 @@ def unet_run(unet: nn.Module) -> UnetRun | None:
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
-    """Return the adapter for a UNet, and refuse one that has none."""
+    """Return the adapter for the UNet ``module``.
+
+    Raises:
+        TypeError: If it has none. The message names ``owner``, the pipeline or UNet.
+    """
     adapter = unet_adapter(module)
     if adapter is None:
         reason = REFUSED_UNETS.get(original_class(module).__name__, "para_core has no adapter for it")
@@ -156,8 +161,8 @@ def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
 
 
 def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
-    """Refuse a UNet on ranks along tensor."""
-    # A UNet has no tensor plan, so these ranks would compute the same rows.
+    """Refuse a UNet on a mesh with ranks along tensor."""
+    # A UNet has no tensor plan, so all ranks along 'tensor' would compute the same rows.
     if mesh.tensor.size > 1:
         raise ValueError(
             f"the mesh has {mesh.tensor.size} ranks along 'tensor', which shard the heads of a transformer, and "
@@ -170,7 +175,7 @@ def refuse_compiled_unet(module: nn.Module, name: str, called: Any) -> None:
     """Refuse a compiled UNet.
 
     Args:
-        called: ``module``, or the wrapper of ``torch.compile`` around it.
+        called: ``module``, or the compiled module around it.
     """
     if called is not module or has_compiled_parts(module):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers on several ranks: each rank holds rows of the image, or computes some of its tiles."""
+"""Run autoencoders of diffusers on several ranks: each rank computes rows of the image, or some of its tiles."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
 _KEY = "parallel_vae"
-# With more ranks than this the waiting at every layer takes longer than the saved computation.
+# Beyond this number of ranks, waiting for each other at every layer takes longer than the computation that is saved.
 _MANY = 8
-# Bytes of an input that are compared between ranks; of a larger input a sample of its values.
+# Maximum number of bytes of an input that ranks compare. Of a larger input they compare evenly spaced values.
 _MAX_COMPARED = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
@@ -70,12 +70,12 @@ def parallelize_vae(
     method: Method = "exact",
     gather: Gather = "all",
 ) -> Vae:
-    """Encode and decode images with one autoencoder on all ranks of a mesh. Each rank calls it with the same inputs.
+    """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or ``decode``.
 
-    Calling this again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is invalid or
+    Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is invalid or
     fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed. ``vae.decode =
     torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a graph nothing is compared
-    over the ranks.
+    between ranks.
 
     Args:
         vae (`nn.Module`): An autoencoder of diffusers (docs/vae.md lists them).
@@ -94,7 +94,8 @@ def parallelize_vae(
 
     Raises:
         TypeError: If the class is not supported.
-        ValueError: If ``method`` or ``gather`` is unknown, or ``method`` is ``"tiled"`` and the class has no tiling.
+        ValueError: If ``method`` or ``gather`` is unknown, or ``method`` is ``"tiled"`` and the tiles of the class
+            cannot be distributed.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     if method not in ("exact", "tiled") or gather not in ("all", "first"):
@@ -126,12 +127,12 @@ def parallelize_vae(
 
 
 def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdapter:
-    """Return the adapter of ``module``.
+    """Return the adapter of the autoencoder ``module``.
 
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` is ``"tiled"`` and the tiles of the class cannot be distributed.
-        RuntimeError: If a method that would be wrapped was replaced on the instance.
+        RuntimeError: If a method that must be wrapped was replaced on the instance.
     """
     adapter = vae_adapter(module)
     if adapter is None:
@@ -159,7 +160,7 @@ def unparallelize_vae(vae: Vae) -> Vae:
 
 
 def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
-    """Return the random generators among ``values`` and in their lists."""
+    """Return the random generators among ``values``, and among the entries of lists in them."""
     flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
     return [x for x in flat if isinstance(x, torch.Generator)]
 
@@ -182,7 +183,7 @@ def _mesh(
 
 
 class _VaeRun:
-    """Handler of the calls of one autoencoder on several ranks.
+    """Runs the calls of one autoencoder on several ranks.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`require_parallel_vae`.
@@ -192,7 +193,7 @@ class _VaeRun:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
-        # Compiled functions call these instead of the wrapped methods.
+        # By method: the form of it that a compiled function calls instead.
         methods: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
@@ -200,12 +201,13 @@ class _VaeRun:
             if name is not None
         }
         self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
-        self.places: Places = {}  # exchanged in the first call
-        self.mode: SpatialShardMode | None = None  # set while a call runs on rows
-        self.distributed_tiles: Tiles | None = None  # set while tiles are distributed
+        self.places: Places = {}  # process and host of each rank, for error messages; exchanged in the first call
+        # the mode of the call that runs on rows now; None outside of such a call
+        self.mode: SpatialShardMode | None = None
+        self.distributed_tiles: Tiles | None = None  # the distributor of tiles while a call is tiled; None otherwise
 
     def attach(self, vae: Any) -> None:
-        """Wrap the methods of ``vae`` that take and return images, and those that tile."""
+        """Wrap the methods of ``vae`` that take and return images, and those that split them into tiles."""
         handlers: dict[str, Callable[..., Any]] = {self.adapter.decode: self.decode}
         if self.adapter.encode is not None:
             handlers[self.adapter.encode] = self.encode
@@ -227,7 +229,8 @@ class _VaeRun:
         return self.run(vae, call, args, kwargs, "decode")
 
     def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Any:
-        if self.mode is not None or self.distributed_tiles is not None:  # A wrapped method calls another one.
+        # A wrapped method calls another wrapped method: only the outer one shards.
+        if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
         if not args:
             first = next(name for name in ("x", "z", "sample", "latents") if name in kwargs)
@@ -242,9 +245,9 @@ class _VaeRun:
             return self.computed(vae, call, way, *args, **kwargs)
 
     def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the gathered output of ``call`` on this rank's rows, or in tiles.
+        """Return the output of ``call``, computed in rows or in tiles over the ranks and gathered.
 
-        Each rank holds the pixels of at least two rows of latents.
+        In rows, each rank that computes holds at least the pixels of two rows of latents; small images use fewer ranks.
         """
         if self.decoder is not None:
             if torch.compiler.is_compiling():
@@ -255,7 +258,7 @@ class _VaeRun:
         if self.method == "tiled" or self.adapter.only_tiled:
             compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
             return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
-        # A waveform [B, C, length], or [C, length], has no height.
+        # A waveform [B, C, length] or [C, length] has no height, so its samples are sharded.
         dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
         unit = rows_per_latent(vae) if way == "encode" else 1
         rows, workers = self.row_ranks.shard(x, dim, unit, min_units=2)
@@ -269,7 +272,10 @@ class _VaeRun:
         return deliver(compute, workers.size, self.ranks, self.mesh, self.gather)
 
     def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """Run inside a compiled function, where nothing is compared over the ranks and no records are exchanged."""
+        """Return the output of a call inside a compiled function.
+
+        Nothing is compared between the ranks, and there is no exchange of host data.
+        """
         try:
             with torch.no_grad():
                 output = self.computed(vae, call, way, x, *args, **kwargs)
@@ -277,8 +283,8 @@ class _VaeRun:
                 raise RuntimeError("its encode() returns a distribution object, which a graph cannot return.")
             return output
         except Exception as error:
-            # Dynamo's message only says that the call cannot be captured; the reason is at the end of a chain of
-            # causes.
+            # Log the reason: Dynamo's message only says that the call cannot be captured, and shows the reason last in
+            # a chain of causes.
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
             raise
 
@@ -291,7 +297,7 @@ class _VaeRun:
         rows: RowTag,
         workers: MeshDim,
     ) -> Any:
-        """Return the output of ``call`` on this worker's rows."""
+        """Return the output of ``call`` for this worker's rows of ``x``."""
         if workers.size == 1:
             return call(x, *args, **kwargs)
         self.mode = SpatialShardMode(workers)
@@ -301,7 +307,7 @@ class _VaeRun:
             self.mode = None
 
     def in_tiles(self, vae: Any, call: Callable[[], Any]) -> Any:
-        """Return the output of ``call`` with tiling enabled."""
+        """Return the output of ``call`` with the tiling of ``vae`` enabled during the call."""
         before, vae.use_tiling = vae.use_tiling, True
         try:
             return call()
@@ -309,7 +315,10 @@ class _VaeRun:
             vae.use_tiling = before
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that tiles: it takes and returns all rows, and its tiles are distributed."""
+        """Run a method of ``vae`` that splits an image into tiles, and distribute the tiles over the ranks.
+
+        The method takes and returns all rows, so sharded arguments are gathered first.
+        """
         called_by_user = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
         if self.distributed_tiles is not None or called_by_user or not vae.use_tiling:
             return call(vae, *args, **kwargs)
@@ -329,19 +338,19 @@ class _VaeRun:
             self.mode, self.distributed_tiles = mode, None
 
     def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of the encoder or the decoder: one tile, if tiles are distributed."""
+        """Run one call of the encoder or decoder. While tiles are distributed, this is a tile, run by one rank."""
         if self.distributed_tiles is None:
             return call(part, *args, **kwargs)
         return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
     def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Empty the cache of frames. A tile begins whenever the VAE does so."""
+        """Run ``vae.clear_cache``, which empties its cache of frames and so marks the begin of the next tile."""
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
 
     def check(self, vae: Any, x: Tensor, generators: Sequence[torch.Generator]) -> None:
-        """Raise on every rank unless all ranks can run this call, with equal inputs and settings."""
+        """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks."""
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(

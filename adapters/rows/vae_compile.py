@@ -1,9 +1,8 @@
-"""Autoencoders that are sharded by rows, inside compiled functions: Dynamo sees one opaque call, and AOTAutograd traces
-into it.
+"""Make a row-sharded autoencoder usable inside compiled functions.
 
-Dynamo cannot trace tensors with tags, or size objects that hold the sizes on other ranks as well. AOTAutograd traces by
-running Python, so the sharding mode works as in eager code and leaves plain operators in the graph, with collectives in
-program order.
+For Dynamo it is one opaque call, because Dynamo cannot trace tensors with tags, or sizes that also carry the sizes on
+other ranks. AOTAutograd then traces into it by running its Python code, so the sharding mode works as in eager mode and
+leaves plain operators in the graph, with collectives in program order.
 """
 
 from __future__ import annotations
@@ -16,27 +15,31 @@ from torch.func import functional_call
 
 from para_core.torch_internals import nonstrict_trace
 
-# Placeholder for None, which nonstrict_trace does not accept as an argument.
+# Replaces None among the arguments, which nonstrict_trace does not accept.
 _NONE = "para_core: None"
 
 
 class _WithWeights(nn.Module):
-    """``compute`` as a module that owns the autoencoder, so that weights are inputs of the graph, not constants."""
+    """Module around ``compute`` that owns the autoencoder, so that its weights are graph inputs and no constants."""
 
     def __init__(self, vae: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__()
         self.vae, self.compute = vae, compute
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The view makes the sizes of the image concrete, because layouts are plain numbers.
+        # Viewing with int sizes makes the graph specific to this image size: layouts need plain numbers, not symbols.
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 
 def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``compute(image, *args, **kwargs)``, which reads weights of ``vae``, in a form for ``torch.compile``.
+    """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
     It is captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
     ``vae`` recompiles.
+
+    Args:
+        vae: The autoencoder whose weights ``compute`` reads.
+        compute: A function of an image and further arguments.
     """
     module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
