@@ -183,7 +183,8 @@ def attention_2d(
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Return ``out`` as ``[S, B, H, D_v + n]``, in which each vector of ``out`` is followed by the bytes of its lse.
 
-    The dtype is that of the query, ``inputs[0]``; or that of lse if any of ``inputs`` requires a gradient.
+    The dtype is that of the query, ``inputs[0]``; or that of lse if any of ``inputs`` requires a gradient. n is the
+    number of elements of this dtype that hold one lse, 1 or 2.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

@@ -59,8 +59,8 @@ class AttentionPlan:
     def is_local(self) -> bool:
         """Whether plain SDPA can compute attention after the Ulysses exchange.
 
-        This is so if there is one ring rank, so that all keys are on this rank, if no option selects keys, and, for a
-        causal call, if queries and keys are in the order of the sequence.
+        It can if there is only one ring rank (all keys are then on this rank) and no option selects keys. In a causal
+        call, queries and keys must also be in the order of the sequence.
         """
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False

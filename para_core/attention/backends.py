@@ -177,7 +177,7 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         )
         return result
     head_dim = query.shape[-1]
-    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads them, too.
+    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA also pads the head dim.
         query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out[..., :head_dim] if head_dim % 8 else out, lse
@@ -278,7 +278,7 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 
 
 def _lying_like(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the dtype and strides of ``query``, which cuDNN's forward gives its result.
+    """Return ``x`` with the dtype and strides of ``query``. cuDNN's forward returns ``out`` with the same strides.
 
     cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
     and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read wrongly.

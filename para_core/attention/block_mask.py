@@ -78,7 +78,7 @@ class BlockMask:
         return [(first, last - first) for first, last in itertools.pairwise(edges)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
-        """Whether any query of these runs of positions sees any key of these runs of positions."""
+        """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""
         held = 0
         for first, last in _blocks(keys, self.key_block):
             held |= (1 << (last + 1)) - (1 << first)

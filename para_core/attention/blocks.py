@@ -154,7 +154,7 @@ class BlockAttention:
 
 
 def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | None]:
-    """Split ``mask`` by rows into one part for each piece of the queries; None for each piece if it is None."""
+    """Split ``mask`` by rows into one part for each piece of the queries. If it is None, so is each part."""
     return [None] * len(tiling.pieces) if mask is None else tiling.split(mask)
 
 

@@ -262,7 +262,7 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the masks of all ranks are key masks: with equal rows, over the rank's own keys, and hiding some key.
+    """Whether the masks are key masks: each has equal rows and covers its rank's own keys, and one hides a key.
 
     Masks that hide nothing may instead be parts of a larger mask that was cut along both dims.
     """

@@ -40,7 +40,7 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
 
 
 def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Raise ``ValueError`` or log a warning if all ranks have the same digest, so that all hold the same tokens.
+    """Raise ``ValueError`` or log a warning if equal digests show that all ranks hold the same tokens.
 
     A causal call raises, because its result would be wrong. Any other call is correct but wasteful, and only warns.
     """

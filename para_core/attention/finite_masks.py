@@ -39,7 +39,7 @@ class FiniteMaskedRows:
 
     @staticmethod
     def of(mask: Tensor | None) -> FiniteMaskedRows | None:
-        """Return the corrected form of a mask over all keys; None if it is None or bool, or has one column."""
+        """Return the corrected form of a mask over all keys; None if ``mask`` is None or bool, or has one column."""
         if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
             return None
         highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)
@@ -74,8 +74,8 @@ class FiniteMaskedRows:
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in absorbed rows.
 
-        In an absorbed row with N visible keys each weight is 1 / N. But the scores there equal the mask, so with its
-        maximum as lse exp(scores - lse) is 1. The factor 1 / N is therefore moved into ``grad_out``.
+        In an absorbed row with N visible keys each weight is 1 / N. The scores of these keys equal the row's maximum.
+        If the returned lse is this maximum, exp(scores - lse) is 1, and the factor 1 / N is moved into ``grad_out``.
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)

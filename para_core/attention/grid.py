@@ -84,9 +84,7 @@ class GridPlan:
 
     @cached_property
     def row_tiling(self) -> Tiling:
-        """The tiling of the other queries of the row: step 0 is this rank's sharded keys, step 1 the other ones of its
-        column.
-        """
+        """The tiling of the row's other queries: step 0 is this rank's sharded keys, step 1 the column's other ones."""
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 

@@ -37,7 +37,7 @@ class WireFormat(Protocol):
 
 
 def wire_format(comm_dtype: torch.dtype | None) -> WireFormat | None:
-    """Return the format that rounds to ``comm_dtype``. None, for tensors that are sent unchanged, returns None."""
+    """Return the format that rounds to ``comm_dtype``; None if it is None, so that tensors are sent unchanged."""
     if comm_dtype is None:
         return None
     wire: WireFormat = import_module(f"{_APPROXIMATE}.wire").RoundedWire(comm_dtype)

@@ -73,7 +73,7 @@ class MeshAttention:
     Args:
         mesh: The ranks that share the sequence.
         layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
-            layout)``. Its results are cached until :meth:`under` is called with another state.
+            layout)``. Its results are cached separately for each state; see :meth:`under`.
         options: The options of all calls.
         assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may then hang or
             abort the other ranks.
@@ -121,7 +121,7 @@ class MeshAttention:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.
         """
         compiling = torch.compiler.is_compiling()
-        # This repeats a test of refuse_transforms() to save a function call, because it is hardly ever true.
+        # Test here whether refuse_transforms() could raise, which is rare, to save the time of a function call.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
             refuse_transforms()
         call = _normalized(call)

@@ -16,9 +16,9 @@ from para_core.distributed.layout import Run
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """The slices of this rank's tensor ``[B, H, S, D]`` that each peer receives or, for a result, sends.
+    """The slice of a tensor ``[B, H, S, D]`` of this rank that each peer receives or, if it is a result, sends.
 
-    ``tokens[i]`` and ``heads[i]`` are the runs ``(start, count)`` of tokens and heads of peer i.
+    The slice of peer i consists of the tokens ``tokens[i]`` and the heads ``heads[i]``, both runs ``(start, count)``.
     """
 
     tokens: tuple[Run, ...]

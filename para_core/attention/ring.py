@@ -48,9 +48,9 @@ class Packing:
     """The format in which a ring rank sends its keys and values: one flat buffer.
 
     Args:
-        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]``. All sizes but S, which may be any, are used.
+        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]``. Only B, H, D, D_v and the dtype are used.
         lengths: Number of tokens that each ring rank sends.
-        wire: The format that rounds them (not exact); None to send them unchanged.
+        wire: The format that rounds keys and values (not exact); None to send them unchanged.
     """
 
     def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: WireFormat | None = None) -> None:

@@ -1,8 +1,7 @@
 """Handle attention calls in which a rank holds a single token.
 
-Such calls are ambiguous: a mask dim of size 1 may belong to this token or be broadcast to all tokens, and a causal
-    model
-may pass ``is_causal=False``.
+Such calls are ambiguous. A mask dim of size 1 may belong to this token or be broadcast to all tokens, and a causal
+model may pass ``is_causal=False``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def read_single_tokens(
 ) -> tuple[Tensor | None, MaskExtents]:
     """Return ``mask`` and its extents, with dims of size 1 read as this rank's token if no rank holds more than one.
 
-    The result is the same if such a dim is in fact broadcast, because all ranks then have the same row or column.
+    This is also correct if such a dim is in fact broadcast, because all ranks then have the same row or column.
 
     Args:
         mask: The mask of this rank, or None.

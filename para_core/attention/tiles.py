@@ -218,8 +218,8 @@ class Tiling:
 
     Args:
         query_runs: The positions of the queries, as runs ``(start, length)`` in the order of the tensor.
-        key_runs: For each step, the positions of the keys that the rank has then, in the same form. The rank's own keys
-            are step 0.
+        key_runs: For each step, the positions of the keys that the rank has at this step, in the same form. At step 0
+            these are its own keys.
         is_causal: Whether query i sees only keys 0 … i.
         visible: The block mask; None if there is none.
     """

@@ -133,7 +133,7 @@ class SlicedAllToAll:
         tokens = side[0].tokens
         in_a_row = all(sum(run) == following[0] for run, following in pairwise(tokens))
         if self.one_table and in_a_row and all(run == slices.heads[0] for slices in side for run in slices.heads):
-            # Treat all peers as one: their tokens are consecutive in the tensor as well as in the buffer.
+            # Treat all peers as one, because their tokens are consecutive in the tensor as well as in the buffer.
             whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
             return (UniformPeers(1, tuple([run for slices in side for run in (whole, (*slices.heads[0], 0))])),)
         return group_uniform_peers([runs for slices in side for runs in (slices.tokens, slices.heads)])

@@ -80,7 +80,7 @@ class Heads:
         )
 
     def cut(self, chunks: int) -> list[Heads]:
-        """Split each rank's heads into ``chunks`` parts, and return one value per part."""
+        """Split each rank's heads into ``chunks`` parts, and return one :class:`Heads` per part."""
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
     def is_grouped(self, rank: int) -> bool:

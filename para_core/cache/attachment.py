@@ -194,10 +194,10 @@ def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost
 
 
 def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
-    """Undo :func:`attach`. Hooks that another cache uses stay.
+    """Undo :func:`attach`. The hooks are only removed from the model if no other cache uses them.
 
     Args:
-        traced: Whether a graph was compiled with ``cache``. The hooks are then kept for the next cache.
+        traced: Whether a graph was compiled with ``cache``. The next cache of the model then gets the same hooks again.
     """
     installed = _hooks_of(roles[0][0])
     if installed is None:

@@ -217,7 +217,7 @@ class BlockCache:
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``; create it if needed. Of more than 8, the oldest is dropped."""
+        """Return the state of ``branch``; create it if needed. At most 8 are kept: the oldest one is dropped."""
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
         for oldest in list(self.states)[:-MOST_BRANCHES]:

@@ -185,7 +185,7 @@ class DecisionInput:
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return the difference between each sample of the call and its earlier value ``first``, by the rule.
+        """Return the difference between each sample of the call and its value in ``first``, measured by the rule.
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """

@@ -121,9 +121,9 @@ class CacheOptions:
     They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and :func:`apply_cache`.
 
     Args:
-        residual_diff_threshold (`float`): Skip a step if its first-block residual r differs from r₀, that of the last
-            computed step, by less than this: mean|r - r₀| / mean|r₀|. Larger values are faster and deviate more from
-            the original result; 0 computes every step.
+        residual_diff_threshold (`float`): Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the
+            first-block residual of the step and r₀ that of the last computed step. Larger values are faster and deviate
+            more from the original result; 0 computes every step.
         warmup_steps (`int`, defaults to `0`): Number of steps at the start of each CFG branch that are computed. The
             first step is always computed.
         max_consecutive_hits (`int`, *optional*): Number of steps skipped in a row after which a step is computed.

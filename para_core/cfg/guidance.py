@@ -155,7 +155,7 @@ class Guidance:
             self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)`` with deferred tensors. Some ranks compute it.
+        """Return the output of ``compute(*args, **kwargs)`` with deferred tensors. Only some of the ranks compute it.
 
         Calls whose arguments have equal shapes, dtypes, devices, bools and strings must return outputs of the same
         form.

@@ -332,7 +332,7 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
     gathered = x.new_empty(dim.size * x.numel())
     _all_gather_into(gathered, x, group=group)
     if group is not dim.group:
-        # torch sorts the ranks of a new group. Restore the order of dim.group, which may be another.
+        # torch sorts the ranks of a new group. Restore the order of the ranks in dim.group, which may differ.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered

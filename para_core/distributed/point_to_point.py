@@ -191,9 +191,9 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number in the description of the newest communicator of ``edge`` in this process; 0 without one.
+        """Return the number of the newest communicator of ``edge`` in this process; 0 if there is none.
 
-        Other Links may have created it.
+        The descriptions of communicators contain numbers. Other ``Links`` may have created the communicator.
         """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]

@@ -193,8 +193,9 @@ def flash_attention(
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
-        # Gradients are disabled although an input requires one: the call is inside an autograd.Function. Its backward
-        # will pass the lse to the backward operator, so the lse carries the autograd graph there.
+        # The call is inside the autograd.Function of FlashAttention, because gradients are disabled although an input
+        # requires one. The backward of this function passes the lse to the backward operator, so attach the graph to
+        # the lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
@@ -203,7 +204,7 @@ def flash_attention(
     shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
     rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
     if "dropout_p" in arguments and rest:
-        # The RNG state of the dropout.
+        # The last output of the operator is the RNG state of dropout.
         rest[-1] = torch.empty(2, dtype=torch.int64, device=query.device)
     if compiling:
         return (out, query.new_full(shape, torch.nan, dtype=torch.float32), *rest)
@@ -303,7 +304,7 @@ _VALUES = WeakTensorKeyDictionary()
 
 
 def _values(offsets: Any) -> list[int]:
-    if offsets.is_inference():  # Without a version counter, cached values could be stale.
+    if offsets.is_inference():  # An inference tensor has no version counter, so cached values could be stale.
         return list(offsets.tolist())
     version, values = _VALUES.get(offsets, (None, []))
     if version != version_of(offsets):

@@ -54,7 +54,7 @@ class _CountedSwitch:
                 torch.backends.mha.set_fastpath_enabled(self._was_on)
 
     def _drop_stale(self, own: _Holder) -> None:
-        """Remove the holders of traces that Dynamo has aborted.
+        """Remove the holders (callers of :meth:`disable`) that belong to traces that Dynamo has aborted.
 
         If Dynamo stops a trace, because of an error or to restart it, the trace never calls :meth:`restore`. Dynamo
         traces in one thread at a time. During a trace, the holders of all other traces are therefore stale; in eager

@@ -8,9 +8,9 @@ totals. If the candidate that fits on this rank conflicts with another one, that
 so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths on every rank
 differ only in their order, which matters for a mask and for ``is_causal``.
 
-**Cost.** For each k, one integer stores as bits which sums the first k lengths can have; one shift per length computes
-it. The search then only follows choices that sum to the wanted length, with n steps for each of them. Every rank
-compares all these choices; usually there is only one.
+**Cost.** For each k, an integer stores as bits which sums the first k lengths can have. It is computed with one shift.
+The search then only follows choices that have the wanted sum, with n steps for each choice. All these choices are
+compared on every rank; usually there is only one.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class LayoutMode(ShardingMode):
             self._note_state()
 
     def set_layout(self, layout: SequenceLayout) -> None:
-        """Use ``layout`` for the queries and keys of all later attention calls; unlike :meth:`using`, not a context.
+        """Use ``layout`` for the queries and keys of all later attention calls under this mode.
 
         Args:
             layout (:class:`SequenceLayout`): The layout of the queries and keys.

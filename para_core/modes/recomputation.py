@@ -28,7 +28,7 @@ from para_core.torch_internals import (
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
-# A function that wraps a function, so that it runs under a mode with the mode's current layouts.
+# A function that takes a function and returns a wrapper, which runs it under a mode with the mode's current layouts.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
