@@ -69,8 +69,9 @@ class AttnOptions:
             computed. Has no effect on calls that require a gradient.
         rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour
             (``"alltoall"``), gathered at once (``"allgather"``), or in a grid of ranks (``"2d"``). The backward of
-            ``"allgather"`` passes them on too. With ``block_mask`` or ``kept_keys`` ranks send only the keys that other
-            ranks need, as with ``"alltoall"``.
+            ``"allgather"`` passes them on too. With ``block_mask`` each rank instead sends its keys directly to the
+            ranks that see any of them. With ``kept_keys`` only kept keys are passed on, except in the cases that
+            :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
         comm_dtype: The dtype to which tensors are rounded for sending, in calls that require no gradient (not exact);
             None to send them unchanged.
         block_mask: Which blocks of queries see which blocks of keys; None if every query sees every key.

@@ -58,7 +58,8 @@ class SparseKVAttnMode(UnifiedAttnMode):
     3. Keep the ``ceil(share * S_k)`` keys with the highest scores. Among equal scores, earlier keys come first.
 
     The result equals the result on one device with all other keys masked out, on any mesh. A ring sends only the kept
-    keys and values.
+    keys and values, unless the call requires a gradient, is causal, has a mask with a row per query, or has fewer key
+    heads than query heads.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): See :class:`UnifiedAttnMode`.
