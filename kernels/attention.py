@@ -1,6 +1,6 @@
-"""Attention forward in Triton, from scratch or continued from a partial result, for sm_80 and later.
+"""Attention forward in Triton for sm_80 and later, which can continue a partial result: the operator and its launch.
 
-This module defines the operator and launches the kernel of :mod:`para_core.kernels.attention_kernel`.
+The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
-# Like all operators of para_core (see para_core.distributed.collectives.define_operator), it ends a CUDA graph.
+# This tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
+# para_core.distributed.collectives.define_operator).
 TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(f"triton_attention{SCHEMA}", tags=TAGS)
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# How the kernel reads a mask: as bytes, as bits, or else as numbers that are added.
+# The MASK constant of the kernel, by dtype of the mask. Any other dtype is "float": numbers that are added to scores.
 _KINDS = {torch.uint8: "bool", torch.int32: "bits"}
 
 
@@ -57,7 +58,7 @@ def attention(
     """Compute :func:`para_core.kernels.attention_reference.attention` in one launch, without a gradient.
 
     The dtypes are float16, bfloat16 and float32, head dims at most 256. A tensor is copied only if the stride of its
-    last dim is not 1. The backward of PyTorch's own kernels accepts ``out`` and ``lse``.
+    last dim is not 1. ``out`` and ``lse`` can be passed to the backward of PyTorch's own attention kernels.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
@@ -80,7 +81,7 @@ def attention(
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise TypeError or ValueError if the kernel does not support these dtypes or shapes."""
+    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 "
@@ -106,14 +107,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Non
 
 
 def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse``."""
+    """Allocate ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, float32."""
     batch, heads, num_queries, _ = query.shape
     out = query.new_empty(batch, num_queries, heads, value.shape[-1], dtype=out_dtype).transpose(1, 2)
     return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
 
 
 def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Allocate the outputs of an operator of :data:`SCHEMA`, whose last argument is the dtype of ``out``."""
+    """Return fake outputs of an operator of :data:`SCHEMA`, for tracing. The last argument is the dtype of ``out``."""
     return empty_outputs(query, value, rest[-1])
 
 
@@ -159,9 +160,12 @@ def launch(
     lse: Tensor,
     rounded: RoundedKeys | None = None,
 ) -> None:
-    """Launch the portable kernel with the block sizes of ``config``.
+    """Launch the portable kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
-    With ``rounded``, these keys replace ``key``, and queries are rounded to 8 bits as well.
+    Args:
+        shift: ``query_offset - key_offset``.
+        rounded: Keys in 8 bits, which replace ``key``; the kernel then rounds queries as well. None for exact
+            attention.
     """
     batch, heads, num_queries, head_dim = query.shape
     if out.numel() == 0 and lse.numel() == 0:
@@ -175,7 +179,7 @@ def launch(
     if out_so_far is not None and lse_so_far is not None:
         out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
         lse_so_far = lse_so_far.contiguous()
-    # A matrix product of 8-bit integers needs at least 32 dims.
+    # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
     d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
     v, v_rest = blocks_of_values(value.shape[-1], config)
     strided = (query, key, value, out if out_so_far is None else out_so_far, out)
@@ -201,12 +205,12 @@ def launch(
 
 
 def _steps(x: Tensor) -> list[int]:
-    """Return the strides, with 0 for dims of size 1, whose stride is arbitrary."""
+    """Return the strides of ``x``, with 0 for dims of size 1, whose stride has no meaning."""
     return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
 
 
 def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a head dim into one or two powers of 2 of at least ``least``. The second is smaller than the first, or 0.
+    """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0 for none.
 
     >>> [blocks_of(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
@@ -223,10 +227,10 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
 
 
 def unit_of(steps: Iterable[int]) -> int:
-    """Return the largest common divisor of all strides, at most 8; 1 if it is 16, which Triton recognizes itself.
+    """Return the largest common divisor of all strides, at most 8; or 1 if all are multiples of 16.
 
-    Triton recognizes strides that are multiples of 16. A stride of 72 is a multiple of 8 elements, which are 16 bytes,
-    but without being told Triton would load element by element.
+    Triton loads 16 bytes at once only if it knows that strides are multiples of 16. It detects multiples of 16 itself.
+    Of strides such as 72 it must be told that they are multiples of 8, or it would load element by element.
 
     >>> [unit_of([24 * dim, dim]) for dim in (64, 72, 36, 25)]
     [1, 8, 4, 1]
@@ -236,12 +240,12 @@ def unit_of(steps: Iterable[int]) -> int:
 
 
 def blocks_of_values(dim: int, config: Config) -> tuple[int, int]:
-    """Split the value's head dim by :func:`blocks_of`, or into two halves if ``config`` requires it."""
+    """Split the value's head dim by :func:`blocks_of`, or into two halves if ``config.split_values`` requires it."""
     first, rest = blocks_of(dim)
     return (first // 2, first // 2) if config.split_values and first > config.block_m and rest == 0 else (first, rest)
 
 
 torch.library.register_fake("para_core::triton_attention", fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention", _launch, "CUDA")
-# For Triton's interpreter.
+# On CPU tensors the kernel runs in Triton's interpreter.
 LIBRARY.impl("triton_attention", _launch, "CPU")

@@ -18,9 +18,10 @@ Length = Literal["long", "short"]
 LENGTHS: tuple[Length, ...] = ("long", "short")
 Tier = Literal["portable", "hopper"]
 Mask = Literal["none", "bytes", "bits"]
-# Sequences of up to this many queries are "short": their smaller tiles give enough programs for all multiprocessors.
+# Sequences of up to this number of queries are "short": smaller tiles then give enough programs for all
+# multiprocessors.
 SHORT = 1024
-# Tuned head dims. Another head dim uses the row of the next larger one.
+# Head dims that have a row in the table. Another head dim uses the row of the next larger one.
 HEAD_DIMS = (64, 96, 128, 256)
 ARCHS = (80, 86, 89, 90, 100)
 
@@ -30,16 +31,18 @@ class Config:
     """Launch options of the attention kernel.
 
     Args:
-        block_m (`int`): Queries of a program.
-        block_n (`int`): Keys of a tile.
-        num_warps (`int`): Warps of a program.
-        num_stages (`int`): Tiles of keys and values in shared memory; all but one of them are being loaded.
-        resident (`int`): Programs that fit in a multiprocessor at once by registers and shared memory. Tests check it.
-        spills (`int`): Largest number of bytes per thread that may spill. Tests check it.
-        specialized (`bool`): Hopper tier: warps have different roles.
-        split_values (`bool`): Values with more dims than ``block_m`` are two blocks. On GPUs with ``mma.sync`` (8.x)
-            Triton splits a product that is wider than high by columns instead of rows over warps: each warp then
-            computes every row's softmax, and its part of q·kᵀ may be smaller than one instruction.
+        block_m (`int`): Number of queries per program.
+        block_n (`int`): Number of keys per tile.
+        num_warps (`int`): Number of warps per program.
+        num_stages (`int`): Number of tiles of keys and values in shared memory. All but one of them are being loaded.
+        resident (`int`): Minimum number of programs that fit in a multiprocessor at once, by registers and shared
+            memory. Only tests use it.
+        spills (`int`): Maximum number of bytes per thread that may spill from registers. Only tests use it.
+        specialized (`bool`): For the Hopper kernel: whether warps have different roles.
+        split_values (`bool`): Whether values with more dims than ``block_m`` are computed in two blocks. Used on GPUs
+            with ``mma.sync`` (8.x): there Triton splits a product that is wider than high over warps by columns and not
+            by rows, so each warp would compute the softmax of every row, and its part of q·kᵀ may be smaller than one
+            instruction.
     """
 
     block_m: int
@@ -60,8 +63,9 @@ class ConfigKey:
         arch (`int`): Compute capability, such as 90 for 9.0; one of ``ARCHS``.
         head_dim (`int`): One of ``HEAD_DIMS``.
         is_causal (`bool`): Whether attention is causal.
-        length (`"long"` or `"short"`): Length of the sequence.
-        tier (`"portable"` or `"hopper"`): Kernel; ``"hopper"`` is :mod:`para_core.kernels.attention_hopper`.
+        length (`"long"` or `"short"`): Whether the call has more than ``SHORT`` queries.
+        tier (`"portable"` or `"hopper"`): Which kernel: :mod:`para_core.kernels.attention`, or
+            :mod:`para_core.kernels.attention_hopper`.
     """
 
     arch: int
@@ -75,9 +79,9 @@ class ConfigKey:
         return f"sm_{self.arch} D={self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}{tier}"
 
 
-# By (arch, head dim), for long and for short sequences. Not measured on a device: these are the largest tiles that the
-# compiler puts into registers without spilling (in causal calls, and in continued ones, which need the most), with as
-# many stages as fit in shared memory.
+# By (arch, head dim): block sizes for long and for short sequences. They were not measured on a device. They are the
+# largest tiles that the compiler keeps in registers without spilling (in causal calls, and in calls that continue a
+# partial result, which need the most registers), with as many stages as fit in shared memory.
 _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (80, 64): (Config(128, 64, 4, 3, resident=2), Config(64, 64, 4, 3, resident=2)),
     (80, 96): (Config(128, 64, 8, 3), Config(64, 64, 4, 3, resident=2)),
@@ -96,7 +100,7 @@ _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
     (100, 128): (Config(128, 128, 8, 3), Config(64, 64, 4, 3)),
     (100, 256): (Config(128, 64, 8, 2, spills=368), Config(64, 32, 4, 2, spills=136)),
 }
-# Ada has the shared memory and the instructions of Ampere's GeForce cards.
+# Ada (89) uses the rows of 86, because it has the same shared memory and instructions.
 _ROW_OF = {arch: 86 if arch == 89 else arch for arch in ARCHS}
 TABLE: Mapping[ConfigKey, Config] = {
     ConfigKey(arch, head_dim, is_causal, length): replace(
@@ -107,28 +111,29 @@ TABLE: Mapping[ConfigKey, Config] = {
     for is_causal in (False, True)
     for length in LENGTHS
 }
-# Candidates of the Hopper tier on sm_90 by head dim. They are used only if ``tune --hopper`` kept them. None spills.
-# The compiler turns 4 specialized warps into 12; next to accumulators of 128 × 256 their shared memory does not fit.
+# Candidates of the Hopper kernel on sm_90, by head dim. They are used only if ``tune --hopper`` kept them. None spills
+# registers. Head dim 256 has no specialized one: the compiler turns 4 specialized warps into 12, and next to
+# accumulators of 128 × 256 their shared memory does not fit.
 HOPPER: Mapping[int, tuple[Config, ...]] = {
     64: (Config(128, 128, 8, 3), Config(128, 128, 4, 3, specialized=True)),
     128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
     256: (Config(128, 64, 8, 2),),
 }
-# No tensor core computes exact float32, so these products take registers, and few warps would spill tens of KB. For
-# head dims up to 128, and above.
+# For float32, with head dims up to 128, and above. Tensor cores do not compute exact float32, so these products take
+# many registers; few warps would spill tens of KB.
 FLOAT32 = (Config(32, 32, 8, 1, spills=256), Config(32, 32, 16, 1))
-# The smallest tiles, for the small tensors of tests in Triton's interpreter.
+# The smallest tiles, for the small tensors that tests pass to Triton's interpreter.
 INTERPRETED = Config(16, 16, 4, 1)
 
 
 def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0) -> Config:
-    """Return the block sizes for tensors like these, from this machine's tuning or from the table.
+    """Return the block sizes for a call with these tensors, from this machine's tuning or else from the table.
 
     Args:
         query, value (`Tensor`): Inputs of the call.
         is_causal (`bool`): Whether attention is causal.
-        mask (`Tensor`, *optional*): The mask.
-        ranges (`int`, defaults to `0`): Number of key ranges of a sample.
+        mask (`Tensor`, *optional*): The mask of the call.
+        ranges (`int`, defaults to `0`): Number of key ranges per sample; 0 without ranges.
     """
     of_bits = mask is not None and mask.dtype == torch.int32
     if not query.is_cuda:
@@ -145,19 +150,20 @@ def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | 
 def config_for_int8(
     query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0
 ) -> Config:
-    """Return the block sizes for keys of 8 bits; for the arguments see :func:`config_for`."""
+    """Return the block sizes for attention with keys in 8 bits. The arguments are those of :func:`config_for`."""
     config = config_for(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     return in_int8(config, max(query.shape[-1], value.shape[-1])) if query.is_cuda else config
 
 
 @lru_cache
 def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 0) -> Config:
-    """Return ``config`` with fewer keys per tile, as registers for masks and ranges require.
+    """Return ``config`` with fewer keys per tile, because masks and ranges need registers too.
 
     Args:
         config (`Config`): Block sizes without mask and ranges.
         head_dim (`int`): One of ``HEAD_DIMS``.
-        mask (`str`): Kind of a mask that has a row per query. ``"bytes"`` includes numbers of up to 4 bytes.
+        mask (`str`): Kind of a mask that has a row per query: ``"bits"``, or ``"bytes"``, which also stands for float
+            masks. ``"none"`` includes masks that are equal for all queries.
         ranges (`int`): Number of key ranges. One range needs comparisons; several need a loop around the loop over
             tiles, for which the compiler finds fewer registers.
     """
@@ -166,16 +172,17 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
         largest = 32 if head_dim > 128 and not few else 64
         spills = 0 if few else 224 if head_dim <= 128 else 1280
         config = replace(config, block_n=min(config.block_n, largest), spills=max(config.spills, spills))
-    # With fewer queries per warp fewer registers are needed. Its instructions multiply 16.
+    # Use more warps: with fewer queries, each warp needs fewer registers. 16 is the fewest that its matrix instructions
+    # take.
     warps = max(config.num_warps, config.block_m // 16)
     if mask == "bits":
-        # Bits need a few registers, and almost no shared memory.
+        # A mask of bits needs few registers and almost no shared memory.
         block_n = min(config.block_n, 32 if head_dim > 128 or config.block_m < 128 else 64)
         spills = max(config.spills, 8 if head_dim <= 128 else 288)
         config = replace(config, block_n=block_n, num_warps=warps, resident=1, spills=spills)
     elif mask == "bytes":
-        # If a row may begin at any byte, or a tile at any key, bytes are loaded one by one, and scores exist in two
-        # layouts.
+        # Rows may begin at any byte and tiles at any key, so a mask of bytes is loaded byte by byte, and the scores
+        # exist in two register layouts at once.
         spills = {64: 0, 96: 96, 128: 384, 256: 768}[head_dim] + (512 if ranges > 1 else 0)
         block_n = 16 if head_dim > 128 else 32
         config = replace(config, block_n=block_n, num_warps=warps, num_stages=2, resident=1, spills=spills)
@@ -198,7 +205,7 @@ def _on_device(index: int, head_dim: int, is_causal: bool, length: Length) -> Co
 
 
 def hopper_config_for(query: Tensor, *, is_causal: bool) -> Config | None:
-    """Return the block sizes of the Hopper tier if ``tune --hopper`` found it faster on this machine, else None."""
+    """Return the block sizes of the Hopper kernel if ``tune --hopper`` found it faster on this machine, else None."""
     if not query.is_cuda or query.shape[-1] not in HOPPER:
         return None
     length: Length = "short" if query.shape[2] <= SHORT else "long"
@@ -215,7 +222,7 @@ def _tuned_hopper(index: int, head_dim: int, is_causal: bool, length: Length) ->
 def row_of(major: int, minor: int) -> int:
     """Return the table's ``arch`` for a compute capability.
 
-    GeForce's Blackwell (12.x) has the shared memory and the instructions of Ada.
+    GeForce Blackwell (12.x) uses the rows of Ada (89), because it has the same shared memory and instructions.
 
     >>> [row_of(8, 0), row_of(8, 7), row_of(9, 0), row_of(10, 3), row_of(12, 0)]
     [80, 86, 90, 100, 89]
@@ -251,7 +258,7 @@ def cache_file() -> Path:
 
 
 def tuned(device_name: str) -> dict[ConfigKey, Config]:
-    """Return the block sizes tuned for a device name with this version of Triton. Empty without a readable file."""
+    """Return the block sizes tuned for this device name and version of Triton; empty without a readable file."""
     return dict(_read(cache_file(), device_name))
 
 
@@ -261,12 +268,12 @@ def _read(path: Path, device_name: str) -> Iterator[tuple[ConfigKey, Config]]:
         for row in rows:
             yield ConfigKey(**row["case"]), Config(**row["config"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        # The file is from another version or incomplete: use the table.
+        # The file is incomplete or from another version of para_core, so ignore it and use the table.
         return
 
 
 def keep(device_name: str, tuning: Mapping[ConfigKey, Config | None]) -> Path:
-    """Write tuned block sizes for a device name, and return the path. None removes the entry of a case."""
+    """Write tuned block sizes for a device name to the cache file, and return its path. None removes a case's entry."""
     path = cache_file()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

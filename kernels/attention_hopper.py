@@ -1,13 +1,13 @@
 """Attention forward on Hopper (sm_90), with tiles loaded by the copy engine (TMA).
 
 **It has not run on a device**, so it is never used by default: ``python -m para_core.kernels.tune --hopper`` tries it
-on the user's GPU, and keeps it if it computes the same as the portable kernel (:mod:`para_core.kernels.attention`), and
-faster. It supports the calls that matter for long sequences: 16 bits, head dims 64, 128 and 256, no mask, at most one
-key range per sample, causal or not, from scratch or continued.
+on the user's GPU, and keeps it if it gives the same results as the portable kernel (:mod:`para_core.kernels.attention`)
+and is faster. It supports the calls that matter for long sequences: 16-bit dtypes, head dims 64, 128 and 256, no mask,
+at most one key range per sample, causal or not, from scratch or continuing a partial result.
 
-- The kernel describes its head's queries, keys and values to the copy engine. One thread requests a tile: no thread
-  computes addresses, and loads in flight take no registers. Rows after the last visible key are read as zeros.
-- SPECIALIZED: some warps request tiles, and two groups of four other warps compute, each for half of the queries.
+- The kernel describes its head's queries, keys and values to the copy engine. One thread requests a tile, so no other
+  thread computes addresses, and loads in flight take no registers. Rows after the last visible key are read as zeros.
+- With SPECIALIZED, some warps request tiles, and two groups of four other warps compute, each for half of the queries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from para_core.kernels.attention_configs import HOPPER, Config
 from para_core.kernels.attention_kernel import LN_2, LOG2_E
 
 DTYPES = (torch.float16, torch.bfloat16)
-# The copy engine requires addresses and row strides that are multiples of this number of bytes.
+# The copy engine requires that addresses and row strides are multiples of this number of bytes.
 _ALIGNED = 16
 
 
@@ -34,7 +34,10 @@ def _tiles(
     acc, total, peak, q, keys, values, rows, first, last, shift, score_scale,
     CAUSAL: tl.constexpr, COMPARED: tl.constexpr, BLOCK_N: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: a tile may have keys that some queries may not see."""
+    """Add keys ``first`` … ``last - 1`` to the sums, and return the sums.
+
+    COMPARED: whether a tile may contain keys that some queries must not see, so that positions are compared.
+    """
     columns = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, warp_specialize=SPECIALIZED):
         scores = tl.dot(q, tl.trans(keys.load([start, 0])))
@@ -44,7 +47,7 @@ def _tiles(
                 visible = visible & ((start + columns)[None, :] <= rows[:, None] + shift)
             scores = tl.where(visible, scores * score_scale, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # For a row without a visible key so far, -inf minus -inf would be NaN.
+            # If a row has seen no key yet, -inf minus -inf would be NaN, so use 0 as its origin.
             origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - origin[:, None])
             shrink = tl.exp2(peak - origin)
@@ -72,7 +75,7 @@ def attention_hopper_kernel(
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     if CAUSAL:
-        # Programs with the most keys start first, so that short ones fill the end.
+        # Programs with the most keys start first, so that short programs fill the gaps at the end.
         tile = num_tiles - 1 - tile
     head = tl.program_id(0) // num_tiles
     sample = (head // HEADS).to(tl.int64)
@@ -91,8 +94,8 @@ def attention_hopper_kernel(
     q = queries.load([start_m, 0])
     k_head = key + sample * step_kb + head // GROUP * step_kh
     v_head = value + sample * step_vb + head // GROUP * step_vh
-    # A tensor without rows cannot be described. Rows after the last one are not read: they may hold inf, and 0 · inf is
-    # NaN.
+    # At least 1 row, because a tensor without rows cannot be described. Rows after the last one must not be read: they
+    # may hold inf, and 0 · inf is NaN.
     num_rows = tl.maximum(last, 1)
     keys = tl.make_tensor_descriptor(k_head, [num_rows, D], [step_k, 1], [BLOCK_N, D])
     values = tl.make_tensor_descriptor(v_head, [num_rows, D], [step_v, 1], [BLOCK_N, D])
@@ -119,14 +122,14 @@ def attention_hopper_kernel(
         plain = first
         if not SPECIALIZED:
             plain += tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
-    # The compiler specializes warps only in a kernel with one loop (Triton 3.6 and 3.9 fail with two).
+    # The compiler can specialize warps only in a kernel with a single loop (Triton 3.6 and 3.9 fail with two).
     for COMPARED in tl.static_range(1 if SPECIALIZED and not ALL_SEEN else 0, 1 if ALL_SEEN else 2):
         acc, total, peak = _tiles(
             acc, total, peak, q, keys, values, rows, plain if COMPARED else first, last if COMPARED else plain, shift,
             score_scale, CAUSAL, COMPARED, BLOCK_N, SPECIALIZED,
         )  # fmt: skip
 
-    # A row without a key has sums of 0.
+    # Rows without a key have sums of 0; divide them by 1.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o
@@ -140,7 +143,7 @@ def attention_hopper_kernel(
 def takes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_ranges: Tensor | None, scale: float
 ) -> bool:
-    """Whether this kernel supports a call of the portable kernel."""
+    """Whether this kernel supports the call."""
     if mask is not None or scale < 0 or not (key_ranges is None or key_ranges.shape[1] == 1) or key.shape[2] == 0:
         return False
     if query.dtype not in DTYPES or query.shape[-1] not in HOPPER or value.shape[-1] != query.shape[-1]:
@@ -169,7 +172,7 @@ def launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Launch this kernel for a call that :func:`takes` accepts; for the arguments see :func:`attention.launch`."""
+    """Launch this kernel for a call that :func:`takes` accepts. The arguments are those of :func:`attention.launch`."""
     batch, heads, num_queries, head_dim = query.shape
     if lse.numel() == 0:
         return
@@ -190,11 +193,11 @@ def launch(
         SPECIALIZED=config.specialized, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     with torch.cuda.device_of(query):
-        # In a context of its own, so that the user's allocator, or the lack of one, stays as it is.
+        # Run in a copy of the context, so that the Triton allocator that the user may have set stays as it is.
         copy_context().run(_with_allocator, partial(query.new_empty, dtype=torch.int8), run)
 
 
 def _with_allocator(new_empty: Callable[[int], Tensor], run: Callable[[], object]) -> None:
-    """Run a kernel with memory for the descriptors that it writes for the copy engine."""
+    """Run a kernel launch with ``new_empty`` as Triton's allocator, for the descriptors of the copy engine."""
     triton.set_allocator(lambda size, alignment, stream: new_empty(size))
     run()

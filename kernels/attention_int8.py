@@ -1,10 +1,10 @@
-"""Attention with queries and keys of 8 bits in Triton, which approximates.
+"""Attention with 8-bit queries and keys in Triton, which is not exact.
 
-The contract is :mod:`para_core.kernels.attention_int8_reference`. Three launches: the mean of the keys, the rounding of
-the keys, and the kernel of exact attention, which rounds queries when it reads them, multiplies integers, and adds the
-mean back to lse. So masks, ranges, offsets and continuation work as in exact attention. Each token and head has its own
-scale, unlike the blocks of SageAttention (arXiv:2410.02367), so tiles need not be aligned to blocks. p·v is computed in
-16 bits.
+The reference is :mod:`para_core.kernels.attention_int8_reference`. There are three launches: the mean of the keys, the
+rounding of the keys, and the kernel of exact attention, which here rounds queries when it reads them, multiplies
+integers, and adds the mean back to lse. So masks, ranges, offsets and continuation work as in exact attention. Each
+token and head has its own scale, unlike SageAttention (arXiv:2410.02367), which has one per block of tokens, so tiles
+need not be aligned to blocks. The product of weights and values is computed in 16 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def round_keys_kernel(
     key, mean, rounded, scales, step_kb, step_kh, step_k, num_heads, num_keys, width,
     ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Round keys to 8 bits. ``mean``, ``rounded`` and ``scales`` are contiguous."""
+    """Subtract ``mean`` from the keys and round them to 8 bits. ``mean``, ``rounded`` and ``scales`` are contiguous."""
     blocks = tl.cdiv(num_keys, ROWS)
     of_head = (tl.program_id(0) // blocks).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -58,7 +58,7 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.attention_int8_reference.attention`, which approximates, without a gradient.
+    """Compute :func:`para_core.kernels.attention_int8_reference.attention`, without a gradient. Not exact.
 
     The dtypes are float16 and bfloat16, head dims at most 256.
 
@@ -87,7 +87,7 @@ def attention(
 
 
 def round_keys(key: Tensor) -> RoundedKeys:
-    """Round keys ``[B, H_kv, S_k, D]``, at least one, to 8 bits, after subtracting their mean."""
+    """Subtract the mean of ``key`` ``[B, H_kv, S_k, D]`` over its keys, at least one, and round it to 8 bits."""
     batch, heads, num_keys, width = key.shape
     key = key if key.stride(-1) == 1 else key.contiguous()
     rounded = RoundedKeys(
@@ -120,7 +120,7 @@ def _launch(
     ranges = 0 if key_ranges is None else key_ranges.shape[1]
     config = config_for_int8(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
-    # The mean of no keys does not exist.
+    # Without any key there is no mean, and nothing to round.
     rounded = round_keys(key) if key.numel() else None
     exact.launch(config, query, key, value, *rest, out=out, lse=lse, rounded=rounded)
     return out, lse
@@ -129,5 +129,5 @@ def _launch(
 LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}", tags=exact.TAGS)
 torch.library.register_fake("para_core::triton_attention_int8", exact.fake, lib=LIBRARY)
 LIBRARY.impl("triton_attention_int8", _launch, "CUDA")
-# For Triton's interpreter.
+# On CPU tensors the kernel runs in Triton's interpreter.
 LIBRARY.impl("triton_attention_int8", _launch, "CPU")

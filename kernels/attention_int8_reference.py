@@ -1,4 +1,4 @@
-"""Attention with queries and keys of 8 bits (arXiv:2410.02367), which approximates: the contract, in plain PyTorch."""
+"""Reference of attention with 8-bit queries and keys (arXiv:2410.02367) in plain PyTorch. It approximates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from para_core.kernels.attention_reference import attention as exact_attention
 from para_core.kernels.merge_reference import merge
 
-# A row whose elements are all smaller is rounded to 0.
+# Lower bound of a row's largest absolute value, so that the scale of a row of zeros is not 0.
 SMALLEST = 1e-30
 
 
@@ -27,19 +27,19 @@ def attention(
     out_dtype: torch.dtype | None = None,
     smooth: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.attention_reference.attention` with each query and key rounded to 255 steps.
+    """Compute :func:`para_core.kernels.attention_reference.attention` with queries and keys rounded to int8. Not exact.
 
-    First the mean of a head's keys is subtracted (*smoothing*): it adds the same number to all scores of a query, which
-    softmax ignores, and without it no channel is far from zero for all keys, which would leave few steps for the
-    others. ``lse`` is that of the scores with the mean, so results over other keys, with another mean, can be merged.
+    First the mean of each head's keys is subtracted (*smoothing*). That adds the same number to all scores of a query,
+    which softmax ignores. Without it, channels that are far from zero for all keys would take up most of the 8-bit
+    range. ``lse`` is that of the original scores, so results over different keys, with different means, can be merged.
 
     Args:
         query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
-            ones.
+        ones.
         smooth: Whether to subtract the mean.
 
     Returns:
-        ``out`` and ``lse`` as in exact attention. Weights and values are not rounded further.
+        ``out`` and ``lse`` as in exact attention. Weights and values are not rounded.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mean = key.mean(2, dtype=torch.float32) if smooth else key.new_zeros(key[:, :, 0].shape, dtype=torch.float32)
@@ -66,7 +66,7 @@ def attention(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round ``x`` ``[..., D]`` to int8. Also returns each row's float32 scale: its largest absolute value / 127.
+    """Round ``x`` ``[..., D]`` to int8. Returns it and the float32 scale of each row: its largest absolute value / 127.
 
     >>> round_rows(torch.tensor([[127.0, -63.4, 0.5]]))
     (tensor([[127, -63,   1]], dtype=torch.int8), tensor([1.]))

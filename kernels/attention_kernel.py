@@ -1,19 +1,19 @@
-"""Attention forward on the device, from scratch or continued; :mod:`para_core.kernels.attention` launches it.
+"""Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention` launches it.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online softmax
-(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are scaled by log2(e), so a weight is one ``ex2``
-instruction.
+(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are multiplied by log2(e), so that a weight takes one
+``ex2`` instruction.
 
-- Tiles that every query sees in full come first, without comparisons. Tiles at a causal diagonal, at the end of the
-  keys or of a range come last. Tiles that no query sees are not visited.
-- ``so_far`` is the start of the sums: its out is the accumulator, its lse the running maximum, and the sum of weights
-  is 1. So a ring step is one launch that reads and writes the float32 partial result once.
+- Tiles that every query sees completely come first and need no comparisons of positions. Tiles at a causal diagonal, at
+  the end of the keys or at the end of a range come last. Tiles that no query sees are not visited.
+- ``so_far`` initializes the sums: its out is the accumulator, its lse the running maximum, and the sum of weights is 1.
+  So a ring step is one launch that reads and writes the float32 partial result once.
 - Triton's blocks are powers of 2. Another head dim is split into two blocks (96 = 64 + 32), which costs a quarter less
   than one block of 128.
 - A bool mask is read as bytes, or as bits with 32 keys per word. A mask that is equal for all queries is read once per
   tile.
-- EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which approximates: keys are int8, queries are rounded here, and
-  the mean that was subtracted from the keys is added back to lse.
+- With EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which is not exact, keys are int8, queries are rounded
+  here, and the mean that was subtracted from the keys is added back to lse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from para_core.kernels.eight_bits import to_int8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# finfo.min times log2(e) would be -inf, and hide all keys of a row that has only such scores.
+# Lower bound of a float mask: finfo.min times log2(e) would be -inf, which would hide all keys of a row that has only
+# such values.
 _LOWEST = tl.constexpr(-2.0e38)
 
 
@@ -38,7 +39,10 @@ def _tiles(
     IN_RANGES: tl.constexpr, NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``first`` … ``last - 1`` to the sums. COMPARED: a tile may have keys that some queries may not see."""
+    """Add keys ``first`` … ``last - 1`` to the sums, and return the sums.
+
+    COMPARED: whether a tile may contain keys that some queries must not see, so that positions are compared.
+    """
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, D)
     value_dims = tl.arange(0, V)
@@ -52,9 +56,9 @@ def _tiles(
         if D_REST > 0:
             more = D + tl.arange(0, D_REST)
             k = _load(k_tile + more[None, :], inside[:, None], more[None, :] < D_END, COMPARED, D_END < D + D_REST)
-            # Triton 3.6 assumes a float32 result, also for integers, unless out_dtype is given.
+            # Pass out_dtype, because Triton 3.6 otherwise assumes a float32 result, also for integers.
             scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee", out_dtype=scores.dtype)
-        # With 8 bits, the scale of each row includes the scale of its query.
+        # With 8 bits, score_scale is per row, because it includes the scale of each query.
         scale_of_rows = score_scale
         if EIGHT_BITS:
             scores = scores.to(tl.float32) * _load(k_scales + keys, inside, inside, COMPARED, False)[None, :]
@@ -94,7 +98,7 @@ def _tiles(
                     visible = visible & (keys[None, :] <= rows[:, None] + shift)
                 scores = tl.where(visible, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
-            # For a row without a visible key so far, -inf minus -inf would be NaN.
+            # If a row has seen no key yet, -inf minus -inf would be NaN, so use 0 as its origin.
             origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - origin[:, None])
             shrink = tl.exp2(peak - origin)
@@ -113,7 +117,11 @@ def _tiles(
 
 @triton.jit
 def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
-    """Round rows to int8. Also returns the scale of their scores, and what ``mean`` would add to the scores."""
+    """Round queries to int8.
+
+    Returns the two blocks of rounded queries, the scale of each query's scores, and what ``mean``, which was subtracted
+    from the keys, would add to the scores.
+    """
     dims = tl.arange(0, D)
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
@@ -123,7 +131,7 @@ def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr
         x_rest = x_rest.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
         lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
-    # Integers cannot be NaN: a row that is not finite makes ``lost`` NaN, and so its scale.
+    # An integer cannot be NaN. If a row is not finite, ``lost`` is NaN, so adding 0 · lost makes the row's scale NaN.
     step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
     x = to_int8(x / step[:, None])
     if D_REST > 0:
@@ -136,9 +144,9 @@ def _bits(
     words, step_rows, step_words, rows, num_queries, start, last,
     HAS_ROWS: tl.constexpr, ANY_START: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of a mask of bits as 0 or 1: ``[rows or 1, BLOCK_N]``. A word of 32 keys is loaded once.
+    """Return a tile of a mask of bits as 0 or 1, ``[rows or 1, BLOCK_N]``. Each word of 32 keys is loaded once.
 
-    ANY_START: ``start`` need not be a multiple of 32.
+    ANY_START: whether ``start`` may be other than a multiple of 32.
     """
     groups = tl.arange(0, BLOCK_N // 32)
     at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words
@@ -148,7 +156,7 @@ def _bits(
         exists = exists & (rows < num_queries)[:, None]
     word = tl.load(at, mask=exists, other=0)
     if ANY_START:
-        # The last keys of a group are in the next word.
+        # If start is not a multiple of 32, the last keys of a group are in the next word.
         exists = exists & ((start // 32 + groups + 1) * 32 < last)[None, :]
         next_word = tl.load(at + step_words, mask=exists, other=0)
         both = (next_word.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
@@ -159,7 +167,7 @@ def _bits(
 
 @triton.jit
 def _load(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: tl.constexpr):
-    """Load a block, with 0 outside the tensor."""
+    """Load a block, with 0 outside the tensor. SOME_ROWS, SOME_DIMS: whether rows or dims may be outside."""
     if SOME_ROWS and SOME_DIMS:
         block = tl.load(at, mask=row_exists & dim_exists, other=0.0)
     elif SOME_ROWS:
@@ -184,15 +192,15 @@ def attention_kernel(
 ):  # fmt: skip
     """Compute BLOCK_M queries of one head per program.
 
-    ``step_*`` are strides in elements, those of query, key, value and outs in units of UNIT elements. Last dims have
-    stride 1. The D_END dims of query and key are read in blocks of D and D_REST; those of value likewise in V and
-    V_REST up to V_END. Query i sees keys up to i + shift if CAUSAL. With NEGATIVE the scale is ``-score_scale``. With
-    EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32.
+    ``step_*`` are strides in elements; those of query, key, value, out_so_far and out are in units of UNIT elements.
+    Last dims have stride 1. The D_END dims of query and key are read in two blocks of D and D_REST dims, the V_END dims
+    of value in blocks of V and V_REST. With CAUSAL, query i sees keys up to i + shift. With NEGATIVE the scale is
+    ``-score_scale``. With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     if CAUSAL:
-        # Programs with the most keys start first, so that short ones fill the end.
+        # Programs with the most keys start first, so that short programs fill the gaps at the end.
         tile = num_tiles - 1 - tile
     head = tl.program_id(0) // num_tiles
     sample = (head // HEADS).to(tl.int64)
@@ -205,7 +213,7 @@ def attention_kernel(
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
-    # Loaded before the queries: both pass through the same shared memory.
+    # Load these before the queries, because both pass through the same shared memory.
     if CONTINUES:
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -249,7 +257,8 @@ def attention_kernel(
     if CONTINUES:
         peak -= lost
 
-    # Without ranges, one range holds all keys. A loop around the loop over tiles would take registers.
+    # Without ranges, a single range holds all keys. Only several ranges get a loop at run time, because it takes
+    # registers.
     for index in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys
@@ -269,7 +278,7 @@ def attention_kernel(
                 MASK_HAS_ROWS, CAUSAL, HAS_RANGES, NEGATIVE, EIGHT_BITS, COMPARED, BLOCK_N,
             )  # fmt: skip
 
-    # A row without a key has sums of 0.
+    # Rows without a key have sums of 0; divide them by 1.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + (sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o) * UNIT

@@ -1,4 +1,4 @@
-"""Attention over some of the keys, from scratch or continued from other keys: the contract, in plain PyTorch."""
+"""Reference of the attention kernel, in plain PyTorch: attention over some keys that can continue a partial result."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of queries over these keys and, with ``so_far``, over keys that were attended to before.
+    """Compute attention over these keys. With ``so_far``, merge the result with attention over other keys.
 
-    A key is visible if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in float32 at least.
+    A key is visible to a query if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in float32 or
+    float64.
 
     Args:
         query: ``[B, H, S_q, D]``, of any strides; ``[B, S_q, H, D]`` memory is as fast.
-        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head
-            ``i // (H // H_kv)``.
-        mask: Bool (True if a query sees a key) or float (added to the scores), 4-D, broadcastable to
-            ``[B, H, S_q, S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
+        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head ``i // (H
+            // H_kv)``.
+        mask: Bool (True if a query sees a key) or float (added to the scores), 4-D, broadcastable to ``[B, H, S_q,
+            S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
         is_causal: Query i sees key j if ``j + key_offset <= i + query_offset``.
         query_offset, key_offset: Position of the first query and of the first key in the whole sequence.
         key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``,
             ascending and disjoint, within S_k. See :func:`ranges_of_lengths`.
         scale: Scale of the scores; ``1 / sqrt(D)`` if None.
         so_far: ``out`` ``[B, H, S_q, D_v]`` and ``lse`` ``[B, H, S_q]`` over other keys, float32.
-        out_dtype: Dtype of ``out``; query's if None. The next call continues from float32.
+        out_dtype: Dtype of ``out``; that of ``query`` if None. Use float32 if another call continues from the result.
 
     Returns:
         ``out`` ``[B, H, S_q, D_v]``, with ``[B, S_q, H, D_v]`` memory, and ``lse`` ``[B, H, S_q]``, natural log,
@@ -85,27 +86,27 @@ def pack_bits(mask: Tensor) -> Tensor:
     [3, 3]
     """
     bits = F.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32)).to(torch.int32)
-    # Each bit occurs in one term, so the sum is the union. The highest bit is the sign.
+    # Each bit is in one term only, so the sum equals the bitwise or. Bit 31 is the sign of the int32.
     words: Tensor = (bits << torch.arange(32, device=mask.device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
     return words
 
 
 def unpack_bits(words: Tensor, num_keys: int) -> Tensor:
-    """Unpack a bool mask ``[..., num_keys]`` from the words of :func:`pack_bits`."""
+    """Return the bool mask ``[..., num_keys]`` that :func:`pack_bits` packed into ``words``."""
     bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
     mask: Tensor = bits.flatten(-2)[..., :num_keys].bool()
     return mask
 
 
 def in_float32(mask: Tensor) -> Tensor:
-    """Return a float mask in at most 32 bits. Finite numbers below float32's range stay finite."""
+    """Return a float64 mask in float32, other masks unchanged. Finite numbers below float32's range stay finite."""
     if mask.dtype != torch.float64:
         return mask
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)
 
 
 def ranges_of_lengths(lengths: Tensor, segments: Sequence[int]) -> Tensor:
-    """Return ``key_ranges`` for keys that are padded at the end of each segment.
+    """Return the ``key_ranges`` of :func:`attention` for keys that are padded at the end of each segment.
 
     Args:
         lengths: ``[B]``, or ``[B, R]`` with a column per segment: number of keys that are not padding.

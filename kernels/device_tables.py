@@ -22,8 +22,8 @@ def is_capturing() -> bool:
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
     if is_capturing():
-        # A copy from pageable memory cannot be recorded. Filling is slower, but only needed without a call before the
-        # capture.
+        # A copy from pageable host memory cannot be recorded, so fill each number on the device. That is slower, but
+        # happens only if the first call is inside a capture.
         return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
@@ -31,8 +31,8 @@ def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
     """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key includes the device.
 
-    A tensor made during the capture of a CUDA graph lies in the graph's memory pool, which reuses its memory: it is
-    returned and not kept. A kept tensor that a graph refers to is never dropped, because each replay reads it.
+    A tensor that is made during the capture of a CUDA graph is not kept: it lies in the memory pool of the graph, which
+    reuses its memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it again.
     """
     tables: dict[Hashable, Tensor] = {}
     recorded: dict[Hashable, Tensor] = {}
@@ -41,7 +41,7 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
     @wraps(make)
     def table_of(*key: *Key) -> Tensor:
         if torch.compiler.is_compiling():
-            # A tracer's tensors do not outlive its graph.
+            # While a graph is traced the tensor is not real, so it must not be kept.
             return make(*key)
         with lock:
             table = recorded.get(key)
@@ -49,7 +49,7 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
                 table = tables.pop(key, None)
                 capturing = is_capturing()
                 if table is None:
-                    # An inference tensor could not be saved for a later backward.
+                    # Leave inference mode, because autograd cannot save an inference tensor for a later backward.
                     with torch.inference_mode(False):
                         table = make(*key)
                     if capturing:

@@ -1,4 +1,4 @@
-"""Conversion to 8 bits in Triton: integers, and float8_e4m3fn by integer operations, for GPUs before sm_89."""
+"""Convert numbers to int8 and to float8_e4m3fn in Triton. For float8, integer operations serve GPUs before sm_89."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def to_int8(x):
-    """Round to the nearest integers, halves upwards; NaN becomes 0."""
+    """Round to the nearest integers and return them as int8. Halves are rounded up; NaN becomes 0."""
     x = tl.floor(x + 0.5)
     return tl.where(x == x, x, 0.0).to(tl.int8)
 
@@ -17,13 +17,14 @@ def to_int8(x):
 def to_e4m3(x):
     """Round to PyTorch's float8_e4m3fn, to nearest even, and return its bits as uint8.
 
-    ``x`` is at most 464 in absolute value; what is not finite becomes NaN.
+    ``x`` must be at most 464 in absolute value. Numbers that are not finite become NaN.
     """
     bits = x.to(tl.int32, bitcast=True)
     amount = bits & 0x7FFFFFFF
-    # Keep 3 of 23 mantissa bits; the exponent's bias is 7 instead of 127.
+    # Keep 3 of the 23 mantissa bits, and change the bias of the exponent from 127 to 7.
     normal = ((amount + 0x7FFFF + ((amount >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the spacing is 2^-9, like that of float32 numbers at 2^14.
+    # Numbers below 2^-6 are subnormal in float8, 2^-9 apart. Adding 2^14 rounds to that: float32 numbers are 2^-9 apart
+    # there.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     eight = tl.where(amount < 0x3C800000, small, normal)
     eight = tl.where(amount < 0x7F800000, eight, 0x7F)
@@ -32,7 +33,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(eight):
-    """Return the float32 numbers of these float8_e4m3fn bits."""
+    """Return the float32 numbers that these bits of float8_e4m3fn stand for."""
     bits = eight.to(tl.int32)
     amount = bits & 0x7F
     normal = ((amount << 20) + (120 << 23)).to(tl.float32, bitcast=True)

@@ -1,8 +1,9 @@
-"""Packing and unpacking in one launch each, for any number of ranks; see :mod:`para_core.kernels.exchange_reference`.
+"""Pack and unpack what ranks send to each other, in one launch each for any number of ranks.
 
-A program copies some rows ``[D]`` of one head of one region. Each element is read once and written once. Copies do not
-depend on the dtype: the kernel copies integers of equal size. Rounding to 8 bits takes no further launch, because the
-registers that hold a row also give its largest absolute value.
+The reference is :mod:`para_core.kernels.exchange_reference`. One program copies some rows ``[D]`` of one head of one
+region. Each element is read once and written once. Unrounded copies do not depend on the dtype: the kernel copies
+integers of the same size. Rounding to 8 bits takes no further launch, because a program holds whole rows in registers
+and can compute their largest absolute values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegio
 
 MOST_TENSORS = 3
 NUM_WARPS = 4
-# Bytes that a program copies: two loads of 16 bytes for each of its 128 threads.
+# Bytes that a program copies: two 16-byte loads for each of its 128 threads.
 _BYTES = 4096
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +35,7 @@ def _copy_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    # Tells the compiler that the width is a multiple of UNIT, so that it copies UNIT elements at once.
+    # This product tells the compiler that the width is a multiple of UNIT, so that it copies UNIT elements at once.
     width = units * UNIT
     token = tl.load(region + 1)
     num_tokens = tl.load(region + 2)
@@ -64,7 +65,7 @@ def _copy_rows(
 def _write_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constexpr, LARGEST: tl.constexpr):
     number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     amount = tl.abs(number)
-    # tl.max ignores NaN.
+    # tl.max ignores NaN, so replace NaN by inf: a row with NaN must become NaN.
     largest = tl.max(tl.where(amount == amount, amount, float("inf")), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = tl.where(scale == 0.0, 1.0, scale)[:, None]
@@ -86,8 +87,8 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
     tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
-# These arguments differ between ranks. By default Triton specializes a kernel for 1 and for multiples of 16: it would
-# be compiled in the middle of a run, on one rank, while the others wait.
+# These arguments differ between ranks. By default Triton compiles a kernel again for values of 1 and multiples of 16.
+# That would happen in the middle of a run on one rank, while the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def exchange_kernel(
     x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,
@@ -97,12 +98,11 @@ def exchange_kernel(
 ):  # fmt: skip
     """Copy rows of up to three tensors into ``buffer``, or back.
 
-    UNIT: unit of ``x_width``, ``y_width`` and ``z_width`` in elements. ALIGNED: divisor of all offsets and steps in the
-        buffer.
-    SCALE: bytes after each row; 0 if rows are not rounded. LARGEST: largest number of the format that they are rounded
-        to.
+    UNIT: number of elements in which ``x_width``, ``y_width`` and ``z_width`` are counted. ALIGNED: divisor of all
+    offsets and steps in the buffer. PACK: whether to copy into the buffer. SCALE: number of bytes of the scale after
+    each row; 0 if rows are not rounded. LARGEST: largest number of the format that rows are rounded to.
     """
-    # The head varies fastest, so that neighbouring memory is copied at the same time.
+    # The head varies fastest, so that programs that run at the same time copy neighbouring memory.
     head = (tl.program_id(0) % most_heads).to(tl.int64)
     of_region = tl.program_id(0) // most_heads
     block = (of_region % num_blocks).to(tl.int64)
@@ -159,7 +159,7 @@ def _launch(
     if eight_bits is None:
         integers = _INTEGERS[buffer.element_size()]
         tensors, buffer = [x.view(integers) for x in tensors], buffer.view(integers)
-    # Every pointer argument must be a tensor, even if no region uses it.
+    # Every pointer argument must be a tensor, so pass the first tensor in place of missing ones.
     x, y, z = [*tensors, tensors[0], tensors[0]][:MOST_TENSORS]
     widths = [x.shape[3], y.shape[3], z.shape[3]]
     block = block_of(widths, x.element_size(), eight_bits)
@@ -173,12 +173,12 @@ def _launch(
 
 @kept_outside_graphs
 def _on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
-    """Return the numbers of all regions as one int64 tensor; made once for the shapes of a call."""
+    """Return the fields of all regions as one int64 tensor ``[7 * regions]``, which is kept for later calls."""
     return new_table(list(chain.from_iterable(regions)), torch.int64, device)
 
 
 def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
-    """Return the kernel's constants for elements of ``size`` bytes: the rows of a program, and the format."""
+    """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit format."""
     columns = triton.next_power_of_2(max(widths))
     scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
     return {

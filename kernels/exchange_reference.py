@@ -1,7 +1,7 @@
-"""Packing of what goes to other ranks into one flat buffer, and unpacking: the contract, in plain PyTorch.
+"""Reference, in plain PyTorch: pack what goes to other ranks into one flat buffer, and unpack it.
 
-Tensors travel as they are or rounded to 8 bits, which approximates: then each token and head ``[D]`` is D numbers of
-``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
+Tensors are sent as they are, or rounded to 8 bits, which is not exact: each token and head ``[D]`` then becomes D
+numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4  # a float32
+SCALE_BYTES = 4  # size of a float32
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class CopyRegion(NamedTuple):
-    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and their position in a flat buffer.
+    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and where they are in a flat buffer.
 
-    The buffer holds them as ``[tokens, B, heads, D]``, with a row ``[heads, D]`` per token and sample; the step between
-    rows leaves space for other regions. Rounded, a head takes D + 4 bytes.
+    The buffer holds them as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample, at a distance of
+    ``step``, which may leave space for other regions. If rounded to 8 bits, a head takes D + 4 bytes.
 
     Args:
         tensor (`int`): Index of the tensor.
         token, tokens (`int`): First token, and number of tokens.
         head, heads (`int`): First head, and number of heads.
-        offset (`int`): Position in the buffer, in elements.
-        step (`int`): Distance between rows in the buffer, in elements: at least heads · D, rounded heads · (D + 4).
+        offset (`int`): Position of the first row in the buffer, in elements.
+        step (`int`): Distance between rows in the buffer, in elements: at least heads · D, or heads · (D + 4) if
+            rounded.
     """
 
     tensor: int
@@ -47,10 +48,10 @@ def pack(
     Args:
         tensors: ``[B, H, S, D]``, of any strides and one dtype. B is equal for all, D may differ.
         regions: Regions that do not overlap in the buffer.
-        buffer: Flat and contiguous; of bytes if tensors are rounded. Elements outside all regions are not changed.
-        to: Round to the nearest numbers of int8 (halves upwards) or float8_e4m3fn (halves to even). The scale of a
-            token and head is its largest absolute value divided by the largest number of ``to``, or 1 if it is 0. If
-            any element is not finite, all of the token and head become NaN.
+        buffer: Flat and contiguous; uint8 if tensors are rounded. Elements outside all regions are not changed.
+        to: Dtype to round to: int8 (halves upwards) or float8_e4m3fn (halves to even); None to copy. The scale of a
+            token and head is its largest absolute value divided by the largest number of ``to``, or 1 if it is 0. If an
+            element is not finite, all of its token and head become NaN.
     """
     for region in regions:
         rows = _in_tensor(region, tensors)
@@ -61,10 +62,14 @@ def pack(
 def unpack(
     buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype | None = None
 ) -> Sequence[Tensor]:
-    """Copy all regions from ``buffer`` into the tensors, in which they do not overlap, and return the tensors.
+    """Copy all regions from ``buffer`` into the tensors, and return the tensors.
 
     Args:
-        of: The dtype to which :func:`pack` rounded. The tensors then have any floating dtype.
+        buffer: A buffer that :func:`pack` filled.
+        regions: Regions that do not overlap in the tensors.
+        tensors: ``[B, H, S, D]``. Elements outside all regions are not changed.
+        of: The dtype to which :func:`pack` rounded; None if it did not. With rounding the tensors may have any
+            floating-point dtype.
     """
     for region in regions:
         rows = _in_buffer(region, tensors, buffer, of)
@@ -73,7 +78,7 @@ def unpack(
 
 
 def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """Return ``[…, D]`` as sent: ``[…, D + 4]``, uint8."""
+    """Return ``x`` ``[…, D]`` in the form in which it is sent: ``[…, D + 4]`` bytes, as uint8."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
     largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)
@@ -86,9 +91,9 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def _read(eight: Tensor, of: torch.dtype) -> Tensor:
-    """Return the float32 numbers that :func:`_rounded` encoded."""
+    """Return the float32 numbers that :func:`_rounded` encoded in ``eight``."""
     numbers, scale = eight.split([eight.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
-    # A clone is aligned for float32.
+    # Clone, because a float32 view needs memory that is aligned to 4 bytes.
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
     decoded: Tensor = numbers.contiguous().view(of).float() * scale
     return decoded
@@ -101,8 +106,9 @@ def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None) -> Tensor:
-    """Return the region as a view of the buffer, ``[tokens, B, heads, D]``, or ``[tokens, B, heads, D + 4]`` of
-    rounded numbers with their scale.
+    """Return the region as a view of the buffer, ``[tokens, B, heads, D]``.
+
+    With ``rounded_to`` the last dim is D + 4: the rounded numbers and their scale.
     """
     batch, _, _, width = tensors[region.tensor].shape
     width += 0 if rounded_to is None else SCALE_BYTES

@@ -1,7 +1,7 @@
-"""Merging of partial attention results in one launch; the contract is :mod:`para_core.kernels.merge_reference`.
+"""Merge partial attention results in one launch; the reference is :mod:`para_core.kernels.merge_reference`.
 
-A program merges some rows of one head: it reads out and lse of both sides once, and writes the result once, in place if
-asked to. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
+One program merges some rows of one head. It reads out and lse of both sides once and writes the result once, optionally
+in place. Bytes per row, with e bytes per element: D · (e_a + e_b + e_out) + 12.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements per side and program: 16 for each of its 128 threads, two loads of 16 bytes at 16 bits.
+# Elements that a program reads per side: 16 for each of its 128 threads, which are two 16-byte loads in 16-bit dtypes.
 _ELEMENTS = 2048
 NUM_WARPS = 4
 
@@ -23,7 +23,7 @@ def merge_kernel(
     lse_b_batch, lse_b_head, lse_b_row, lse_batch, lse_head, lse_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # One grid dim with rows fastest, because the other grid dims are limited to 65535.
+    # Use a single grid dim, because the others are limited to 65535 programs. Blocks of rows vary fastest in it.
     blocks = tl.cdiv(num_rows, ROWS)
     of_batch_and_head = tl.program_id(0) // blocks
     batch = (of_batch_and_head // num_heads).to(tl.int64)
@@ -37,7 +37,7 @@ def merge_kernel(
     of_a = tl.load(lse_a + batch * lse_a_batch + head * lse_a_head + row * lse_a_row, mask=is_row, other=minus_infinity)
     of_b = tl.load(lse_b + batch * lse_b_batch + head * lse_b_head + row * lse_b_row, mask=is_row, other=minus_infinity)
     peak = tl.maximum(of_a, of_b)
-    # -inf minus -inf is NaN, so rows without a key are computed with other numbers and weigh nothing.
+    # -inf minus -inf is NaN, so give rows without a key finite numbers here; their result is set below.
     empty = peak == minus_infinity
     peak = tl.where(empty, 0.0, peak)
     weight_a = tl.exp(of_a - peak)
@@ -85,6 +85,6 @@ def merge(
 
 
 def block_of(width: int) -> dict[str, int]:
-    """Return the sizes of the block of a head, ``width`` elements per row, that one program merges or rounds."""
+    """Return the block of one program, ROWS × WIDTH elements of one head, for rows of ``width`` elements."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}

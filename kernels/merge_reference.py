@@ -1,4 +1,4 @@
-"""Merging of partial attention results: the contract, in plain PyTorch."""
+"""Reference of merging partial attention results, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,15 @@ def merge(
     """Merge attention over two disjoint sets of keys into attention over their union.
 
     Online softmax (arXiv:1805.02867): with ``lse = logaddexp(lse_a, lse_b)``, each side is weighted by ``exp(lse_side -
-    lse)``, computed relative to the larger lse so that nothing overflows. The weighted sum is taken in float32 at least
-    and rounded once, to the dtype of ``out_a``. Differentiable in all four arguments; a row without a key has gradient
-    zero.
+    lse)``, computed relative to the larger lse so that nothing overflows. The weighted sum is taken in float32 or
+    float64 and rounded once, to the dtype of ``out_a``. Differentiable in all four arguments; a row without a key has
+    gradient zero.
 
     Args:
         out_a, out_b: ``[B, H, S_q, D]``, any float dtype; finite also in rows that saw no key.
         lse_a, lse_b: ``[B, H, S_q]``, natural log, float32 (or float64); -inf for a row that saw no key.
-        into: Tensors for the result, in their dtypes; may be ``(out_a, lse_a)``. Then there is no gradient.
+        into: ``(out, lse)`` into which the result is written, in their dtypes, without gradient; may be ``(out_a,
+            lse_a)``. None allocates the result.
 
     Returns:
         ``out`` like ``out_a`` and ``lse`` like ``lse_a``; or ``into``. A row without a key on either side gives 0 and
@@ -28,15 +29,16 @@ def merge(
     >>> round(out.item(), 4), round(lse.exp().item(), 4)
     (1.75, 4.0)
     """
-    # Constant for autograd: out and lse do not depend on the number that both sides are measured from.
+    # Detached, because the result does not depend on this reference point, so its gradient is zero.
     peak = torch.maximum(lse_a, lse_b).detach()
-    # -inf minus -inf and the gradient of log(0) are NaN, so rows without a key are computed with other numbers.
+    # -inf minus -inf, and the gradient of log(0), are NaN, so give rows without a key finite numbers; their result is
+    # set below.
     empty = peak == float("-inf")
     peak = peak.masked_fill(empty, 0.0)
     weight_a = torch.exp(lse_a - peak)
     weight_b = torch.exp(lse_b - peak)
     total = (weight_a + weight_b).masked_fill(empty, 1.0)
-    # The weights are float32, so the sum is too: a bfloat16 operand is promoted.
+    # The weights are float32, so a bfloat16 operand is promoted and the sum is float32 too.
     out = (weight_a / total)[..., None] * out_a + (weight_b / total)[..., None] * out_b
     lse = (peak + torch.log(total)).masked_fill(empty, float("-inf"))
     if into is not None:

@@ -1,9 +1,9 @@
-"""Group norm over sharded rows, in three launches; the contract is :mod:`para_core.kernels.norm_reference`.
+"""Group norm over sharded rows, in three launches; the reference is :mod:`para_core.kernels.norm_reference`.
 
-Statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread has a running
-mean and a sum of squared deviations from it (Welford); these are merged pairwise (Chan), so nothing cancels far from
-zero. There are no atomics: the order of additions depends on the shape only. The norm itself is one launch, in which
-each program merges the statistics of all ranks. Bytes: each element is read twice and written once.
+The statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread keeps a
+running mean and the sum of squared deviations from it (Welford), and these are merged pairwise (Chan), so numbers far
+from zero do not cancel. There are no atomics, so the order of additions depends on the shape only. The third launch
+normalizes; each of its programs merges the statistics of all ranks. Each element is read twice and written once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements of a tile, and number of tiles that a program of the statistics reads.
+# BLOCK: elements of a tile. STEPS: number of tiles that a program of the statistics reads one after the other.
 BLOCK = 1024
 STEPS = 16
-# Channels per tile of the norm if channels are the last dim in memory.
+# Channels per tile of the normalizing launch, if channels are the last dim in memory.
 CHANNELS = 32
 
 
@@ -28,11 +28,12 @@ def moments_kernel(
     x, parts, size, channels, groups, batch_step, group_step, channel_step, step,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Store count, mean and sum of squared deviations of one chunk of one group: ``[B * groups, chunks, 3]``."""
+    """Store the count, mean and sum of squared deviations of one chunk of one group: ``[B * groups, chunks, 3]``."""
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
-    # Numbers are measured from the first one of the group, which is close to the others if they are far from zero.
+    # Subtract the group's first element from all: if numbers are far from zero it is close to them, so precision is
+    # kept.
     origin = tl.load(x).to(tl.float32)
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)
@@ -59,7 +60,7 @@ def moments_kernel(
 def merge_kernel(
     x, parts, moments, num_chunks, groups, batch_step, group_step, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Merge the chunks of one group into its variance and mean: ``[2, B * groups]``."""
+    """Merge the chunks of one group and store its variance and mean: ``[2, B * groups]``."""
     group = tl.program_id(0).to(tl.int64)
     origin = tl.load(x + (group // groups) * batch_step + (group % groups) * group_step).to(tl.float32)
     parts += group * num_chunks * 3
@@ -113,7 +114,7 @@ def normalize_kernel(
     inside = exists[:, None] & (element < size)
     channel = channel[:, None].to(tl.int64)
     number = tl.load(x + batch * batch_step + channel * channel_step + element * step, mask=inside, other=0.0)
-    # number * scale + shift would cancel far from zero.
+    # Subtract the mean first: number * scale + shift would cancel if numbers are far from zero.
     number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
     if HAS_BIAS:
         number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)
@@ -131,7 +132,7 @@ def moments(x: Tensor, groups: int) -> Tensor:
     batch_step, channel_step, step, size = _steps(x)
     channels = per_group
     if channel_step == size * step:
-        # Channels are contiguous with their elements, so a group is one row.
+        # The channels of a group follow each other in memory, so treat the group as a single channel.
         channels, size = 1, per_group * size
     block = block_of(channels)
     num_chunks = triton.cdiv(size, block["SIZE"] * STEPS)
@@ -167,13 +168,13 @@ def normalized(
 
 
 def block_of(channels: int) -> dict[str, Any]:
-    """Return the tile of a program, [CHANNELS, SIZE], for this number of channels."""
+    """Return the tile of one program, CHANNELS × SIZE elements, for this number of channels."""
     tile = triton.next_power_of_2(channels)
     return {"CHANNELS": tile, "SIZE": max(1, BLOCK // tile)}
 
 
 def evenly_spaced(x: Tensor) -> Tensor:
-    """Return ``x`` itself if one stride reaches all elements of a channel, otherwise a contiguous copy."""
+    """Return ``x`` if the elements of each channel have one common stride, otherwise a contiguous copy."""
     try:
         x.view(*x.shape[:2], -1)
     except RuntimeError:
@@ -182,7 +183,7 @@ def evenly_spaced(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of samples, channels and elements of a channel, and the number of elements of a channel."""
+    """Return the strides of samples, channels and elements of a channel, and the number of elements per channel."""
     rows = x.view(*x.shape[:2], -1)
     size = rows.shape[2]
     return rows.stride(0), rows.stride(1), 1 if size == 1 else rows.stride(2), size

@@ -1,4 +1,4 @@
-"""Group norm over sharded rows: statistics of one rank, and the norm by those of all, in plain PyTorch."""
+"""Reference of group norm over sharded rows, in plain PyTorch: statistics of a rank, and the norm from those of all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """Return variance and mean of each group of channels of this rank's rows, ``[2, B, groups]``.
+    """Return variance and mean of each group of channels over this rank's rows, ``[2, B, groups]``.
 
     Args:
         x: ``[B, C, ...]``, not empty.
-        groups: number of groups, a divisor of C.
+        groups: Number of groups, a divisor of C.
 
     Returns:
-        Float32, or float64 for float64 input. The variance is that of the population.
+        Float32, or float64 for float64 input. The variance is divided by the number of elements (``correction=0``).
     """
     if x.is_cpu and x.dtype in (torch.float32, torch.float64):
         return torch.stack(_moments_on_cpu(x, groups))
@@ -22,7 +22,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
     dims = tuple(range(2, grouped.ndim))
     if grouped.dtype in (torch.float32, torch.float64):
         return torch.stack(torch.var_mean(grouped, dims, correction=0))
-    # No copy of the input in float32. The subtraction loses far less than the precision of 16 bits.
+    # In 16 bits, avoid a float32 copy of the input. E[x²] - E[x]² in float32 loses far less than the precision of 16
+    # bits.
     count = grouped[0, 0].numel()
     mean = torch.sum(grouped, dims, dtype=torch.float32) / count
     square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
@@ -30,21 +31,21 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return variance and mean like ``var_mean``, which is not vectorized on a CPU and takes twelve times as long.
+    """Return variance and mean like ``torch.var_mean``, which is not vectorized on CPUs and takes twelve times as long.
 
-    They are computed per channel: a sum over a group of channels that are the last dim in memory, as after CPU
-    convolutions, is not vectorized either, and takes up to 60 times as long.
+    Computed per channel and then per group: a sum over channels that are the last dim in memory, as after CPU
+    convolutions, is not vectorized either and takes up to 60 times as long.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
     apart = x - mean.view(*mean.shape, *[1] * len(dims))
-    # The rounding error of the mean is a large part of the deviation if numbers are far from zero.
+    # Correct the mean by its rounding error, which matters for the deviations if numbers are far from zero.
     off = apart.mean(dims)
-    # vector_norm's sum of 100,000 squares is off by 1e-5; that of mean() is pairwise.
+    # Use mean(), whose sum is pairwise: vector_norm's sum of 100,000 squares has a relative error of 1e-5.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)
-    # The variance around the group's mean: the variance of each channel, and the distance of its mean.
+    # Variance of a group: mean over its channels of the channel's variance plus the squared distance of its mean.
     return (var + (mean - of_groups[..., None]).square()).mean(-1), of_groups
 
 
@@ -55,15 +56,15 @@ def normalized(
 
     Args:
         x: ``[B, C, ...]``.
-        of_ranks: :func:`moments` of each rank, ``[ranks, 2, B, groups]``.
+        of_ranks: Results of :func:`moments` on each rank, ``[ranks, 2, B, groups]``.
         shares: Fraction of all rows that each rank holds, ``[ranks]``; their sum is 1.
-        groups: number of groups, a divisor of C.
-        weight, bias: ``[C]``.
-        eps: added to the variance.
+        groups: Number of groups, a divisor of C.
+        weight, bias: Scale and shift per channel, ``[C]``; None for none.
+        eps: Added to the variance.
     """
     shares = shares[:, None, None]
     mean = (shares * of_ranks[:, 1]).sum(0)
-    # The variance around the common mean: the variance of each rank, and the distance of its mean.
+    # Variance over all ranks: weighted sum of each rank's variance plus the squared distance of its mean.
     var = (shares * (of_ranks[:, 0] + (of_ranks[:, 1] - mean).square())).sum(0)
     rstd = torch.rsqrt(var + eps)
     per_channel = x.shape[1] // groups
@@ -74,5 +75,5 @@ def normalized(
     if bias is not None:
         shift = shift + bias
     shape = (*x.shape[:2], *[1] * (x.ndim - 2))
-    # Written directly in the dtype of x, without a copy in float32.
+    # Passing out= avoids a float32 copy of the result.
     return torch.addcmul(shift.view(shape), x, scale.view(shape), out=torch.empty_like(x))

@@ -1,10 +1,11 @@
-"""Change and forecast of residuals, by reading each element once; see :mod:`para_core.kernels.residual_reference`.
+"""Change and forecast of residuals, reading each element once; reference: :mod:`para_core.kernels.residual_reference`.
 
-The change of a residual is summed in two launches: per chunk, and over chunks. There are no atomics, and chunks are
-equally long on every GPU, so the order of additions, and with it every bit, depends on the number of elements only.
-Bytes: 2 · e per element and 16 per chunk, with e bytes per element. Sums and differences are in float32.
+The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics, and chunks
+have the same length on every GPU, so the order of additions, and with it every bit of the result, depends on the number
+of elements only. Bytes: 2 · e per element, with e bytes per element, and 16 per chunk. Sums and differences are in
+float32.
 
-A forecast is one launch for any number of residuals, rounded once: (2 + residuals) · e bytes per element.
+A forecast is one launch for any number of residuals, and is rounded once. Bytes: (2 + residuals) · e per element.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_WARPS = 4
-# Elements that a program holds at once. In 16 bits these are 8 elements, 16 bytes, of each tensor per thread.
+# Elements that a program holds at once. In 16-bit dtypes a thread then loads 8 elements, 16 bytes, of each tensor.
 BLOCK = 1024
-# Blocks that a program sums.
+# Number of blocks that a program sums one after the other.
 STEPS = 16
 MOST_RESIDUALS = 3
 
@@ -81,22 +82,26 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     change_kernel[(num_chunks, batch)](
         now, before, sums, num_elements, now.stride(0), before.stride(0), BLOCK=BLOCK, STEPS=STEPS, num_warps=NUM_WARPS
     )
-    # A compile-time constant, because the interpreter of Triton 3.6 has no other ranges. One step covers 16.8 million
-    # elements.
+    # The number of steps is a compile-time constant, because Triton 3.6's interpreter supports no other ranges. One
+    # step covers 16.8 million elements, so it hardly ever recompiles.
     steps = triton.cdiv(num_chunks, BLOCK)
     add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, STEPS=steps, num_warps=NUM_WARPS)
     return totals
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Compute :func:`para_core.kernels.residual_reference.forecast` for floats of 16 and 32 bits, up to 3 residuals."""
+    """Compute :func:`para_core.kernels.residual_reference.forecast` for floats of 16 and 32 bits, up to 3 residuals.
+
+    Raises:
+        ValueError: If there are more than 3 residuals.
+    """
     if len(residuals) > MOST_RESIDUALS:
         raise ValueError(f"{len(residuals)} residuals; expected at most {MOST_RESIDUALS}.")
     entry, *residuals = (x.contiguous() for x in (entry, *residuals))
     out = torch.empty_like(entry)
     number = out.numel()
     if number:
-        # Every pointer argument must be a tensor.
+        # Every pointer argument must be a tensor, so pass the first residual in place of missing ones.
         x, y, z = [*residuals, *residuals[:1] * 2][:MOST_RESIDUALS]
         of_x, of_y, of_z = [*map(float, weights), 0.0, 0.0][:MOST_RESIDUALS]
         grid = (triton.cdiv(number, BLOCK),)

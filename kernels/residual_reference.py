@@ -1,4 +1,4 @@
-"""Change of a residual, and a forecast of residuals added to a stream: the contract, in plain PyTorch."""
+"""Reference, in plain PyTorch: how much a residual has changed, and the sum of a stream and forecast residuals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Return Σ|now - before| and Σ|before| of each sample. Their ratio is mean|Δ| / mean|previous|.
+    """Return Σ|now - before| and Σ|before| of each sample. First Block Cache compares their ratio with its threshold.
 
     Deterministic: equal inputs give equal bits, so ranks with equal inputs make the same decision.
 
@@ -17,7 +17,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
         now, before: ``[B, n]``, of one float dtype; n may be 0.
 
     Returns:
-        ``[B, 2]`` float32. NaN or inf for a sample that has one.
+        ``[B, 2]`` float32. NaN or inf for a sample that contains one.
 
     >>> change(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 3.0]])).tolist()
     [[3.0, 5.0]]
@@ -30,18 +30,18 @@ def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float
     """Return the sum of ``entry`` and the weighted residuals.
 
     Args:
-        entry: Of any shape.
-        residuals: At least one, each like ``entry``.
-        weights: One per residual.
+        entry: Hidden states before the skipped blocks, of any shape.
+        residuals: At least one stored residual, each of the shape and dtype of ``entry``.
+        weights: One number per residual.
 
     Returns:
-        Like ``entry``.
+        A tensor of the shape and dtype of ``entry``.
 
     >>> forecast(torch.tensor([1.0]), [torch.tensor([2.0]), torch.tensor([4.0])], [2.0, -0.5]).tolist()
     [3.0]
     """
     total = entry
     for weight, residual in zip(weights, residuals, strict=True):
-        # add with alpha is one launch.
+        # add() with alpha multiplies and adds in one launch.
         total = total.add(residual, alpha=weight)
     return total

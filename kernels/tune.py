@@ -24,14 +24,14 @@ from para_core.kernels import attention_hopper
 from para_core.kernels.attention import empty_outputs, launch
 from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Config, ConfigKey, keep, row_of
 
-# Returns the milliseconds of a call with these block sizes; raises OutOfResources if they do not fit.
+# Returns the milliseconds of one call with these block sizes; raises OutOfResources if they do not fit on the device.
 Clock = Callable[[ConfigKey, Config], float]
-# A candidate must be faster than the table's block sizes by more than measurements vary.
+# A candidate must take less than this fraction of the time of the table's block sizes: measurements vary by about 2 %.
 WORTHWHILE = 0.98
 
 
 def candidates(case: ConfigKey) -> Iterator[Config]:
-    """Yield the table's block sizes, and then others that may fit."""
+    """Yield the block sizes of the table, followed by others that may fit in the registers."""
     own = TABLE[case]
     yield own
     for block_m in (64, 128):
@@ -39,8 +39,8 @@ def candidates(case: ConfigKey) -> Iterator[Config]:
             for num_warps in (4, 8):
                 for num_stages in (2, 3, 4):
                     config = Config(block_m, block_n, num_warps, num_stages, split_values=own.split_values)
-                    # 8 warps of 64 queries would share rows; accumulators of 128 × 256 do not fit in the registers of
-                    # 4.
+                    # Each warp needs at least 16 queries (a row of the matrix instruction), and at most 128
+                    # accumulators fit in the registers of a thread.
                     fits = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
                     if fits and blocks_of(config) != blocks_of(own):
                         yield config
@@ -51,10 +51,15 @@ def blocks_of(config: Config) -> tuple[int, ...]:
 
 
 def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[Config, float]]:
-    """Return the fastest candidate and the median milliseconds of all that fit.
+    """Return the fastest candidate for ``case``, and the median milliseconds of all candidates that fit.
 
-    The table's block sizes win unless others are faster by 2 %. Candidates take turns, so that a slower device slows
-    all.
+    The block sizes of the table win unless others are more than 2 % faster. Candidates are measured in turns, so that a
+    device that slows down slows all of them.
+
+    Args:
+        case: The row of the table.
+        clock: Measures one call.
+        rounds: Number of measurements of each candidate.
 
     Raises:
         RuntimeError: If no candidate fits.
@@ -74,7 +79,7 @@ def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, 
 def medians_of(
     turns: Sequence[tuple[ConfigKey, Config]], clock: Clock, rounds: int
 ) -> dict[tuple[ConfigKey, Config], float]:
-    """Return the median milliseconds of each case and config, measured in turns."""
+    """Return the median milliseconds of each case and config, measured ``rounds`` times in turns."""
     times: dict[tuple[ConfigKey, Config], list[float]] = {turn: [] for turn in turns}
     for _ in range(rounds):
         for case, config in turns:
@@ -83,13 +88,13 @@ def medians_of(
 
 
 def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
-    """Whether the block sizes compile and fit on the device."""
+    """Whether the kernel compiles with these block sizes and fits on the device."""
     try:
-        clock(case, config)  # compiles the kernel
+        clock(case, config)  # the first call compiles the kernel
     except OutOfResources:
         return False
     except (RuntimeError, TritonError) as error:
-        # A version of Triton may fail to compile the Hopper tier.
+        # Some versions of Triton fail to compile the Hopper kernel; skip it then.
         if case.tier != "hopper":
             raise
         say(f"{case}: {blocks_of(config)} does not compile: {type(error).__name__} {str(error).partition(chr(10))[0]}")
@@ -101,11 +106,11 @@ def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
 
 
 def on_device(case: ConfigKey, config: Config) -> float:
-    """Return the milliseconds of one call on the current CUDA device, bfloat16, 24 heads."""
+    """Return the milliseconds of one call on the current CUDA device, in bfloat16 with 24 heads."""
     num_tokens = 8192 if case.length == "long" else 1024
     query, key, value = tensors_on_device(1, num_tokens, num_tokens, case.head_dim, heads=24, key_heads=24)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):  # the first one warms up
+    for _ in range(2):  # the first iteration warms up; the second one is measured
         start.record()
         attend(case, config, query, key, value)
         end.record()
@@ -125,7 +130,10 @@ def attend(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel of the case's tier with these block sizes."""
+    """Call the kernel of the case's tier with the block sizes of ``config``. Returns ``out`` and ``lse``.
+
+    ``shift`` is ``query_offset - key_offset``; for the other arguments see :func:`attention_reference.attention`.
+    """
     out, lse = empty_outputs(query, value, query.dtype if out_dtype is None else out_dtype)
     rest = (key_ranges, *(so_far or (None, None)), case.is_causal, shift, query.shape[-1] ** -0.5)
     if case.tier == "hopper":
@@ -138,13 +146,13 @@ def attend(
 def tensors_on_device(
     batch: int, num_queries: int, num_keys: int, head_dim: int, *, heads: int, key_heads: int
 ) -> list[Tensor]:
-    """Return random query, key and value in bfloat16, with ``[B, S, H, D]`` memory."""
+    """Return random query, key and value in bfloat16, ``[B, H, S, D]`` with ``[B, S, H, D]`` memory."""
     sizes = ((num_queries, heads), (num_keys, key_heads), (num_keys, key_heads))
     return [torch.randn(batch, *size, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for size in sizes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune, print and keep the results, and return the exit code."""
+    """Tune, print the results and write them to the cache file. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS))
     parser.add_argument("--hopper", action="store_true", help="also try the Hopper tier (needs compute capability 9.0)")
@@ -168,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
     say(f"kept in {keep(torch.cuda.get_device_name(), tuning)}")
     if args.hopper:
-        # After keep(): an error of the device does not lose the results above.
+        # After the results above were written, so that an error of the device does not lose them.
         from para_core.kernels.tune_hopper import tune_hopper
 
         portable = {case: config for case, config in tuning.items() if config is not None}

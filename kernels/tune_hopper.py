@@ -1,4 +1,4 @@
-"""Tuning of the Hopper tier, whose results are compared with the portable kernel on this machine's GPU first."""
+"""Tune the Hopper kernel on this machine's GPU, after comparing its results with those of the portable kernel."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from para_core.kernels.tune import (
 
 
 def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config | None]:
-    """Return the block sizes to keep for each case that the tier supports; None if the portable kernel stays.
+    """Return the block sizes of the Hopper kernel to keep for each case that it supports.
+
+    None for a case in which the portable kernel stays in use.
 
     Args:
-        portable: The portable kernel's block sizes, which the tier must outperform.
+        portable: Block sizes of the portable kernel by case, which the Hopper kernel must outperform.
     """
     tuning: dict[ConfigKey, Config | None] = {}
     for case, config in portable.items():
@@ -40,7 +42,10 @@ def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config 
 def faster(
     case: ConfigKey, portable: Config, clock: Clock, agrees: Callable[[ConfigKey, Config], bool], *, rounds: int = 5
 ) -> Config | None:
-    """Return the tier's fastest block sizes that fit and compute the same. None unless 2 % faster than ``portable``."""
+    """Return the Hopper kernel's fastest block sizes that fit and give the portable kernel's results.
+
+    None unless they are more than 2 % faster than ``portable``, the block sizes of the portable kernel.
+    """
     hopper = replace(case, tier="hopper")
     valid = [config for config in HOPPER[case.head_dim] if fits(hopper, config, clock) and agrees(hopper, config)]
     medians = medians_of([(case, portable), *[(hopper, config) for config in valid]], clock, rounds)
@@ -49,7 +54,7 @@ def faster(
 
 
 def agrees_on_device(case: ConfigKey, config: Config) -> bool:
-    """Whether the tier's results equal those of the portable kernel on the current CUDA device."""
+    """Whether the Hopper kernel gives the same results as the portable kernel on the current CUDA device."""
     tensors = tensors_on_device(2, 777, 1000, case.head_dim, heads=6, key_heads=2)
     agrees = computes_the_same(case, config, TABLE[replace(case, tier="portable")], *tensors)
     if not agrees:
@@ -60,7 +65,10 @@ def agrees_on_device(case: ConfigKey, config: Config) -> bool:
 def computes_the_same(
     case: ConfigKey, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """Compare calls with all keys, with a range per sample and shifted queries, and with keys in two halves."""
+    """Whether both kernels give equal results for three calls.
+
+    These are: all keys; a key range per sample and shifted queries; the keys in two halves, the second continuing.
+    """
     num_keys, half = key.shape[2], key.shape[2] // 2
     ranges = torch.tensor([[[3, half + 5]], [[0, num_keys - 1]]], dtype=torch.int32, device=query.device)
 
@@ -78,7 +86,7 @@ def computes_the_same(
 
 
 def _equal_in_16_bits(out: Tensor, expected: Tensor) -> bool:
-    # Rows without a key have -inf in both.
+    # lse is -inf in rows without a key, which would give NaN differences, so compare these rows apart.
     empty = expected == -torch.inf
     if not torch.equal(out == -torch.inf, empty):
         return False

@@ -82,7 +82,7 @@ class ObservedAttention:
 
 @dataclass
 class ObservedCall:
-    """What happened in one call of a model, in the order of time.
+    """Record of one call of a model, in the order of time.
 
     Args:
         inputs: Arguments of the model, with a :class:`TensorRecord` in place of each tensor.
