@@ -97,7 +97,11 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the fields of a request: entries of ``named`` that are not None, and the ``--set`` options ``texts``.
+    """Return the fields of a request: entries of ``named`` that are not None, and those of the options ``--set``.
+
+    Args:
+        named: Fields that have an option of their own.
+        texts: Values of the options ``--set``, each ``FIELD=JSON``.
 
     Raises:
         typer.BadParameter: If two options set the same field.

@@ -15,7 +15,7 @@ class RequestCancelled(RuntimeError):
     """Raised if a request was cancelled before it began, or after a step that all ranks had finished."""
 
 
-# Import name of an optional dependency: the extra of para_core that installs it.
+# Maps the import name of an optional dependency to the extra of para_core that installs it.
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "diffusers", "transformers", "accelerate", "peft"), "cli"),
     **dict.fromkeys(("PIL", "matplotlib", "imageio"), "cli"),

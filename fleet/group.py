@@ -28,7 +28,7 @@ from para_core.foreign_errors import is_slow_start_of_ray
 
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
-# Tries to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
+# Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
 _STARTS = 4
 # Time for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind it.
 _GRACE_SECONDS = 30.0

@@ -24,7 +24,7 @@ class Lora(NamedTuple):
 
 
 class LoadedLoras:
-    """The LoRAs of requests that are loaded into a pipeline, beside those of the recipe.
+    """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
     Args:
         keep (`int`): Largest number of LoRAs that stay loaded. Beyond it, the least recently used one is unloaded.

@@ -177,7 +177,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     inputs = {x.name for x in blocks.inputs}
     output = _output_of(blocks)
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
-    # Only inputs of blocks are passed on. diffusers fills in the defaults of the others.
+    # Arguments that are inputs of no block are dropped. An input without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
     with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):

@@ -19,7 +19,7 @@ from para_core.fleet.models import Kind, Model
 from para_core.fleet.request import Request, estimated_pixels
 
 FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
-# Upper estimates: a PNG of noise is slightly larger than its 3 bytes per pixel; videos compress better, GIF the least.
+# Upper estimates of bytes per pixel. A PNG of noise has slightly more than 3. Of the video formats, GIF is the largest.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.

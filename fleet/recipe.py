@@ -199,7 +199,7 @@ class LoadingOrder(Protocol):
         """Whether ``recipe`` keeps text encoders and transformers on the device: then :meth:`attach` saves memory."""
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
-        """Prepare ``pipe``, whose weights are in host memory. For the arguments see the implementation."""
+        """Prepare ``pipe``, whose weights are in host memory. For the arguments see ``EncodeFirst.attach``."""
 
 
 def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:

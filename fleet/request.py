@@ -27,7 +27,7 @@ _POSITIVE = (
 _SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1
-# Formats that Pillow may decode. Its decoders of rare formats are not exposed to files from clients.
+# Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested decoder.
 _FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 64 * 2**20
 # Width, height and number of frames that are assumed for estimates if a request leaves them to the pipeline.

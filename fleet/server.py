@@ -201,7 +201,7 @@ class Server:
         return await self._change_lora(name)
 
     async def _unset_lora(self) -> Response:
-        """Remove the default LoRA: requests that name none use none."""
+        """Remove the default LoRA, so that a request that names none is generated without one."""
         return await self._change_lora(None)
 
     async def _change_lora(self, name: str | None) -> Response:
