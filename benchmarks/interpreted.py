@@ -40,7 +40,7 @@ def interpreted() -> Iterator[None]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(JITFunction, "__call__", call),
         mock.patch.object(InterpreterBuilder, "create_dot", _dot),
-        mock.patch.object(backend_selection, "_is_interpreting", lambda: True),
+        mock.patch.object(backend_selection, "is_interpreting", lambda: True),
     ):
         yield
 

@@ -7,6 +7,7 @@ import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,19 @@ FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 # The oldest compute capability that Triton supports, according to its README. On older GPUs the first launch fails to
 # compile, for example for bfloat16.
 LEAST_CAPABILITY = (8, 0)
+# Evaluated at import, because Dynamo cannot trace find_spec.
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    return _HAS_TRITON
+
+
+def is_interpreting() -> bool:
+    """Whether Triton's interpreter runs kernels, also on the CPU. Triton must be installed."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
 
 
 @lru_cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,6 +22,7 @@ from para_core.attention.backends import (
 )
 from para_core.attention.libraries import LIBRARIES, require_tensors
 from para_core.torch_internals import math_sdp_enabled
+from para_core.triton_support import has_triton, is_interpreting
 
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
 
@@ -112,14 +112,6 @@ def _capability(index: int) -> int:
     return 10 * major + minor
 
 
-# Evaluated at import, because Dynamo cannot trace find_spec.
-_HAS_TRITON = find_spec("triton") is not None
-
-
-def has_triton() -> bool:
-    return _HAS_TRITON
-
-
 def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
     if not has_triton():
         raise RuntimeError(f'backend="{backend}" needs Triton, which is not installed here: pip install "triton>=3.5".')
@@ -132,17 +124,11 @@ def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:
             f'backend="{backend}" takes {", ".join(dtypes)} with head dims up to 256; this is {query.dtype} with '
             f"{head_dim}. Name another backend, or none."
         )
-    if query.device.type == "cpu" and not _is_interpreting():
+    if query.device.type == "cpu" and not is_interpreting():
         raise RuntimeError(
             f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none; '
             "Triton's own interpreter runs it there (TRITON_INTERPRET=1)."
         )
-
-
-def _is_interpreting() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def require_backend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import statistics
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from para_core.planner.hardware import Device, gpu_at_hand
 from para_core.planner.report import BROKEN, CHANGE, Finding, Ranks
+from para_core.triton_support import has_triton
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -88,7 +88,7 @@ def backends(ranks: Ranks) -> Finding:
     if not {"flash", "cuDNN"} & set(accepted):
         advice = "neither flash nor cuDNN attention runs on this GPU: install a torch built for it."
         return Finding("backends", text, CHANGE, advice)
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return Finding("backends", text, CHANGE, "install triton for the kernels that merge and pack.")
     return Finding("backends", text)
 
