@@ -55,7 +55,8 @@ def test_command_of_the_container_starts_a_server(monkeypatch):
 def test_health_check(ready, code):
     (line,) = instructions("HEALTHCHECK")
     command = json.loads(line.partition("CMD")[2])
-    with test_server.serving() as (port, backend):
+    # The container has a key, which the health check does not send.
+    with test_server.serving(api_key="secret") as (port, backend):
         backend.count = ready
         script = command[2].replace("8000", str(port))
         assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == code
