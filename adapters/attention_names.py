@@ -24,8 +24,8 @@ from para_core.plans.region import region_of
 
 # Names of backends that call scaled_dot_product_attention, so interception sees them.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-# Other names of diffusers, each with the equivalent backend of para_core. None leaves the choice to SDPA: these names
-# compute exact attention with a kernel that PyTorch also has, and with masks, which that kernel alone does not support.
+# Names of the other backends, each with para_core's equivalent. None lets SDPA choose: these names compute exact
+# attention with kernels that PyTorch has too, and unlike a fixed kernel SDPA also takes masks.
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,

@@ -96,7 +96,9 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
 
 
 def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
-    """Return the blocks of ``module`` in the order in which they run, each with its streams and its cost.
+    """Return the blocks of ``module`` in the order in which they run.
+
+    Each comes with its streams (the tensors that a block passes to the next one) and its relative cost.
 
     Raises:
         TypeError: If no adapter describes the blocks.

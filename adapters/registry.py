@@ -65,7 +65,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
 def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
     """Return the tensor plan of ``module``: its adapter's, or else the one that its class publishes (``_tp_plan``).
 
-    None if there is neither, or no adapter.
+    None if there is neither, and for classes without an adapter.
     """
     adapter = adapter_for(module)
     if adapter is None:
@@ -206,11 +206,11 @@ def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
     return mesh if isinstance(mesh, GuidedMesh) else None
 
 
-# -- checks
+# -- checks that docs/refusals.md lists
 
 
 def refuse_missing_transformer(owner: Any, module: Any) -> None:
-    """Refuse a pipeline without a transformer, in parallel."""
+    """Refuse parallelism for a pipeline without a transformer."""
     if module is None:
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: it has no transformer. Supported are {supported()}."
@@ -228,7 +228,7 @@ def refuse_other_type_of_adapter(adapter: Any, module: nn.Module) -> None:
 
 
 def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
-    """Refuse a transformer class that cannot have a plan."""
+    """Refuse a transformer class that cannot run on several ranks."""
     reason = next((REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED), None)
     if reason is not None and plan_for(module, adapter=adapter) is None:
         raise TypeError(
@@ -274,7 +274,7 @@ def refuse_other_mesh(module: nn.Module, name: str, applied: SequenceMesh | None
 
 
 def refuse_cache_without_transformer(owner: Any, module: Any) -> None:
-    """Refuse a pipeline without a transformer, with a cache."""
+    """Refuse a cache for a pipeline without a transformer."""
     if module is None:
         raise TypeError(f"{original_class(owner).__name__} cannot be cached: it has no transformer.")
 

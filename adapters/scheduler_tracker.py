@@ -124,7 +124,7 @@ class SchedulerTracker:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
 
     def _times_of_call(self) -> list[float]:
-        """Return the timesteps that this call of the pipeline takes, without those that it leaves out at the begin."""
+        """Return the timesteps that this call of the pipeline takes, without those that it skips at the beginning."""
         listed = getattr(self._scheduler, "timesteps", None)
         times = [] if listed is None else [float(t) for t in listed.tolist()]
         if original_class(self._scheduler).__name__ in _END_IS_LISTED:
@@ -164,7 +164,7 @@ class SchedulerTracker:
 
 
 def refuse_missing_scheduler(pipe: Any, options: CacheOptions) -> None:
-    """Refuse a cache that follows a schedule, without a scheduler."""
+    """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
     if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
         raise ValueError(
             f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave "

@@ -229,8 +229,8 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
 def unit_of(steps: Iterable[int]) -> int:
     """Return the largest common divisor of all strides, at most 8; or 1 if all are multiples of 16.
 
-    Triton loads 16 bytes at once only if it knows that strides are multiples of 16. It detects multiples of 16 itself.
-    Of strides such as 72 it must be told that they are multiples of 8, or it would load element by element.
+    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16 itself.
+    A stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
 
     >>> [unit_of([24 * dim, dim]) for dim in (64, 72, 36, 25)]
     [1, 8, 4, 1]

@@ -119,7 +119,7 @@ HOPPER: Mapping[int, tuple[Config, ...]] = {
     128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
     256: (Config(128, 64, 8, 2),),
 }
-# For float32, with head dims up to 128, and above. Tensor cores do not compute exact float32, so these products take
+# For float32: head dims up to 128, and larger ones. Tensor cores do not compute exact float32, so these products take
 # many registers; few warps would spill tens of KB.
 FLOAT32 = (Config(32, 32, 8, 1, spills=256), Config(32, 32, 16, 1))
 # The smallest tiles, for the small tensors that tests pass to Triton's interpreter.
@@ -172,8 +172,8 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
         largest = 32 if head_dim > 128 and not few else 64
         spills = 0 if few else 224 if head_dim <= 128 else 1280
         config = replace(config, block_n=min(config.block_n, largest), spills=max(config.spills, spills))
-    # Use more warps: with fewer queries, each warp needs fewer registers. 16 is the fewest that its matrix instructions
-    # take.
+    # Use more warps, so that each has fewer queries and needs fewer registers. 16 queries per warp is the minimum of
+    # the matrix instructions.
     warps = max(config.num_warps, config.block_m // 16)
     if mask == "bits":
         # A mask of bits needs few registers and almost no shared memory.
@@ -249,7 +249,7 @@ def row_of_dim(head_dim: int) -> int:
     return next(dim for dim in HEAD_DIMS if head_dim <= dim)
 
 
-# -- tuned block sizes
+# -- block sizes that ``tune`` found on this machine
 
 
 def cache_file() -> Path:

@@ -137,13 +137,13 @@ def attention_hopper_kernel(
     tl.store(lse + lse_rows, tl.where(empty, float("-inf"), (peak + tl.log2(total)) * LN_2), mask=exists)
 
 
-# -- launch
+# -- launch on the host
 
 
 def takes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_ranges: Tensor | None, scale: float
 ) -> bool:
-    """Whether this kernel supports the call."""
+    """Whether this kernel supports a call of the portable kernel with these arguments."""
     if mask is not None or scale < 0 or not (key_ranges is None or key_ranges.shape[1] == 1) or key.shape[2] == 0:
         return False
     if query.dtype not in DTYPES or query.shape[-1] not in HOPPER or value.shape[-1] != query.shape[-1]:

@@ -1,4 +1,4 @@
-"""Reference of attention with 8-bit queries and keys (arXiv:2410.02367) in plain PyTorch. It approximates."""
+"""Reference of attention with 8-bit queries and keys (arXiv:2410.02367), in plain PyTorch. Not exact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention(
 
     Args:
         query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
-        ones.
+            ones.
         smooth: Whether to subtract the mean.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Reference of the attention kernel, in plain PyTorch: attention over some keys that can continue a partial result."""
+"""Reference of the attention kernel, in plain PyTorch. A call covers some keys, and can continue an earlier call."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def attention(
 
     Args:
         query: ``[B, H, S_q, D]``, of any strides; ``[B, S_q, H, D]`` memory is as fast.
-        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head ``i // (H
-            // H_kv)``.
-        mask: Bool (True if a query sees a key) or float (added to the scores), 4-D, broadcastable to ``[B, H, S_q,
-            S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
+        key, value: ``[B, H_kv, S_k, D]``, ``[B, H_kv, S_k, D_v]``. H_kv divides H: query head i uses key head
+            ``i // (H // H_kv)``.
+        mask: Bool (True if a query sees a key) or float (added to the scores), 4-D, broadcastable to
+            ``[B, H, S_q, S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
         is_causal: Query i sees key j if ``j + key_offset <= i + query_offset``.
         query_offset, key_offset: Position of the first query and of the first key in the whole sequence.
         key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``,

@@ -98,9 +98,12 @@ def exchange_kernel(
 ):  # fmt: skip
     """Copy rows of up to three tensors into ``buffer``, or back.
 
-    UNIT: number of elements in which ``x_width``, ``y_width`` and ``z_width`` are counted. ALIGNED: divisor of all
-    offsets and steps in the buffer. PACK: whether to copy into the buffer. SCALE: number of bytes of the scale after
-    each row; 0 if rows are not rounded. LARGEST: largest number of the format that rows are rounded to.
+    Args:
+        UNIT: Number of elements in which ``x_width``, ``y_width`` and ``z_width`` are counted.
+        ALIGNED: Divisor of all offsets and steps in the buffer.
+        PACK: Whether to copy into the buffer.
+        SCALE: Number of bytes of the scale after each row; 0 if rows are not rounded.
+        LARGEST: Largest number of the format that rows are rounded to.
     """
     # The head varies fastest, so that programs that run at the same time copy neighbouring memory.
     head = (tl.program_id(0) % most_heads).to(tl.int64)

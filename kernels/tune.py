@@ -2,10 +2,10 @@
 
 python -m para_core.kernels.tune
 
-Measures candidates for each head dim, causal or not, long and short, in turns, and keeps the winners in
-``~/.cache/para_core/attention.json`` (or ``XDG_CACHE_HOME``), from which the kernel reads them. Nothing is measured at
-import or in a call. The exit code is 2 without a GPU. With ``--hopper``, on a Hopper GPU, the Hopper tier is measured
-afterwards, and kept if it computes the same, and faster.
+Measures candidates in turns, for each head dim, causal or not, long and short, and writes the fastest to
+``~/.cache/para_core/attention.json`` (or ``XDG_CACHE_HOME``), where the kernel reads them. Nothing is measured at
+import or in a call. The exit code is 2 without a GPU. With ``--hopper``, on a Hopper GPU, the Hopper kernel is measured
+afterwards, and used if its results agree with those of the portable kernel and it is faster.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
     return True
 
 
-# -- on a device
+# -- measurement on the current CUDA device
 
 
 def on_device(case: ConfigKey, config: Config) -> float:
@@ -130,7 +130,7 @@ def attend(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Call the kernel of the case's tier with the block sizes of ``config``. Returns ``out`` and ``lse``.
+    """Call the portable or Hopper kernel, as ``case`` says, with the block sizes of ``config``. Returns out and lse.
 
     ``shift`` is ``query_offset - key_offset``; for the other arguments see :func:`attention_reference.attention`.
     """
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
     say(f"kept in {keep(torch.cuda.get_device_name(), tuning)}")
     if args.hopper:
-        # After the results above were written, so that an error of the device does not lose them.
+        # This comes after the results above were written, so that an error of the device does not lose them.
         from para_core.kernels.tune_hopper import tune_hopper
 
         portable = {case: config for case, config in tuning.items() if config is not None}

@@ -65,9 +65,10 @@ def agrees_on_device(case: ConfigKey, config: Config) -> bool:
 def computes_the_same(
     case: ConfigKey, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """Whether both kernels give equal results for three calls.
+    """Whether both kernels give equal results for three kinds of calls.
 
-    These are: all keys; a key range per sample and shifted queries; the keys in two halves, the second continuing.
+    They attend to all keys; to a key range per sample, with shifted queries; and to the keys in two halves, of which
+    the second continues the result of the first.
     """
     num_keys, half = key.shape[2], key.shape[2] // 2
     ranges = torch.tensor([[[3, half + 5]], [[0, num_keys - 1]]], dtype=torch.int32, device=query.device)

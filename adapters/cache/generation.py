@@ -100,7 +100,7 @@ class PipelineCache:
         return put_back
 
     def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
-        """Make ``callers`` this pipeline's hooks again, and set their ``run``, which freeing a hook has reset."""
+        """Restore ``callers`` as this pipeline's hooks, and their ``run``, which a hook loses when it is freed."""
         self._callers = callers
         for name, caller in callers.items():
             caller.run = self._around_model(name)

@@ -45,7 +45,7 @@ def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
 
 
 def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse compiled layers of a GGUF file, or with layerwise casting.
+    """Refuse a compiled model whose weights come from a GGUF file or use layerwise casting.
 
     Args:
         called: ``module``, or the compiled module around it.
@@ -133,7 +133,7 @@ def refuse_parallelism_of_diffusers(module: Any) -> None:
 
 
 def refuse_perturbed_joint_attention(owner: Any, module: Any) -> None:
-    """Refuse perturbed attention over joint tokens."""
+    """Refuse perturbed attention guidance over a joint sequence of text and image tokens."""
     if original_class(module).__name__ == "SD3Transformer2DModel" and hasattr(owner, "pag_applied_layers"):
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: its perturbed attention masks image tokens by their "

@@ -103,7 +103,10 @@ class CheckedModel:
 
 
 def models_to_check(pipe: Any, adapter: Adapter | None = None) -> list[CheckedModel]:
-    """Return the transformers of ``pipe``, or else its UNet and ControlNets; if it has none, one with module None."""
+    """Return an entry for each transformer of ``pipe``, or else for its UNet and ControlNets.
+
+    If it has neither, return one entry whose ``module`` is None, which the checks then refuse.
+    """
     modules = transformers_of(pipe) or unets_of(pipe)
     return [CheckedModel(pipe, module, name, adapter) for name, module in modules.items()] or [CheckedModel(pipe, None)]
 

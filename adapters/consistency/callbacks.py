@@ -94,7 +94,7 @@ class CheckedCallbacks:
         try:
             check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
         except RuntimeError:
-            return  # Ignore it: this rank raises its own error below, even if no other rank answers.
+            return  # Ignore this error: the caller raises that of the callback, even if no other rank answers.
 
     def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
         state: Record = {

@@ -109,10 +109,10 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 
 @contextmanager
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
-    """Make errors inside the ``with`` block explain themselves on the other ranks of the call ``token``.
+    """If the ``with`` block raises, tell the other ranks of the call ``token`` why; and tell this rank why others left.
 
     An exception on this rank is stored for the other ranks. If a collective of this rank times out, the raised error
-    includes the reason that another rank has stored. Works with gloo only: a time-out of NCCL ends the process and
+    contains the reason that another rank has stored. Works with gloo only: a time-out of NCCL ends the process and
     raises nothing here (docs/several_nodes.md).
 
     Raises:

@@ -145,8 +145,6 @@ def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
     return [x for x in weights if not consists_of_tensors(x)]
 
 
-# -- fingerprints
-
 # Attribute that :func:`keep_bits` sets on a weight on the meta device: fingerprints of the tensors that were freed.
 _BITS = "_para_core_bits"
 
@@ -171,7 +169,7 @@ def fingerprint(tensors: list[Any]) -> str:
 
 
 def _compared(x: Tensor) -> list[Tensor]:
-    """Return the tensors to compare: ``x``, or those of which a quantized ``x`` consists; not sharded or meta ones."""
+    """Return the plain tensors that ``x`` consists of, for the fingerprint. Sharded and meta tensors are left out."""
     if isinstance(x, DTensor):
         return []
     return [inner for inner in plain_tensors(x.detach()) if not isinstance(inner, DTensor) and not inner.is_meta]

@@ -17,7 +17,7 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
-    """Give the default generators of all ranks the state of the first rank's, inside the ``with`` block.
+    """Set the default generators of all ranks to the state of the first rank's generators, inside the ``with`` block.
 
     Afterwards the other ranks get their own state back; the generators of the first rank have advanced as on one
     device.

@@ -59,7 +59,7 @@ def _configured(part: Any) -> dict[str, Any]:
 @cache
 def _versions() -> str:
     packages: list[Any] = [torch]
-    # Works without diffusers, because a user's own pipeline may run without it.
+    # diffusers may be missing, because a user's own pipeline can run without it.
     with suppress(ImportError):
         import diffusers
 

@@ -43,7 +43,7 @@ _FAMILIES = (
     *(joyimage, allegro, nucleus, sana, motif, latte),
 )
 
-# Every Adapter that is a global variable of one of these files.
+# All adapters: every global variable of these modules that is an Adapter.
 ADAPTERS: tuple[Adapter, ...] = tuple(
     value for family in _FAMILIES for value in vars(family).values() if isinstance(value, Adapter)
 )

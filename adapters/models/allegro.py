@@ -15,8 +15,8 @@ ALLEGRO = Adapter(
                 # image_rotary_emb is a tuple of the position tables and the tokens' indices in them; only the indices
                 # are sharded.
                 "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
-                # The attention processor pads a mask to the number of keys that it sees, which is this rank's, so shard
-                # the full mask.
+                # The attention processor pads a mask to the length of the keys it receives, which are this rank's, so
+                # split the mask to the same length.
                 "attention_mask": Split(dim=2, like="video"),
             },
         },

@@ -16,7 +16,7 @@ ACE_STEP = Adapter(
     pipelines="ACE-Step",
     plan=Plan(
         inputs={},
-        # The masks of sliding windows are for the full sequence, so they stay replicated.
+        # Masks of sliding windows need no rule: they cover all queries and keys, and attention takes such masks.
         inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
@@ -26,7 +26,7 @@ ACE_STEP = Adapter(
             0,
         ),
     ),
-    # Only every second block gets a mask, so the blocks are not ``chained``.
+    # Only every second block gets a mask, so chained=True would be wrong.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
 )
 
@@ -38,8 +38,8 @@ STABLE_AUDIO = Adapter(
         inner={
             # The sequence begins with a token for the time step, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The attention processor pads a mask to the number of keys that it sees, which is this rank's, so shard the
-            # full mask.
+            # The attention processor pads a mask to the length of the keys it receives, which are this rank's, so split
+            # the mask to the same length.
             "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
         },
         outputs={"proj_out": GATHERED},

@@ -50,7 +50,7 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks the video tokens attend to face tokens, which are replicated, so this needs no communication.
+    # Between blocks the video tokens attend to face tokens. These are replicated, so that needs no rule.
     plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (

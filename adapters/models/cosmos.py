@@ -27,7 +27,7 @@ COSMOS = Adapter(
                 "controlnet_residual": WITH_VIDEO,
             },
         },
-        # Gathered before the output layers, which use the time step of each token of the full sequence.
+        # Gathered before the output layers, which apply a time step for each token of the full sequence.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         # Cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.

@@ -26,7 +26,7 @@ FLUX_PLAN = Plan(
     inputs={
         "hidden_states": IMAGE,
         "encoder_hidden_states": TEXT,
-        # [S, 3], or [B, S, 3] from older pipelines: a negative dim fits both.
+        # Position ids are [S, 3], or [B, S, 3] from older pipelines: dim -2 is right for both.
         "img_ids": Split(dim=-2, like="image"),
         "txt_ids": Split(dim=-2, like="text"),
         # ControlNet residuals: lists of [B, S, C], which the model adds to the image tokens between blocks.
@@ -77,7 +77,7 @@ FLUX2 = Adapter(
     blocks=CachedBlocks(
         (
             BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
-            # The single blocks take text and image tokens as one tensor.
+            # The single blocks take text and image tokens as one tensor, so this group has one stream.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
         # With kv_cache each block stores its keys in the cache, so no block may be skipped.

@@ -28,7 +28,8 @@ def _tensor(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
             f"{single}.proj_mlp": hidden,
-            # The input concatenates the attention output and the hidden units, which are four times as wide.
+            # The input is the attention output followed by hidden units, four times as wide, so each of the two parts
+            # is split by itself.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
@@ -45,7 +46,7 @@ CHROMA = Adapter(
     pipelines="Chroma",
     # The attention mask covers all pairs of tokens, text first. Every rank makes the full mask, so it needs no rule.
     plan=FLUX_PLAN,
-    # Each block gets its own modulation, so the blocks are not ``chained``.
+    # Each block gets its own modulation, so chained=True would be wrong.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
         # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache
@@ -79,8 +80,8 @@ BRIA = Adapter(
         FLUX_PLAN,
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
         common=IDS,
-        # diffusers adds the residuals of single blocks at the positions of the text tokens, which this tensor does not
-        # have, so the call fails on one device too.
+        # diffusers adds the residuals of single blocks behind an offset for the text tokens, although the tensor has
+        # image tokens only, so the call fails on one device too.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
     blocks=CachedBlocks(

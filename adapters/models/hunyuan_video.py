@@ -30,7 +30,8 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
         "transformer_blocks.*.ff_context.net.2": ROWS,
         "single_transformer_blocks.*.proj_mlp": COLUMNS,
-        # The input concatenates the attention output and the hidden units, which are four times as wide.
+        # The input is the attention output followed by hidden units, four times as wide, so each of the two parts is
+        # split by itself.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         f"{_REFINER}.attn.to_out.0": ROWS,
         f"{_REFINER}.ff.net.0.proj": COLUMNS,

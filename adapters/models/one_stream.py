@@ -70,7 +70,7 @@ BRIA_FIBO2 = Adapter(
             "layers.*.cross_attention": (Attention(("tokens",), ("text",)),),
         },
     ),
-    # Some blocks also get text, so the blocks are not ``chained``.
+    # Some blocks also get text, so chained=True would be wrong.
     blocks=CachedBlocks(
         (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),

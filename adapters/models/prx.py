@@ -11,12 +11,12 @@ PRX = Adapter(
         inputs={},
         inner={
             "blocks.0": {"hidden_states": Split(dim=1, segment="image")},
-            # The rotary embedding is [B, 1, S, D / 2, 2, 2].
+            # The rotary embedding is [B, 1, S, D / 2, 2, 2], with the tokens along dim 2.
             "blocks.*": {"image_rotary_emb": Split(dim=2, like="image")},
         },
         outputs={"final_layer": Gather(dim=1, segment="image")},
         joint_order=("image",),
-        # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys that it sees,
+        # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys it receives,
         # which are this rank's.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
         batched=dict.fromkeys(

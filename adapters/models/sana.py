@@ -38,7 +38,7 @@ SANA = Adapter(
     transformer="SanaTransformer2DModel",
     pipelines="Sana",
     plan=Plan(
-        # The image is split into rows of tokens, not into tokens, because the feed-forward convolves over neighbouring
+        # The image is split by rows and not by single tokens, because the feed-forward convolves over neighbouring
         # tokens.
         inputs={
             "hidden_states": Split(dim=2, segment="rows"),

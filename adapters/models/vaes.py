@@ -18,9 +18,9 @@ class VaeAdapter:
 
     Args:
         vae: Name of the class.
-        encode, decode: Names of the methods to parallelize: the innermost ones that take and return images ``[..., H,
-            W]`` and whose callers do not depend on the size of an image. Their callers split the batch if slicing is
-            on. ``encode`` is None for a class that only decodes.
+        encode, decode: Names of the methods to parallelize: the innermost ones that take and return images
+            ``[..., H, W]`` and whose callers do not depend on the size of an image. Their callers split the batch if
+            slicing is on. ``encode`` is None for a class that only decodes.
         tiled: Names of the methods that split an image into tiles, run these and blend the results; empty without
             tiling.
         only_tiled: Whether the class always tiles.

@@ -99,7 +99,7 @@ WAN_ANIMATE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
-    # The face adapter runs between some blocks, so the blocks are not ``chained``.
+    # The face adapter runs between some blocks, so chained=True would be wrong.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=TENSOR_WITH_FACES,
 )
@@ -116,7 +116,7 @@ SKYREELS_V2 = Adapter(
             # and stays replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
-        # Gathered before the output layers, which use the time step of each token of the full sequence.
+        # Gathered before the output layers, which apply a time step for each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -136,7 +136,7 @@ ANYFLOW = Adapter(
             "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
         },
-        # Gathered before the output layers, which use the time step of each token of the full sequence.
+        # Gathered before the output layers, which apply a time step for each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -158,7 +158,7 @@ ANYFLOW_FAR = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
-        # Gathered before the output layers, which use the time step of each token of the full sequence.
+        # Gathered before the output layers, which apply a time step for each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]; each rank stores its heads.

@@ -100,7 +100,7 @@ class ParallelCall:
         self.wrap(pipe)
 
     def wrap(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe`` without recording the meshes of its models again."""
+        """Wrap ``__call__`` of ``pipe`` again after a failed undo, without recording the meshes of its models."""
         wrap_method(pipe, "__call__", _KEY, self._run, order=WrapperPriority.PARALLEL)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:

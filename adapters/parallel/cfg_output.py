@@ -1,8 +1,8 @@
 """Shapes and dtypes of a transformer's output before it runs, computed by a copy of the model on the meta device.
 
-A rank that does not compute a CFG branch needs them to receive that branch's output. They depend on the class, its
-config, the dtypes of its parameters and the arguments, and in most models not on the number of blocks. So the copy has
-one block of each kind, which takes 0.1 s for a model of 60 blocks instead of 3 s.
+A rank that does not compute a CFG branch needs these to receive the output of that branch. They depend on the class,
+its config, the dtypes of its parameters and the arguments, and in most models not on the number of blocks. So the copy
+has one block of each kind, which takes 0.1 s for a model of 60 blocks instead of 3 s.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         try:
             call.session.stop()
         except BaseException:
-            # Keep the wrapper of ``__call__``: a second call of this function finds the session through it.
+            # Restore the wrapper of ``__call__``: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
     # On one rank, and after parallelize_transformer or parallelize_unet on a component, models are parallel without a

@@ -244,7 +244,7 @@ def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
 
 
-# -- Session parts that are small enough to live here.
+# -- session parts for time-outs and autoencoders
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ class TimeoutPart(Part):
         return override_timeouts(self.groups, self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # Keep the time-out until the next session runs. If that session sets its own, the latest one counts, so a
-        # failure needs no restore.
+        # Keep the time-out for now: finish() undoes it once the next session runs. A time-out that the next session
+        # sets has priority meanwhile, so nothing needs to be restored if that session fails.
         return nothing
 
     def finish(self, undo: Undo) -> None:

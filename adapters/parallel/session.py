@@ -73,7 +73,7 @@ class ParallelSession:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether a part of the session has sharded weights, which stopping the session gathers."""
+        """Whether a part of the session has sharded weights, so that stopping the session gathers them."""
         return any(part.shards_weights for part, _ in self._applied)
 
     def start(self) -> None:

@@ -79,13 +79,13 @@ class _AllValid(TorchFunctionMode):
 
 
 def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, ModelCall]:
-    """Count one transformer call with its batch on 1 rank and split over 2 ranks. Call it inside :func:`without_data`.
+    """Count the work of one transformer call, with the whole batch and with a batch that is split over 2 ranks.
 
-    ``transformer`` itself does not run. Models with one block and with two blocks of each kind run, and the difference
-    is multiplied by the number of blocks.
+    Call it inside :func:`without_data`. ``transformer`` itself does not run. Models with one block and with two blocks
+    of each kind run, and the difference is multiplied by the number of blocks.
 
     Returns:
-        The call by the number of parts of the batch, 1 and 2.
+        The counted call by the number of parts of the batch: 1 and 2.
 
     Raises:
         UnknownModelError: If the inputs or the plan of the transformer are unknown.

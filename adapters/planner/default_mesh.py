@@ -86,7 +86,7 @@ def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshCh
     predicted: list[Any] = [None]
     if dist.get_rank() == 0:
         predicted = [fastest_mesh(owner, dist.get_world_size(), weights)]
-    # Broadcast it, because on other ranks' devices the prediction could differ.
+    # All ranks use the prediction of rank 0, because other ranks may have other devices and would predict differently.
     dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
     choice: MeshChoice | Unpredicted = predicted[0]
     return choice

@@ -22,7 +22,7 @@ class MeshChoice:
 
 @dataclass(frozen=True)
 class Unpredicted:
-    """Stands for a prediction that is missing, with the reason."""
+    """The reason why the planner did not predict a mesh."""
 
     reason: str
     failed: bool = False  # whether the planner raised an error that it does not document

@@ -24,7 +24,8 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
         return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    if "max_guidance_scale" in defaults:  # In Stable Video Diffusion the scale grows from frame to frame.
+    # In Stable Video Diffusion the scale grows from frame to frame; use the largest.
+    if "max_guidance_scale" in defaults:
         defaults["guidance_scale"] = defaults["max_guidance_scale"]
     guides = _does_guidance(pipe, defaults)
     name = "guidance_scale" if guides or "true_cfg_scale" not in defaults else "true_cfg_scale"

@@ -82,7 +82,7 @@ class ObservedRegion:
     segment: str
 
     def calls(self) -> list[tuple[ModuleCall, ModuleCall]]:
-        """Return the module calls from the start on, by the time they began, each paired with the same larger call."""
+        """Return the module calls from the start on in the order of time, as pairs (smaller call, larger call)."""
         pairs = [*zip(self.small.calls, self.large.calls, strict=False)]
         began = next(call.began for call, _ in pairs if call.name == self.start.block)
         return sorted([pair for pair in pairs if pair[0].began >= began], key=lambda pair: pair[0].began)
@@ -157,10 +157,10 @@ class ObservedRegion:
         of_list = [] if call.block_list is None else self.small.of_list(call.block_list)
         return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
 
-    # -- what is sharded with the tokens
+    # -- rules for tensors that are split with the tokens
 
     def _joined_inputs(self) -> dict[str, ShardRule]:
-        """Return a rule for each model argument with an entry per token that the model itself joins to the tokens."""
+        """Return a rule for each model argument with an entry per token that joins the tokens outside of submodules."""
         rules: dict[str, ShardRule] = {}
         for name in sorted(self.small.joined_inputs):
             pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
@@ -284,7 +284,7 @@ class ObservedRegion:
             return Split(dim, like=self.segment, after=TEXT)
         return Split(dim, like=self.segment, then_replicated=True)
 
-    # -- attention
+    # -- rules for attention calls
 
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
         """Return the segments of a sequence with these two lengths; None if no combination of segments has them."""
@@ -312,8 +312,8 @@ class ObservedRegion:
             queries = self._segments_of((observed.queries, larger.queries), choice)
             keys = self._segments_of((observed.keys, larger.keys), choice)
             if keys == (TEXT,) and queries is None:
-                # Only some of the tokens attend to replicated keys. Each result is independent of the other queries, so
-                # any number is right.
+                # Some of the tokens attend to replicated keys, for example those of one frame. Count these queries as
+                # the segment of all tokens: if keys are replicated, attention does not depend on the number of queries.
                 queries = (self.segment,)
             if queries is None or keys is None:
                 return None, {}, []

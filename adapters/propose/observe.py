@@ -56,7 +56,8 @@ class ModuleCall:
     Args:
         name: Name of the module.
         block_list: Name of the container that holds the block; None for a module outside of blocks.
-        began, ended: Times of begin and end, counted in observed events (begins and ends of modules, attention calls).
+        began, ended: Times at which the call began and ended, counted in observed events (a module begins or ends, or
+            attention is called).
         arguments: Arguments by parameter name, with a :class:`TensorRecord` in place of each tensor.
         output: What the module returned, with a :class:`TensorRecord` in place of each tensor.
     """

@@ -59,8 +59,8 @@ def _without_options(
 ) -> Iterator[StackGuess]:
     """Yield the block stack of a call without optional arguments, if it can be guessed.
 
-    It lists the optional arguments that change it: those with which the model changes tokens between blocks
-    (``between``), and those with which other blocks run or a cached call is not exact (``uncached``).
+    The block stack lists the optional arguments that change it: those with which the model changes tokens between
+    blocks (``between``), and those with which other blocks run or a cached call is not exact (``uncached``).
     """
     conditions = conditions_of(region.small, region.large)
     optional = [name for name in _optional(module, inputs) if name not in conditions]

@@ -108,7 +108,7 @@ def propose_plan(
             likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {error}"
         # No candidate of this start was exact. If one tensor holds entries of text and image, only a plan that shards
-        # text at the model's inputs may be, so try that.
+        # text at the model's inputs can be exact, so try that.
         sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, answers)
         if sharded is not None:
             return _complete(module, sharded, of_start, small, answers)

@@ -56,9 +56,9 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
 def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """Return the names of the arguments that distinguish CFG branches.
 
-    They do not grow with the tokens, and stay equal between steps: sequences (text), or without any, embeddings with
-    one vector per sample, or without any, labels. Two calls do not show whether a vector or a number changes between
-    steps, so arguments whose names suggest a time step are left out.
+    Sequences (text) are chosen; if there are none, embeddings with one vector per sample; if there are none either,
+    labels. Arguments that grow with the tokens are left out. So are vectors and numbers whose names suggest a time
+    step: two calls do not show whether they change between steps.
     """
     kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
     sample = _image_arguments(small, large)
@@ -77,8 +77,8 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
 def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
     """Return the names of the arguments that hold the image, for a model that accepts one size only.
 
-    Such a model is recognized by equal sizes in both calls; for other models the result is empty. The image is in those
-    arguments, among the sources of the tokens, that have the most dims.
+    For such a model both calls have equal sizes; for other models the result is empty. Of the arguments from which the
+    tokens were computed, those with the most dims hold the image.
     """
 
     def sizes(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:

@@ -90,7 +90,7 @@ def _merged(image_rule: ShardRule | None, text_rule: Split | Entries) -> ShardRu
 
 
 def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
-    """Return ``plan`` with image and text sharded at the model's inputs; None if no input holds one of the two."""
+    """Return ``plan`` with image and text sharded at the model's inputs; None if one of them is not an input."""
     rules = {
         name: _input_rule(value, region.large.inputs.get(name), region, length)
         for name, value in region.small.inputs.items()

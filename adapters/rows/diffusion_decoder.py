@@ -135,8 +135,10 @@ class DecoderRows:
     def _stage(self, call: Callable[[Tensor], Tensor], x: Tensor, before: int) -> Tensor:
         """Return ``call(x)``, computed with sharded rows and gathered.
 
-        The output is tokens [B, T, H, W, C]. ``before`` is by how much the row dim of ``x`` is less than that of a
-        video.
+        Args:
+            call: Returns tokens ``[B, T, H, W, C]``.
+            x: Latents, or tokens.
+            before: 0 if the rows of ``x`` are in the same dim as those of a video, 1 if they are one dim before.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(x)
@@ -160,7 +162,7 @@ class DecoderRows:
             video = call(decoder, *own, num_inference_steps)
         return gather(video, pixels, self.ranks)
 
-    # -- attention
+    # -- attention, which needs rows of other ranks
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
         """Attend with all rows that this rank's windows reach into, and return the output of its own rows.

@@ -62,7 +62,10 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
 
 
 def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
-    """Return all rows of ``x``, of which each of the first ``workers`` ranks holds some, or, without a tag, all."""
+    """Return all rows of ``x``.
+
+    If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of ``x``.
+    """
     rows = rows_of(x)
     shape = list(x.shape)
     if rows is None:

@@ -104,8 +104,8 @@ class UnetRun:
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         unet: Any = self.unet
         unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
-        # At least two units per rank, because the innermost level then has two rows: one could not be told from a dim
-        # of size 1.
+        # Two units per rank, so that the innermost level has two rows: a single row could not be told from a dim of
+        # size 1.
         rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
         if workers.size == 1:
             compute = partial(call, **inputs)
@@ -140,7 +140,7 @@ def unet_run(unet: nn.Module) -> UnetRun | None:
     return handler if isinstance(handler, UnetRun) else None
 
 
-# -- checks
+# -- checks that docs/refusals.md lists
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:

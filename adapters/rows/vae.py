@@ -73,9 +73,9 @@ def parallelize_vae(
     """Run one autoencoder on all ranks of a mesh. Each rank passes the same inputs to ``encode`` or ``decode``.
 
     Calling it again replaces the previous settings; :func:`unparallelize_vae` undoes it. If anything is invalid or
-    fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed. ``vae.decode =
-    torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a graph nothing is compared
-    between ranks.
+    fails on any rank, every rank raises, and the VAE stays as it was. No gradients are computed.
+    ``vae.decode = torch.compile(vae.decode, fullgraph=True)`` gives one graph per size of the image; in a graph nothing
+    is compared between ranks.
 
     Args:
         vae (`nn.Module`): An autoencoder of diffusers (docs/vae.md lists them).
@@ -193,7 +193,7 @@ class _VaeRun:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
-        # By method: the form of it that a compiled function calls instead.
+        # For encode and decode: the function that a compiled caller runs in place of the wrapped method.
         methods: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
@@ -344,7 +344,7 @@ class _VaeRun:
         return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
     def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``vae.clear_cache``, which empties its cache of frames and so marks the begin of the next tile."""
+        """Run ``vae.clear_cache``, which empties its cache of frames. A VAE calls it at the beginning of each tile."""
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)

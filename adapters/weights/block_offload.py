@@ -97,8 +97,8 @@ class _Block:
     def load(self) -> None:
         """Start copying the block to the device, if it is not there."""
         if self._state != self._current_state():
-            # The tensors were replaced since: a LoRA was added or fused, or weights were moved, quantized or loaded.
-            # Offload the new ones.
+            # Tensors of the block were replaced after the last offload: a LoRA was added or fused, or weights were
+            # moved, quantized or loaded. Offload the new ones.
             self._offload()
         if not self._is_loaded:
             self._group.onload_()

@@ -45,7 +45,7 @@ def download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, op
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
     """Return the local folder of ``name``: the folder itself, or the cached files of a repository on the Hub.
 
-    Never contacts the Hub, so files that are newer there than the downloaded ones do not matter.
+    Never contacts the Hub, which may have newer files than those that were downloaded.
     """
     if Path(name).is_dir():
         return Path(name)

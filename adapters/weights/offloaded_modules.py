@@ -158,8 +158,8 @@ def _run_on_first(
         pickled, kinds = pickle.loads(shared.numpy().tobytes())
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     for x in tensors:
-        # Broadcast along one mesh dim after the other: each broadcast starts at index 0 of its dim, and these ranks
-        # have the tensor from the dims before.
+        # One broadcast per mesh dim, each from index 0. After that along one dim, the ranks with index 0 along the next
+        # dims have the tensor, so they can send it on.
         for dim in mesh.dims:
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)

@@ -67,9 +67,9 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
     Args:
         pipe: The pipeline.
         scheme: Name of the quantization scheme.
-        before_fsdp: Whether FSDP2 will shard the weights afterwards. Of torchao's formats FSDP2 can gather only that of
-            int8 training, which rounds differently from ``"int8"`` otherwise. Only layers inside the blocks are
-            quantized then.
+        before_fsdp: Whether FSDP2 will shard the weights afterwards. FSDP2 can gather only torchao's format for int8
+            training, so that format is used; it rounds differently from ``"int8"`` without FSDP2. Only layers inside
+            the blocks are quantized then.
 
     Raises:
         ValueError: If a linear layer is quantized already. No layer is changed then.
@@ -84,8 +84,8 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
         from torchao.prototype.quantized_training import int8_weight_only_quantized_training
 
         config = int8_weight_only_quantized_training()
-        # FSDP2 leaves small weights outside of the blocks unsharded. refuse_late_quantization could not tell such a
-        # weight from one that was quantized after sharding, so quantize the blocks only.
+        # Quantize the blocks only. FSDP2 leaves small weights outside of them unsharded, and refuse_late_quantization
+        # would take such a quantized weight for one that was quantized after sharding.
         modules = [block for module in modules for block in blocks_of(module)]
     for module in modules:
         quantize_(module, config, filter_fn=_is_own_linear)

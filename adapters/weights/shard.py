@@ -248,7 +248,8 @@ def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> 
 
 
 def _first_element(x: Tensor) -> str:
-    # No value for a DTensor, whose element takes a collective, and for a quantized weight, which may have none to read.
+    # Leave out values of DTensors, because reading one is a collective, and of quantized weights, which may have no
+    # element to read.
     if type(x) is not nn.Parameter or x.is_meta or x.numel() == 0:
         return ""
     return f", first {x.detach()[(0,) * x.ndim].item()!r}"

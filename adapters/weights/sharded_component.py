@@ -101,7 +101,7 @@ class ShardedComponent:
             rollback: Receives callbacks that restore the current state of the module. If one rank runs it, all ranks
                 must.
             hold_weights: Whether ``rollback`` keeps references to the gathered weights, so that it restores the same
-                tensors without communication. Costs their memory until it is closed.
+                tensors without communication. This takes the memory of all weights until ``rollback`` is closed.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):
@@ -196,7 +196,7 @@ class MoveGuard:
         self._offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``pipe.enable_model_cpu_offload``. Sharded components ignore the moves to the host that it makes.
+        """Run ``pipe.enable_model_cpu_offload``. During that call sharded components ignore moves to the host.
 
         Pipelines call that method again after each generation.
         """
@@ -246,7 +246,7 @@ class _Move:
         return self.guard.move(call, module, *args, **kwargs)
 
 
-# -- checks
+# -- checks that docs/refusals.md lists
 
 
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:

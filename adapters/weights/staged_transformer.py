@@ -179,7 +179,7 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
     return call(pipe, *args, **kwargs)
 
 
-# -- LoRA
+# -- LoRAs on a model of which this rank holds one stage
 
 
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
@@ -254,7 +254,7 @@ def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
         yield
 
 
-# -- checks
+# -- checks that docs/refusals.md lists
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:

@@ -1,4 +1,4 @@
-"""Separate the tensors of a nested object from the rest, so that tensors and pickled rest can be sent apart."""
+"""Separate the tensors of a nested object from its other content, so that each can be sent or stored by itself."""
 
 from __future__ import annotations
 

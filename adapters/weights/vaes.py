@@ -1,4 +1,4 @@
-"""Find the autoencoders of a pipeline, whose weights an option can place: they run only once per generation."""
+"""Find the autoencoders of a pipeline. They run once per generation, so options place their weights separately."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ImageMetric = Callable[[Images, Images], float]
 
 
 def as_images(output: Any) -> Tensor:
-    """Return a pipeline's images or video frames of ``output_type="np"`` as one ``[N, H, W, C]`` tensor, float32."""
+    """Convert a pipeline's output of ``output_type="np"`` to images or video frames ``[N, H, W, C]``, float32."""
     values = torch.stack([torch.as_tensor(x) for x in output]).float()
     return values.reshape(-1, *values.shape[-3:])
 
@@ -51,7 +51,7 @@ def _load_ssim() -> ImageMetric:
         ) from error
 
     def ssim(images: Images, references: Images) -> float:
-        """Return the mean structural similarity, with the window and constants of Wang et al., 2004."""
+        """Return the mean structural similarity of all images, with the window and constants of Wang et al., 2004."""
         options = {"channel_axis": -1, "data_range": 1.0, "gaussian_weights": True, "use_sample_covariance": False}
         pairs = _pairs(images, references)
         return fmean([float(structural_similarity(x.numpy(), y.numpy(), sigma=1.5, **options)) for x, y in pairs])
@@ -76,7 +76,7 @@ def _load_lpips() -> ImageMetric:
         ) from error
 
     def distance(images: Images, references: Images) -> float:
-        """Return the mean LPIPS distance with AlexNet."""
+        """Return the LPIPS distance with AlexNet, averaged over all images."""
 
         def prepared(x: Tensor) -> Tensor:
             return x.movedim(-1, 0)[None] * 2 - 1

@@ -72,7 +72,7 @@ class Trial:
             self._warm = True
         images, seconds = [], []
         rows: list[CachedStep] = []
-        # Pairs of prompt index and CFG branch, whose number divides the computed steps.
+        # Pairs (prompt index, CFG branch). Their number is the divisor of the mean ``computed_steps``.
         streams: set[tuple[int, str]] = set()
         for index in range(len(self._calls)):
             generated, taken = self._generate(index)
@@ -124,7 +124,7 @@ class Trial:
 
 
 def _output(pipe: Any, call: Mapping[str, Any]) -> Any:
-    """Call ``pipe`` and return its images or videos. Modular pipelines return them by the name of the output."""
+    """Call ``pipe`` and return its images or videos, for modular pipelines from the output of that name."""
     from diffusers import ModularPipeline
 
     if not isinstance(pipe, ModularPipeline):
