@@ -28,7 +28,7 @@ class Adapter:
             segment ``text``. Defaults to the plan that the class publishes (``_cp_plan``).
         complete (`Callable`, *optional*): ``complete(plan, module)`` returns the plan of one module, for a plan that
             depends on the module's config.
-        text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens.
+        text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens, used by default.
         blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages. Without it both are
             refused.
         uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.

@@ -15,12 +15,13 @@ from para_core.instance_patching import original_class, uncompiled
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Values of the options text_encoders=, vae_placement= and quantize=, of parallelize_pipe, the loader and the planner.
+# Types of the options text_encoders=, vae_placement= and quantize=, which parallelize_pipe, from_pretrained_sharded and
+# the planner share.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 
-# Names of components that encode prompts or conditioning images begin with one of these.
+# Prefixes of the names of components that encode prompts or conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")
 # Matches names of layers that process one vector per sample, or only text tokens. They take little time relative to the
 # size of their weights, so the cost of a block leaves them out.

@@ -1,4 +1,4 @@
-"""Reference, in plain PyTorch: how much a residual has changed, and the sum of a stream and forecast residuals."""
+"""Reference, in plain PyTorch: the change of a residual between steps, and hidden states plus weighted residuals."""
 
 from __future__ import annotations
 

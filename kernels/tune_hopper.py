@@ -87,7 +87,7 @@ def computes_the_same(
 
 
 def _equal_in_16_bits(out: Tensor, expected: Tensor) -> bool:
-    # lse is -inf in rows without a key, which would give NaN differences, so compare these rows apart.
+    # Rows without a key have lse -inf, whose difference is NaN, so check them first and set them to 0 below.
     empty = expected == -torch.inf
     if not torch.equal(out == -torch.inf, empty):
         return False

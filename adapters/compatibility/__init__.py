@@ -1,1 +1,1 @@
-"""Checks whether para_core can run a model with the features of diffusers and accelerate that it uses."""
+"""Check whether para_core can run a model with the diffusers and accelerate features that are active on it."""

@@ -42,7 +42,7 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
 
 
 def _attention(pipe: Any) -> dict[str, str]:
-    """Return the attention options of each parallel transformer, by a name for messages."""
+    """Return the attention options of each parallel transformer, keyed by the name that error messages use."""
     return {
         f"{option} of {name}": value
         for name, module in transformers_of(pipe).items()
@@ -69,7 +69,7 @@ def _versions() -> str:
 
 
 def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the dtypes of the parameters of each model in ``names``, by a name for messages."""
+    """Return the parameter dtypes of each model in ``names``, keyed by the name that error messages use."""
     dtypes = {
         name: sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
         for name, model in models_of(pipe)

@@ -59,8 +59,8 @@ KANDINSKY6_SR = Adapter(
         # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Each head chooses which keys to use from means of queries and keys over 64 tokens of the full sequence, so
-        # each rank computes some heads with all tokens.
+        # Each head chooses which keys to attend to, by averages of queries and keys over 64 tokens. That takes all
+        # tokens, so each rank computes some of the heads for all tokens.
         attention={
             "**.self_attention": AttentionByHeads(
                 "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"

@@ -111,7 +111,7 @@ def _needs_ranks(options: ParallelOptions) -> bool:
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
-    """Return where the text encoders' weights are to be placed; None to leave them.
+    """Return the placement of the text encoders' weights to apply; None to leave them where they are.
 
     Also None if ``weights="fsdp"`` and the user chose no placement: :class:`WeightsPart` then shards text encoders too.
     """

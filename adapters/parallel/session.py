@@ -36,7 +36,7 @@ class Part(ABC):
         """Finish the change after every rank has applied all parts. Only for changes whose undo needs all ranks."""
 
     def clear(self) -> Undo:
-        """Remove the same kind of change if the object already has it from outside the session.
+        """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
 
         Returns a function that restores what was removed, except for wrappers.
         """

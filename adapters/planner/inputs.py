@@ -1,4 +1,4 @@
-"""Make inputs of diffusers' transformers for an image or video size, as empty tensors, for diffusers 0.42."""
+"""Make inputs of diffusers' transformers for a given image or video size, as empty tensors. For diffusers 0.42."""
 
 from __future__ import annotations
 

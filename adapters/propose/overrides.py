@@ -1,4 +1,4 @@
-"""Answers of the user to propose_plan: parts of a plan, by the names that a proposal prints, which replace guesses."""
+"""Answers of the user to propose_plan: parts of a plan that replace the guesses of the same name."""
 
 from __future__ import annotations
 

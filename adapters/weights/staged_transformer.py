@@ -53,7 +53,7 @@ _TOO_LATE = {
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }
-# The same for methods of a pipeline: they must raise before they change other components.
+# Methods of a pipeline with the same problem. The pipeline refuses them itself, before they change other components.
 _TOO_LATE_FOR_PIPE = {
     "to": "moving it",
     "enable_model_cpu_offload": "offloading it",

@@ -148,8 +148,8 @@ class Goal:
     def may_rise(self, row: CalibrationRow) -> bool:
         """Whether the search continues with a larger threshold than that of ``row``; otherwise with a smaller one.
 
-        For metrics of quality the threshold rises while the target is reached, for metrics of speed until it is
-        reached.
+        For quality metrics a larger threshold is tried as long as the target is reached, for speed metrics as long as
+        it is not.
         """
         return self.reached(row) != (self.metric in _SMALLEST)
 
