@@ -264,7 +264,7 @@ class PipelineCache:
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
     def _warn_of_generation(self, name: str) -> None:
-        """Warn if the cache had no effect, or skipped every step, in the generation that ended.
+        """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not finite.
 
         Each kind of warning appears once until the caches or thresholds change.
         """
