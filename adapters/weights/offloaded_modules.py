@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
+from para_core.cfg.deferred import materialize
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
@@ -146,6 +147,9 @@ def _run_on_first(
 ) -> Any:
     output: Any = None
     header, tensors = b"", list[Tensor]()
+    # Inputs that still travel between the ranks of CFG branches arrive by a collective, also on ranks that do not need
+    # them.
+    args, kwargs = materialize((args, kwargs))
     with raising_on_all(mesh, f"pipe.{name} failed"):
         if mesh.rank == 0:
             output = call(module, *args, **kwargs)

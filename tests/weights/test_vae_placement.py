@@ -87,6 +87,22 @@ def test_placed_vaes_are_exact_and_undone(rank_pool, name, dims, options):
         assert (num_calls > 0) == (options["vae_placement"] != "first" or rank == 0)
 
 
+def decode_one_branch():
+    """A branch of guidance is computed on one of two ranks, and the VAE is its first reader."""
+    pipe = PIPELINES["wan 2.2"].build()
+    call = {"output_type": "pt", "guidance_scale": 1.0, "guidance_scale_2": 1.0, "num_inference_steps": 2}
+    expected = pipe(**{**PIPELINES["wan 2.2"].call(), **call, "generator": torch.Generator().manual_seed(7)})[0]
+    parallelize_pipe(pipe, mesh=mesh_of({"batch": 2}), vae_placement="first")
+    out = pipe(**{**PIPELINES["wan 2.2"].call(), **call, "generator": torch.Generator().manual_seed(7)})[0]
+    return expected, out
+
+
+@pytest.mark.filterwarnings("ignore:.*branches of guidance")
+def test_a_rank_without_a_branch_waits_for_the_latents(rank_pool):
+    for expected, out in rank_pool.run(decode_one_branch, 2):
+        assert relative_error(out, expected) < 1e-5
+
+
 def encode(placement):
     pipe = make("flux")
     if placement is not None:
