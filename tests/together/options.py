@@ -49,7 +49,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "cache": ("uncached", "zero", "hits", "threshold"),
     "cache order": ("cache-last", "cache-first"),
     "weights": ("whole-weights", "replicate", "fsdp", "tensor"),
+    # A VAE that is placed also decodes.
     "vae": ("latents", "vae"),
+    "vae placement": ("auto-vae", "vae-replicate", "vae-offload", "vae-first"),
     "pipefusion": ("exact-stages", "patches2", "patches3"),
     "compile": ("eager", "whole", "in-place", "blocks"),
     "compile order": ("compile-last", "compile-first"),
@@ -207,6 +209,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         {"lora": ("lora-fused", "lora-fused-after"), "quantized": ("int8",)},
         False,
     ),
+    Exclusion(
+        "diffusers refuses its model offload of what group offload moves",
+        {"vae placement": ("vae-offload", "vae-first"), "offload": ("model-after",)},
+        False,
+    ),
     # -- Refused.
     Exclusion(
         "text='shard' of a model that needs all text tokens",
@@ -261,6 +268,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "a cache over stages of two kinds of blocks",
         {"mesh": _STAGES, "cache": _CACHED, "pipeline": ("klein",)},
+    ),
+    Exclusion("vae=True of a VAE on one rank", {"vae": ("vae",), "vae placement": ("vae-first",)}),
+    Exclusion(
+        "vae_placement= of a VAE that model offload moves",
+        {"vae placement": ("vae-offload", "vae-first"), "offload": ("model-before",)},
     ),
     Exclusion("offload with stages", {"mesh": _STAGES, "offload": other("offload", "no-offload")}),
 )

@@ -206,6 +206,8 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
     options: dict[str, Any] = {"vae": case["vae"] == "vae", "pipefusion": _pipefusion(case)}
     if case["weights"] != "whole-weights":
         options["weights"] = case["weights"]
+    if case["vae placement"] != "auto-vae":
+        options["vae_placement"] = case["vae placement"].removeprefix("vae-")
     if case["text"] != "auto-text":
         options["text"] = case["text"].removeprefix("text-")
     if case["rotate"] != "auto-rotate":

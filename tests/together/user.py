@@ -80,6 +80,9 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
         elif isinstance(part, nn.Module):
             # Some tiny pipelines share an autoencoder.
             setattr(pipe, name, copy.deepcopy(part))
+            if hasattr(part, "clear_cache"):
+                # The VAEs of Wan and Qwen-Image make counters in their first call, which may be on one rank alone.
+                getattr(pipe, name).clear_cache()
     for module in denoisers(pipe).values():
         # As they are loaded; the tiny models take no gradients.
         module.requires_grad_(True)
@@ -131,7 +134,8 @@ def arguments(case: Case, dtype: torch.dtype | None = None) -> list[dict[str, An
     calls = []
     for size in sizes:
         options = {**pipeline.guidance[case["guidance"]], **size, "num_inference_steps": steps_of(case)}
-        options["output_type"] = "pt" if case["vae"] == "vae" else "latent"
+        decodes = case["vae"] == "vae" or case["vae placement"] != "auto-vae"
+        options["output_type"] = "pt" if decodes else "latent"
         call = pipeline.tiny.call(**{**options, "generator": torch.Generator().manual_seed(7)})
         if case["prompts"] == "prompts":
             call = {name: _of_two_prompts(name, value) for name, value in call.items()}
