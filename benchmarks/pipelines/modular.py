@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness import largest_over_ranks, read_results, relative_error
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from para_core.adapters.registry import transformers_of, unets_of
 from zoo.tiny.pipelines.modular import MODULAR
@@ -102,15 +102,24 @@ def problems(rows: dict[str, Any]) -> list[str]:
     ]
 
 
-def parts() -> dict[str, list[str]]:
-    """Return the list of docs/pipelines.md on modular pipelines: the largest error, and the exceptions."""
-    meshes = {name: cells["meshes"] for name, cells in read_results("modular")["pipelines"].items()}
+# -- the table
+
+
+def row(names: list[str], pipelines: dict[str, Any]) -> list[str]:
+    """Return the names, the largest error on any mesh, those that use ``batch``, and those that cannot be cached."""
+    meshes = {name: pipelines[name]["meshes"] for name in names}
     error = max(cell["error"] for cells in meshes.values() for cell in cells.values())
-    without_batch = [name for name, cells in meshes.items() if "2 batch" not in cells]
-    uncached = [name for name, cells in meshes.items() if any(cell["cached"] is not True for cell in cells.values())]
-    lines = [
-        f"- {len(meshes)} pipelines; largest relative error: {error:.0e}.",
-        f"- Without branches for a `batch` mesh dim: {', '.join(without_batch)}.",
-        f"- Not cached: {', '.join(uncached)}.",
-    ]
-    return {"modular": lines}
+    batch = [name for name in names if "2 batch" in meshes[name]]
+    uncached = [name for name in names if any(cell["cached"] is not True for cell in meshes[name].values())]
+    guided = "all" if batch == names else ", ".join(batch)
+    return [", ".join(names), f"{error:.0e}", guided, f"not {', '.join(uncached)}" if uncached else "all"]
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/pipelines.md on modular pipelines: a row for each set of transformers."""
+    pipelines = read_results("modular")["pipelines"]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in pipelines.items():
+        groups.setdefault(tuple(cells["transformers"]), []).append(name)
+    rows = [row(names, pipelines) for names in groups.values()]
+    return {"modular": markdown_table(["pipelines", "error", "`batch`", "cached"], rows)}
