@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from para_core.cli.bench import bench
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
-from para_core.cli.options import name_options
+from para_core.cli.options import name_options, with_fields
 from para_core.cli.plan import doctor, plan
 from para_core.cli.serve import serve
 from para_core.fleet.failures import sentence
@@ -56,12 +56,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate", cls=_Command)(generate)
-app.command("serve", cls=_Command)(serve)
-app.command("bench", cls=_Command)(bench)
+app.command("generate", cls=_Command)(with_fields(generate))
+app.command("serve", cls=_Command)(with_fields(serve))
+app.command("bench", cls=_Command)(with_fields(bench))
 app.command("plan", cls=_Command)(plan)
 app.command("doctor", cls=_Command)(doctor)
-app.command("calibrate", cls=_Command)(calibrate)
+app.command("calibrate", cls=_Command)(with_fields(calibrate))
 
 
 def _show_version(wanted: bool) -> None:

@@ -28,6 +28,7 @@ _MB = 1e6
 
 
 def bench(
+    *,
     model: options.Model = None,
     prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _PROMPT,
     size: options.Size = None,
@@ -43,25 +44,8 @@ def bench(
     runs: Annotated[int, option("Timed generations.", "N", INPUT, min=1)] = 3,
     check: Annotated[bool, flag("--check", "Compare the result with that of one rank.", INPUT)] = False,
     profile: Annotated[Path | None, option("Folder for a trace of each rank.", "DIR", INPUT)] = None,
-    cache: options.Cache = None,
-    compile_: options.Compile = "no",
-    weights: options.Weights = "replicate",
-    text_encoders: options.TextEncoders = None,
-    offload: options.Offload = None,
-    resident_blocks: options.ResidentBlocks = 1,
-    pipefusion: options.PipeFusionPatches = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = None,
-    vae: options.Vae = False,
-    vae_placement: options.VaePlacement = None,
-    dtype: options.Dtype = "auto",
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    run: options.RunOptions,
     ranks: options.Ranks = None,
-    mesh: options.Mesh = "",
-    rotate_method: options.RotateMethod = None,
-    comm_dtype: options.CommDtype = None,
-    timeout: options.Timeout = 600,
     debug: options.Debug = False,
 ) -> None:
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
@@ -77,28 +61,8 @@ def bench(
     named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}
     named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     common = options.call_fields(named, set_)
-    pipeline = find_model(model, trust_remote_code=trust_remote_code)
-    recipe = options.make_recipe(
-        pipeline.name,
-        mesh=mesh,
-        cache=cache,
-        lora=lora,
-        dtype=dtype,
-        rotate_method=rotate_method,
-        compile=compile_,
-        weights=weights,
-        text_encoders=text_encoders,
-        offload=offload,
-        resident_blocks=resident_blocks,
-        pipefusion=pipefusion,
-        quantize=quantize,
-        backend=backend,
-        comm_dtype=comm_dtype,
-        vae=vae,
-        vae_placement=vae_placement,
-        timeout=timeout,
-        trust_remote_code=trust_remote_code,
-    )
+    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
+    recipe = options.make_recipe(pipeline.name, run)
     refuse_options(pipeline, recipe)
     num_ranks = count_ranks(ranks, 1)
     require_loras(recipe)

@@ -21,6 +21,7 @@ from para_core.fleet.request import call_arguments, make_request
 
 
 def calibrate(
+    *,
     model: options.Model = None,
     prompt: Annotated[list[str] | None, option("May be repeated.", "TEXT", INPUT)] = None,
     prompts: options.Prompts = None,
@@ -32,9 +33,7 @@ def calibrate(
     metric: Annotated[str, option("psnr, ssim, lpips, speedup or computed_steps.", "NAME")] = "psnr",
     target: Annotated[float, option("Value of the metric, for psnr in dB.", "X")] = 30.0,
     tries: Annotated[int, option("Largest number of thresholds to try.", "N")] = 8,
-    dtype: options.Dtype = "auto",
-    mesh: options.Mesh = "",
-    trust_remote_code: options.TrustRemoteCode = False,
+    load: options.LoadOptions,
     debug: options.Debug = False,
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
@@ -42,7 +41,7 @@ def calibrate(
     from para_core.adapters.cache.calibration.result import Metric
     from para_core.cli.ranks import process_group, quiet
     from para_core.fleet.modular import set_guidance
-    from para_core.fleet.recipe import Dtype, Recipe, build, read_mesh_sizes
+    from para_core.fleet.recipe import build
 
     quiet(debug)
     require_file(out)
@@ -50,7 +49,7 @@ def calibrate(
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
-    pipeline = find_model(model, trust_remote_code=trust_remote_code)
+    pipeline = find_model(model, trust_remote_code=load.trust_remote_code)
     common: dict[str, Any] = {"size": size, "steps": steps, **options.read_fields(set_)}
     common = {name: value for name, value in common.items() if value is not None}
     if prompts is not None:
@@ -62,8 +61,7 @@ def calibrate(
         requests = [make_request({**common, "prompt": text}, pipeline, seed=seed) for text in prompt or []]
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
-    sizes = read_mesh_sizes(mesh)
-    recipe = Recipe(pipeline.name, dtype=cast(Dtype, dtype), mesh=sizes, trust_remote_code=trust_remote_code)
+    recipe = options.make_recipe(pipeline.name, load)
     with process_group(recipe):
         pipe, calls = build(recipe), [call_arguments(request) for request in requests]
         calibration = calibrate_cache(

@@ -13,6 +13,7 @@ from para_core.fleet.model_index import find_model
 
 
 def generate(
+    *,
     model: options.Model = None,
     prompt: Annotated[str | None, option("What to generate.", "TEXT", INPUT)] = None,
     prompts: options.Prompts = None,
@@ -28,27 +29,10 @@ def generate(
     set_: options.Fields = None,
     format_: options.Format = None,
     fps: options.Fps = 16,
-    cache: options.Cache = None,
-    compile_: options.Compile = "no",
-    weights: options.Weights = "replicate",
-    text_encoders: options.TextEncoders = None,
-    offload: options.Offload = None,
-    resident_blocks: options.ResidentBlocks = 1,
-    pipefusion: options.PipeFusionPatches = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = None,
-    vae: options.Vae = False,
-    vae_placement: options.VaePlacement = None,
-    dtype: options.Dtype = "auto",
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    run: options.RunOptions,
     ranks: options.Ranks = None,
-    mesh: options.Mesh = "",
-    rotate_method: options.RotateMethod = None,
-    comm_dtype: options.CommDtype = None,
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1,
-    timeout: options.Timeout = 600,
     dry_run: Annotated[bool, flag("--dry-run", "Show the plan; generate nothing.", RANKS)] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -64,28 +48,8 @@ def generate(
     if prompt is not None and prompts is not None:
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     common = options.call_fields(named, set_)
-    pipeline = find_model(model, trust_remote_code=trust_remote_code)
-    recipe = options.make_recipe(
-        pipeline.name,
-        mesh=mesh,
-        cache=cache,
-        lora=lora,
-        dtype=dtype,
-        rotate_method=rotate_method,
-        compile=compile_,
-        weights=weights,
-        text_encoders=text_encoders,
-        offload=offload,
-        resident_blocks=resident_blocks,
-        pipefusion=pipefusion,
-        quantize=quantize,
-        backend=backend,
-        comm_dtype=comm_dtype,
-        vae=vae,
-        vae_placement=vae_placement,
-        timeout=timeout,
-        trust_remote_code=trust_remote_code,
-    )
+    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
+    recipe = options.make_recipe(pipeline.name, run)
     task = make_task(
         pipeline,
         recipe,

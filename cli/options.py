@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -53,27 +56,76 @@ Fields = Annotated[list[str] | None, option("Any other argument of the call.", "
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
-Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
-Compile = Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")]
-Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
 TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
-Offload = Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)]
-PipeFusionPatches = Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, "--pipefusion", min=1)]
-ResidentBlocks = Annotated[int, option("Blocks that stay on the device.", "N", PIPELINE, min=0)]
-Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
-Backend = Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)]
-CommDtype = Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)]
-Vae = Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)]
 VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
-Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
-Lora = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
-TrustRemoteCode = Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)]
+Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
 
 Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]
-Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
-RotateMethod = Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)]
-Timeout = Annotated[float, option("Seconds that ranks wait.", "S", RANKS)]
 Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of every command that loads a pipeline. Each field is an option."""
+
+    backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
+    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto"
+    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
+        False
+    )
+    mesh: Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)] = ""
+
+
+@dataclass(frozen=True)
+class RunOptions(LoadOptions):
+    """Options of the commands that generate. Each field is an option."""
+
+    cache: Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)] = None
+    compile: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE)] = "no"
+    weights: Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)] = "replicate"
+    text_encoders: TextEncoders = None
+    offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None
+    resident_blocks: Annotated[int, option("Blocks that stay on the device.", "N", PIPELINE, min=0)] = 1
+    quantize: Quantize = None
+    vae: Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)] = False
+    vae_placement: VaePlacement = None
+    lora: Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)] = None
+    rotate_method: Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)] = None
+    comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
+    pipefusion: Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)] = None
+    timeout: Annotated[float, option("Seconds that ranks wait.", "S", RANKS)] = 600
+
+
+def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with the fields of dataclasses in place of its parameters of these types, as typer needs them.
+
+    Example:
+        >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
+        >>> list(signature(with_fields(generate)).parameters)
+        ['backend', 'dtype', 'trust_remote_code', 'mesh', 'seed']
+    """
+    parameters: list[Parameter] = []
+    types: dict[str, Any] = {}
+    for parameter in signature(command, eval_str=True).parameters.values():
+        if not is_dataclass(parameter.annotation):
+            parameters.append(parameter)
+            continue
+        types[parameter.name] = parameter.annotation
+        hints = get_type_hints(parameter.annotation, include_extras=True)
+        parameters += [
+            parameter.replace(name=field.name, default=field.default, annotation=hints[field.name])
+            for field in fields(parameter.annotation)
+        ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, kind in types.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
+
+    run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
@@ -146,13 +198,8 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
     return _SUBJECT.sub(option_of, text)
 
 
-def make_recipe(
-    model: str, *, mesh: str = "", cache: str | None = None, lora: Sequence[str] | None = None, **rest: Any
-) -> Recipe:
+def make_recipe(model: str, options: LoadOptions) -> Recipe:
     """Validate command-line options, and return the recipe that they describe.
-
-    Args:
-        rest: Other fields of :class:`Recipe`, passed on unchanged.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.
@@ -160,21 +207,35 @@ def make_recipe(
         ValueError: If another option is invalid.
     """
     from para_core.attention.libraries import require_library
-    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
+    from para_core.fleet.recipe import Recipe, read_mesh_sizes
 
-    require_library(rest.get("backend"))
-    if lora and find_spec("peft") is None:
+    require_library(options.backend)
+    values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
+    values["mesh"] = read_mesh_sizes(options.mesh)
+    if isinstance(options, RunOptions):
+        values["cache"], values["lora"] = _read_cache(options.cache), _read_loras(options.lora or ())
+    return Recipe(model, **values)
+
+
+def _read_cache(text: str | None) -> float | str | None:
+    if text is None or text == "default":
+        return text
+    try:
+        threshold = float(text)
+    except ValueError:
+        threshold = math.nan
+    if not math.isfinite(threshold):
+        raise typer.BadParameter(f"--cache {text}: expected a threshold such as 0.08, or default.")
+    return threshold
+
+
+def _read_loras(texts: Sequence[str]) -> tuple[str, ...]:
+    from para_core.fleet.recipe import read_lora
+
+    if texts and find_spec("peft") is None:
         raise ModuleNotFoundError("--lora needs peft", name="peft")
-    for text in lora or ():
+    for text in texts:
         name, scale = read_lora(text)
         if not name or not math.isfinite(scale):
             raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
-    threshold: Any = cache
-    if cache is not None and cache != "default":
-        try:
-            threshold = float(cache)
-        except ValueError:
-            threshold = math.nan
-        if not math.isfinite(threshold):
-            raise typer.BadParameter(f"--cache {cache}: expected a threshold such as 0.08, or default.")
-    return Recipe(model, mesh=read_mesh_sizes(mesh), cache=threshold, lora=tuple(lora or ()), **rest)
+    return tuple(texts)

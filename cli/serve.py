@@ -29,33 +29,17 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
+    *,
     model: options.Model = None,
     host: Annotated[str, option("Other hosts need an API key.", "IP", INPUT)] = "127.0.0.1",
     port: Annotated[int, option(None, "N", INPUT, min=1, max=65535)] = 8000,
     api_key_env: Annotated[str, option("Variable with the API key.", "NAME", INPUT)] = "PARA_CORE_API_KEY",
     format_: options.Format = None,
     fps: options.Fps = 16,
-    cache: options.Cache = None,
-    compile_: options.Compile = "no",
-    weights: options.Weights = "replicate",
-    text_encoders: options.TextEncoders = None,
-    offload: options.Offload = None,
-    resident_blocks: options.ResidentBlocks = 1,
-    pipefusion: options.PipeFusionPatches = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = None,
-    vae: options.Vae = False,
-    vae_placement: options.VaePlacement = None,
-    dtype: options.Dtype = "auto",
-    lora: options.Lora = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    run: options.RunOptions,
     replicas: Annotated[int, option("Groups of ranks.", "N", RANKS)] = 1,
     ranks: Annotated[int | None, option("Ranks of each. Default: all GPUs, evenly.", "N", RANKS)] = None,
-    mesh: options.Mesh = "",
-    rotate_method: options.RotateMethod = None,
-    comm_dtype: options.CommDtype = None,
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
-    timeout: options.Timeout = 600,
     queue: Annotated[int, option("Requests that may wait.", "N", LIMITS)] = 8,
     max_size: Annotated[str | None, option("Default: 2048x2048, videos 1280x720x129.", "WxH", LIMITS)] = None,
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", LIMITS)] = None,
@@ -88,28 +72,8 @@ def serve(
     from para_core.fleet.rank import Kept
     from para_core.fleet.server import ServerOptions
 
-    pipeline = find_model(model, trust_remote_code=trust_remote_code)
-    recipe = options.make_recipe(
-        pipeline.name,
-        mesh=mesh,
-        cache=cache,
-        lora=lora,
-        dtype=dtype,
-        rotate_method=rotate_method,
-        compile=compile_,
-        weights=weights,
-        text_encoders=text_encoders,
-        offload=offload,
-        resident_blocks=resident_blocks,
-        pipefusion=pipefusion,
-        quantize=quantize,
-        backend=backend,
-        comm_dtype=comm_dtype,
-        vae=vae,
-        vae_placement=vae_placement,
-        timeout=timeout,
-        trust_remote_code=trust_remote_code,
-    )
+    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
+    recipe = options.make_recipe(pipeline.name, run)
     refuse_options(pipeline, recipe)
     require_loras(recipe)
     if memory is not None and not memory > 0:
