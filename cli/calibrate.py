@@ -40,8 +40,8 @@ def calibrate(
     from para_core.adapters import calibrate_cache
     from para_core.adapters.cache.calibration.result import Metric
     from para_core.cli.ranks import process_group, quiet
+    from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
-    from para_core.fleet.recipe import build
 
     quiet(debug)
     require_file(out)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.registry import transformers_of
-from para_core.fleet.recipe import Recipe, approximations, build, build_unmodified
+from para_core.fleet.loading import build, build_unmodified
+from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.planner.launch_counter import tensors_in

@@ -28,11 +28,12 @@ from para_core.fleet.foresee import (
     require_mesh_fits,
     without_weights,
 )
+from para_core.fleet.loading import dtype_of
 from para_core.fleet.models import Model
 from para_core.fleet.names import choose_names, digest, digest_of, require_name
 from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
 from para_core.fleet.prompts import Line, Problem, read_prompts
-from para_core.fleet.recipe import Recipe, dtype_of
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.recipe_checks import refuse_options, require_loras
 from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
 from para_core.fleet.work import Result

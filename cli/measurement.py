@@ -22,7 +22,8 @@ from para_core.adapters.registry import mesh_of
 from para_core.cli.bars import Bars, NoBars
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.ranks import describe_end, ending_on_error, in_torchrun, launch_ranks, process_group, quiet
-from para_core.fleet.recipe import Recipe, build, dtype_of
+from para_core.fleet.loading import build, dtype_of
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
 from para_core.planner.run_counter import RunCounter

@@ -27,9 +27,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from para_core.cli.bars import Bars, NoBars
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import sentence
+from para_core.fleet.loading import build
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, Problem
-from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.torch_internals import default_store
 

@@ -24,8 +24,9 @@ class EncodeFirst:
     """Two phases for many requests: first text encoders run for a batch of requests, then denoisers.
 
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
-    encoders wait in host memory. :func:`~para_core.fleet.recipe.build` attaches an instance to a pipeline whose weights
-    are neither sharded nor offloaded. An instance that is not attached changes nothing: all requests are one batch.
+    encoders wait in host memory. :func:`~para_core.fleet.loading.build` attaches an instance to a pipeline whose
+    weights are neither sharded nor offloaded. An instance that is not attached changes nothing: all requests are one
+    batch.
 
     Args:
         max_bytes (`int`): A batch ends when the outputs of text encoders exceed this number of bytes.

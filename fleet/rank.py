@@ -15,9 +15,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
+from para_core.fleet.loading import build, mesh_shape
 from para_core.fleet.loras import LoadedLoras, Lora
 from para_core.fleet.outputs import Output
-from para_core.fleet.recipe import Recipe, build, mesh_shape
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled, Result, Watch, generate_batch
 

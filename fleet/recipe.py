@@ -1,38 +1,18 @@
-"""Recipes: options for loading and parallelizing a pipeline, and the functions that do it."""
+"""Recipes: options for loading and parallelizing a pipeline, which fleet/loading.py applies."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
-from para_core.adapters.registry import mesh_of, transformers_of
-from para_core.adapters.weights.quantize import (
-    QUANTIZE,
-    loading_config,
-    quantize_transformers,
-    require_quantize_fits,
-)
-from para_core.adapters.weights.text_encoders import (
-    TEXT_ENCODERS,
-    encoders_with_blocks,
-    text_encoders_of,
-)
-from para_core.adapters.weights.vaes import VAE_PLACEMENTS, vaes_of
+from para_core.adapters.weights.quantize import QUANTIZE, require_quantize_fits
+from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
+from para_core.adapters.weights.vaes import VAE_PLACEMENTS
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
-from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.fleet.modular import has_modular_index, is_modular, load_modular
-from para_core.instance_patching import original_class
-from para_core.weights.pipefusion import PipeFusion
 
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
@@ -192,93 +172,6 @@ def read_lora(text: str) -> tuple[str, float]:
     return text, 1.0
 
 
-class LoadingOrder(Protocol):
-    """Interface of :class:`~para_core.fleet.encode_first.EncodeFirst`, which imports this module."""
-
-    def fits(self, recipe: Recipe) -> bool:
-        """Whether ``recipe`` keeps text encoders and transformers on the device: then :meth:`attach` saves memory."""
-
-    def attach(self, pipe: Any, device: str, *, park: bool) -> None:
-        """Prepare ``pipe``, whose weights are in host memory. For the arguments see ``EncodeFirst.attach``."""
-
-
-def build(recipe: Recipe, encode_first: LoadingOrder | None = None) -> Any:
-    """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group, if any.
-
-    Args:
-        encode_first (`LoadingOrder`, *optional*): Attached to the pipeline if it fits the recipe. It then decides when
-            text encoders and transformers are on the device.
-
-    Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
-    """
-    from diffusers import DiffusionPipeline
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = _mesh(recipe, device) if ranks > 1 else None
-    weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
-    text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
-    if weights is not None and not recipe.lora and not has_modular_index(recipe.model):
-        mesh = mesh or init_context_parallel_mesh(device)
-        pipe = from_pretrained_sharded(
-            DiffusionPipeline,
-            recipe.model,
-            mesh=mesh,
-            weights=weights,
-            quantize=recipe.quantize,
-            dtype=dtype_of(recipe),
-        )
-        if weights == "tensor" and encoders_with_blocks(pipe):
-            text_encoders = text_encoders or "fsdp"
-        weights = None  # parallelize_pipe must not shard the weights again.
-    else:
-        pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
-    if text_encoders is not None and not text_encoders_of(pipe):
-        text_encoders = recipe.text_encoders
-    parallelize_pipe(
-        pipe,
-        mesh=mesh,
-        vae=recipe.vae and ranks > 1,
-        weights=weights,
-        text_encoders=text_encoders,
-        vae_placement=recipe.vae_placement,
-        offload="blocks" if recipe.offload == "blocks" else None,
-        resident_blocks=recipe.resident_blocks,
-        pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
-        backend=recipe.backend,
-        comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
-        rotate_method=recipe.rotate_method,
-        timeout=recipe.timeout,
-    )
-    if weights == "tensor" and recipe.quantize is not None:
-        quantize_transformers(pipe, recipe.quantize)
-    if recipe.offload == "model":
-        pipe.enable_model_cpu_offload(device=device)
-    if recipe.cache is not None:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
-    _compile(pipe, recipe.compile)
-    if not is_modular(pipe):
-        pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def build_unmodified(recipe: Recipe) -> Any:
-    """Load the pipeline of ``recipe`` on this rank alone, as diffusers runs it: no mesh, cache or compilation.
-
-    LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers' model
-    offload is enabled, because all weights may not fit on this rank's GPU.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    spares_memory = recipe.weights != "replicate" or recipe.offload is not None or recipe.text_encoders is not None
-    offload: Offload | None = "model" if spares_memory and device == "cuda" else None
-    pipe = _load_whole(replace(recipe, weights="replicate", offload=offload), None, None, device, None)
-    if offload is not None:
-        pipe.enable_model_cpu_offload(device=device)
-    if not is_modular(pipe):
-        pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def approximations(recipe: Recipe) -> tuple[str, ...]:
     """Return the names of the recipe's options that change results by more than rounding.
 
@@ -293,104 +186,3 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "comm_dtype": recipe.comm_dtype,
     }
     return tuple(name for name, value in values.items() if value is not None)
-
-
-def _load_whole(
-    recipe: Recipe,
-    weights: str | None,
-    text_encoders: TextEncoders | None,
-    device: str,
-    encode_first: LoadingOrder | None,
-) -> Any:
-    """Load the pipeline with all weights and LoRAs on this rank. Move to ``device`` what does not stay in host memory.
-
-    Args:
-        weights: How the caller will shard the weights, None for not at all.
-    """
-    quantize = recipe.quantize
-    pipe = _load_pipeline(recipe, quantize if weights is None else None)
-    if quantize is not None and not transformers_of(pipe):
-        raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
-    _load_lora(pipe, recipe.lora)
-    if quantize is not None and weights == "fsdp":
-        quantize_transformers(pipe, quantize, before_fsdp=True)
-    on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
-    if recipe.vae_placement in ("offload", "first"):
-        on_host |= {*vaes_of(pipe)}
-    if recipe.offload == "blocks":
-        on_host |= {*transformers_of(pipe)}
-    if encode_first is not None and encode_first.fits(recipe):
-        # Only plain weights can be parked in host memory. Quantized denoisers stay on the device; they are small.
-        encode_first.attach(pipe, device, park=quantize is None)
-    if recipe.offload != "model":
-        for name, part in pipe.components.items():
-            if isinstance(part, nn.Module) and name not in on_host:
-                part.to(device)
-    return pipe
-
-
-def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
-    from diffusers import DiffusionPipeline
-
-    quantization = None if quantize is None else loading_config(quantize)
-    if has_modular_index(recipe.model):
-        return load_modular(
-            recipe.model,
-            dtype=dtype_of(recipe),
-            quantization=None if quantization is None else quantization.quant_mapping,
-            trust_remote_code=recipe.trust_remote_code,
-        )
-    config = {} if quantization is None else {"quantization_config": quantization}
-    return DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
-
-
-def mesh_shape(pipe: Any) -> dict[str, int]:
-    """Return the sizes of the mesh dims that ``pipe`` runs on, by name. ``pipe`` and ``tensor`` only if above 1."""
-    mesh = mesh_of(pipe)
-    if mesh is None:
-        return {"batch": 1, "ring": 1, "ulysses": 1}
-    sizes = {"batch": mesh.batch.size, "ring": mesh.sequence.ring.size, "ulysses": mesh.sequence.ulysses.size}
-    others = {"pipe": mesh.pipe.size, "tensor": mesh.tensor.size}
-    return {**sizes, **{name: size for name, size in others.items() if size > 1}}
-
-
-def dtype_of(recipe: Recipe) -> torch.dtype:
-    """Return the dtype in which this process loads the pipeline of ``recipe``."""
-    if recipe.dtype == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    dtype: torch.dtype = getattr(torch, recipe.dtype)
-    return dtype
-
-
-def _mesh(recipe: Recipe, device: str) -> DeviceMesh | None:
-    if not recipe.mesh:
-        return None
-    return init_context_parallel_mesh(device, **{f"max_{name}_dim_size": size for name, size in recipe.mesh})
-
-
-def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
-    scales: dict[str, float] = {}
-    for index, text in enumerate(loras):
-        name, scale = read_lora(text)
-        try:
-            pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
-        except Exception as error:
-            # A LoRA of another model, or an unreachable Hub, may raise anything. The message names the LoRA.
-            raise ValueError(f"lora {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-        scales[f"lora_{index}"] = scale
-    if scales:
-        pipe.set_adapters(list(scales), list(scales.values()))
-
-
-def _compile(pipe: Any, how: Compile) -> None:
-    if how == "no":
-        return
-    transformers = transformers_of(pipe)
-    if not transformers:
-        raise ValueError(f"compile is {how!r}, but {original_class(pipe).__name__} has no transformer; expected 'no'.")
-    for name, transformer in transformers.items():
-        module: Any = transformer
-        if how == "blocks":
-            module.compile_repeated_blocks(fullgraph=True)
-        else:
-            setattr(pipe, name, torch.compile(module, fullgraph=True))

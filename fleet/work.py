@@ -17,10 +17,11 @@ from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.distributed.mesh import GuidedMesh
+from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, encode
 from para_core.fleet.previews import Previews
-from para_core.fleet.recipe import Recipe, mesh_shape
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
 

@@ -32,8 +32,9 @@ from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_calls, weights_of, without_data
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.loading import build
 from para_core.fleet.prompts import Line
-from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.planner.cost import MeshShape

@@ -18,7 +18,8 @@ from benchmarks.harness import counted_traffic
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
 from para_core.cli.measurement import count_run, timed_run
-from para_core.fleet.recipe import Recipe, approximations, build
+from para_core.fleet.loading import build
+from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from para_core.cli.app import run
 from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.loading import build
 from para_core.fleet.prompts import Line
-from para_core.fleet.recipe import Recipe, build
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from tests.cli.test_generate import CAPTION, SMALL, TINY_FLUX, pixels, plain_pixels
