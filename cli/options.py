@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
+    from para_core.attention.attention_schedule import AttentionSchedule
     from para_core.fleet.recipe import Recipe
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
@@ -69,6 +70,10 @@ class LoadOptions:
     """Options of every command that loads a pipeline. Each field is an option."""
 
     backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
+    attention_schedule: Annotated[str | None, option("Middle steps by sage:4:4; not exact.", "NAME:N:N", PIPELINE)] = (
+        None
+    )
+    cross_backend: Annotated[str | None, option("Attention to another sequence.", "NAME", PIPELINE)] = None
     dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto"
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
         False
@@ -102,7 +107,7 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
     Example:
         >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
         >>> list(signature(with_fields(generate)).parameters)
-        ['backend', 'dtype', 'trust_remote_code', 'mesh', 'seed']
+        ['backend', 'attention_schedule', 'cross_backend', 'dtype', 'trust_remote_code', 'mesh', 'seed']
     """
     parameters: list[Parameter] = []
     types: dict[str, Any] = {}
@@ -202,19 +207,42 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
     """Validate command-line options, and return the recipe that they describe.
 
     Raises:
-        ImportError: If ``backend`` names a library that is not installed.
-        typer.BadParameter: If ``cache`` is neither a number nor ``"default"``.
+        ImportError: If a backend is a library that is not installed.
+        typer.BadParameter: If ``attention_schedule``, ``cache`` or ``lora`` cannot be read.
         ValueError: If another option is invalid.
     """
     from para_core.attention.libraries import require_library
     from para_core.fleet.recipe import Recipe, read_mesh_sizes
 
-    require_library(options.backend)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
-    values["mesh"] = read_mesh_sizes(options.mesh)
+    schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
+    values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
+    for backend in (options.backend, options.cross_backend, schedule and schedule.middle):
+        require_library(backend)
     if isinstance(options, RunOptions):
         values["cache"], values["lora"] = _read_cache(options.cache), _read_loras(options.lora or ())
     return Recipe(model, **values)
+
+
+def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
+    """Parse a schedule whose first and last steps ``exact`` computes."""
+    if text is None:
+        return None
+    from para_core.attention.attention_schedule import AttentionSchedule
+
+    middle, *steps = text.split(":")
+    if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):
+        raise typer.BadParameter(
+            f"--attention-schedule {text}: expected a backend, or a backend with the numbers of first and last steps "
+            "that stay exact, such as sage:4:4."
+        )
+    values: dict[str, Any] = {"middle": middle, "exact": exact}
+    values |= zip(("first", "last"), map(int, steps), strict=False)
+    try:
+        return AttentionSchedule(**values)
+    except ValueError as error:
+        given = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
+        raise typer.BadParameter(f"{given}: {error}") from None
 
 
 def _read_cache(text: str | None) -> float | str | None:

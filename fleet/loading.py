@@ -68,6 +68,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         resident_blocks=recipe.resident_blocks,
         pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
         backend=recipe.backend,
+        cross_backend=recipe.cross_backend,
         comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,
         timeout=recipe.timeout,

@@ -12,6 +12,7 @@ from para_core.adapters.weights.quantize import QUANTIZE, require_quantize_fits
 from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.adapters.weights.vaes import VAE_PLACEMENTS
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
+from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.backend_selection import EXACT_FORM, Backend
 
 Weights = Literal["replicate", "fsdp", "tensor"]
@@ -48,7 +49,8 @@ class Recipe:
             on one rank. Not exact. None disables it.
         quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
-        backend (`str`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
+        backend (`str` or `AttentionSchedule`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
+        cross_backend (`str`, *optional*): Backend of attention to another sequence, as in :func:`parallelize_pipe`.
         comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): Rounds what attention sends to 8 bits. Not exact.
         vae (`bool`): Whether the VAE also runs on all ranks.
         vae_placement (`str`, *optional*): Placement of the VAE, as in :func:`parallelize_pipe`.
@@ -69,7 +71,8 @@ class Recipe:
     resident_blocks: int = 1
     pipefusion: int | None = None
     quantize: Quantize | None = None
-    backend: Backend | None = None
+    backend: Backend | AttentionSchedule | None = None
+    cross_backend: Backend | None = None
     comm_dtype: CommDtype | None = None
     vae: bool = False
     vae_placement: VaePlacement | None = None
@@ -87,7 +90,8 @@ class Recipe:
             ("vae_placement", self.vae_placement, (None, *VAE_PLACEMENTS)),
             ("offload", self.offload, (None, *get_args(Offload))),
             ("quantize", self.quantize, (None, *QUANTIZE)),
-            ("backend", self.backend, (None, *get_args(Backend))),
+            ("backend", None if self.schedule else self.backend, (None, *get_args(Backend))),
+            ("cross_backend", self.cross_backend, (None, *get_args(Backend))),
             ("comm_dtype", self.comm_dtype, (None, *get_args(CommDtype))),
         ):
             if value not in allowed:
@@ -103,6 +107,11 @@ class Recipe:
 
         if self.pipefusion is not None and self.pipefusion < 1:
             raise ValueError(f"pipefusion is {self.pipefusion}; expected a number of patches.")
+        if self.pipefusion is not None and self.schedule is not None:
+            raise ValueError(
+                f"pipefusion is {self.pipefusion}, which computes several steps at the same time; attention by step "
+                "needs one after the other. Leave one out."
+            )
         if self.quantize is not None:
             require_quantize_fits(self.quantize, None if self.weights == "replicate" else self.weights)
         if self.offload == "model" and self.text_encoders not in (None, "replicate"):
@@ -119,9 +128,17 @@ class Recipe:
             raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
 
     @property
+    def schedule(self) -> AttentionSchedule | None:
+        """``backend``, if it is a schedule."""
+        return self.backend if isinstance(self.backend, AttentionSchedule) else None
+
+    @property
     def digest(self) -> str:
         """16 hex digits, equal if results are equal up to rounding. So mesh and compilation do not count."""
-        decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, self.backend, self.comm_dtype)
+        backend = asdict(self.schedule) if self.schedule else self.backend
+        decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
+        if self.cross_backend is not None:
+            decisive = (*decisive, "cross_backend", self.cross_backend)
         if self.pipefusion is not None:
             decisive = (*decisive, "PipeFusion", self.pipefusion, dict(self.mesh).get("pipe"))
         if self.quantize is not None:
@@ -183,6 +200,8 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "pipefusion": recipe.pipefusion,
         "quantize": recipe.quantize,
         "backend": recipe.backend if recipe.backend in EXACT_FORM else None,
+        "attention_schedule": recipe.schedule if recipe.schedule and recipe.schedule.middle in EXACT_FORM else None,
+        "cross_backend": recipe.cross_backend if recipe.cross_backend in EXACT_FORM else None,
         "comm_dtype": recipe.comm_dtype,
     }
     return tuple(name for name, value in values.items() if value is not None)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import para_core.cli.measurement
 from benchmarks.harness import counted_traffic
+from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
 from para_core.cli.measurement import count_run, timed_run
@@ -125,8 +126,17 @@ def test_missing_and_infinite_pixels_are_no_result():
 
 def test_only_options_that_approximate_have_no_bound():
     assert approximations(Recipe("m", cache=0.0, backend="math", vae=True, compile="whole", weights="fsdp")) == ()
-    options = {"cache": "default", "backend": "triton-int8", "comm_dtype": "int8", "quantize": "int8", "pipefusion": 2}
+    options = {
+        "cache": "default",
+        "backend": "triton-int8",
+        "comm_dtype": "int8",
+        "quantize": "int8",
+        "cross_backend": "sage",
+    }
     assert set(approximations(Recipe("m", **options))) == set(options)
+    assert approximations(Recipe("m", pipefusion=2)) == ("pipefusion",)
+    for middle, names in (("sage", ("attention_schedule",)), ("math", ())):
+        assert approximations(Recipe("m", backend=AttentionSchedule(middle))) == names
 
 
 def count_on_ranks(mesh):

@@ -662,6 +662,8 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
         (["--vae"], 1),
         (["--comm-dtype", "int8"], 0),
         (["--backend", "triton-int8"], 0),
+        (["--attention-schedule", "triton-int8:1:1"], 0),
+        (["--cross-backend", "math"], 0),
     ):
         capsys.readouterr()
         assert run([*command, *options]) == 0

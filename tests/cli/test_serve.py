@@ -2,6 +2,7 @@
 
 import pytest
 
+from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
 from para_core.fleet import serving
 
@@ -22,11 +23,13 @@ def started(monkeypatch):
 def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, capsys):
     config = tmp_path / "serve.yaml"
     text = "port: 8123\nmax-batch: 4\nmax_steps: 30\nwarmup: [64x64, 32x64]\ncors: https://a.example\nweights: fsdp\n"
+    text += "attention-schedule: triton-int8:1:2\n"
     config.write_text(text)
     assert run(["serve", "--config", str(config), "--port", "8124", "--request-log", str(tmp_path / "log")]) == 1
     (call,) = started
     assert (call["port"], call["limits"].steps, call["options"].max_batch) == (8124, 30, 4)
     assert (call["recipe"].weights, call["recipe"].timeout) == ("fsdp", 600)
+    assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
     assert [request.size for request in call["replica_options"].warmup] == ["64x64", "32x64"]
     assert call["replica_options"].kept.prompt_bytes == 10**9

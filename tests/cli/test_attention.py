@@ -1,0 +1,104 @@
+"""The options of attention, by name and by step, against the same values of ``parallelize_pipe``."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from para_core.adapters import AttentionSchedule, parallelize_pipe
+from para_core.cli.app import run
+from para_core.fleet.model_index import find_tiny_flux
+from tests.attention.fake_libraries import libraries_installed
+
+TINY_WAN = Path(__file__).parents[2] / "zoo/video/pipeline"
+
+
+def draw(folder, options, **call):
+    """Return the output of a pipeline on one rank with these options of ``parallelize_pipe``."""
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return parallelize_pipe(pipe, **options)("a", generator=torch.Generator().manual_seed(0), **call)
+
+
+def test_attention_by_step_is_that_of_python(tmp_path):
+    folder, schedule = str(find_tiny_flux()), AttentionSchedule("sage", first=1, last=2, exact="math")
+    options = ["--attention-schedule", "sage:1:2", "--backend", "math", "--set", "max_sequence_length=64"]
+    with libraries_installed() as calls:
+        call = {"height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 64}
+        expected = draw(folder, {"backend": schedule}, **call).images[0]
+        in_python = calls["sage"]
+        command = ["generate", "--model", folder, "--prompt", "a", "--size", "64x64", "--steps", "4"]
+        assert run([*command, *options, "--out", str(tmp_path)]) == 0
+    assert calls["sage"] == 2 * in_python > 0
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "00001.png")), np.asarray(expected))
+    recorded = json.loads((tmp_path / "00001.json").read_text())["recipe"]["backend"]
+    assert AttentionSchedule(**recorded) == schedule
+
+
+def test_calibration_follows_the_schedule():
+    command = [
+        "calibrate",
+        "--prompt",
+        "a",
+        "--size",
+        "48x32",
+        "--steps",
+        "4",
+        "--tries",
+        "1",
+        "--metric",
+        "computed_steps",
+        "--target",
+        "4",
+    ]
+    with libraries_installed() as calls:
+        assert run([*command, "--attention-schedule", "sage:1:2"]) == 0
+        in_middle = calls.pop("sage")
+        assert run([*command, "--backend", "sage"]) == 0
+    assert 0 < in_middle < calls["sage"]
+
+
+def test_attention_to_the_text_is_that_of_python(tmp_path):
+    wan = str(TINY_WAN)
+    with libraries_installed() as calls:
+        call = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+        draw(wan, {"cross_backend": "sage"}, **call)
+        in_python = calls["sage"]
+        command = ["generate", "--model", wan, "--prompt", "a", "--size", "32x32", "--steps", "2", "--frames", "5"]
+        assert run([*command, "--cross-backend", "sage", "--out", str(tmp_path)]) == 0
+    assert calls["sage"] == 2 * in_python > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--attention-schedule", "fast"], ["--attention-schedule fast", "triton-int8"]),
+        (["--attention-schedule", "sage:4"], ["--attention-schedule sage:4", "sage:4:4"]),
+        (["--attention-schedule", "sage:a:4"], ["--attention-schedule sage:a:4", "sage:4:4"]),
+        (["--attention-schedule", "sage:4:-1"], ["--attention-schedule sage:4:-1", "sage:4:4"]),
+        (["--attention-schedule", "math", "--backend", "sage"], ["--backend sage", "flash"]),
+        (["--cross-backend", "disk"], ["--cross-backend", "'disk'", "flash"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "calibrate"])
+def test_bad_attention_exits_with_2(tmp_path, capsys, command, options, named):
+    assert run([command, "--prompt", "a", *options, "--out", str(tmp_path / "out")]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert [text for text in named if text not in said] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_patches_and_attention_by_step_exclude_each_other(tmp_path, capsys):
+    options = ["--pipefusion", "2", "--attention-schedule", "triton-int8:1:1"]
+    assert run(["generate", "--prompt", "a", *options, "--out", str(tmp_path)]) == 2
+    assert "--pipefusion is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--attention-schedule", "--cross-backend"])
+def test_missing_library_is_named(tmp_path, capsys, option):
+    assert run(["generate", "--prompt", "a", option, "sage", "--out", str(tmp_path / "out")]) == 1
+    assert "sageattention" in capsys.readouterr().err
