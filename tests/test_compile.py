@@ -206,6 +206,7 @@ def compile_torchs_modules(ring, ulysses):
     return outs
 
 
+@pytest.mark.long
 def test_torchs_own_attention_modules_compile(rank_pool):
     expected = []
     with torch.no_grad():

@@ -49,8 +49,10 @@ def programs(page: str) -> list[str]:
     return found
 
 
+# Other tests of the default run cover what these two show, and each takes several seconds.
+LONG = ("docs/weights.md", "docs/cache.md")
 PROGRAMS = [
-    pytest.param(program, id=f"{page}-{index}")
+    pytest.param(program, id=f"{page}-{index}", marks=pytest.mark.long if page in LONG else ())
     for page in PAGES
     if page != "docs/migration.md"  # its blocks stand each for itself: tests/test_migration.py
     for index, program in enumerate(programs(page))
@@ -102,6 +104,7 @@ atexit.register(ending.set)  # called before it
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_collective_threads_get_the_gil_at_exit(tmp_path):
     script = tmp_path / "ends_with_a_thread.py"

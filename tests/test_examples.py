@@ -121,6 +121,7 @@ def test_flux_example_equals_the_unmodified_pipeline(rank_pool, tmp_path):
     assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
+@pytest.mark.long
 def test_sharded_example_is_exact_and_holds_a_part(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_sharded.py", tmp_path)
     printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "48")
@@ -131,6 +132,7 @@ def test_sharded_example_is_exact_and_holds_a_part(rank_pool, tmp_path):
     assert np.abs(image_of(tmp_path / "sharded.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
+@pytest.mark.long
 def test_pipefusion_example_holds_a_part_on_each_rank(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_pipefusion.py", tmp_path)
     printed = on_ranks(rank_pool, example, "--model", str(FLUX), "--size", "48")
@@ -149,7 +151,9 @@ def test_stable_diffusion_example_equals_the_unmodified_pipeline(rank_pool, tmp_
     assert np.abs(image_of(tmp_path / "stable_diffusion.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
-@pytest.mark.parametrize("name", VIDEOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "run_cogvideox" else pytest.mark.long) for name in VIDEOS]
+)
 def test_video_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path):
     cls, size, options = VIDEOS[name]
     model = model_of(name, tmp_path)
@@ -186,6 +190,7 @@ def test_vae_example_equals_the_unmodified_vae(rank_pool, ranks, size, tmp_path)
     assert np.abs(image_of(tmp_path / "vae.png") - np.asarray(expected, dtype=int)).max() <= 1
 
 
+@pytest.mark.long
 def test_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_elastic.py", tmp_path)
     out = tmp_path / "images"

@@ -102,6 +102,7 @@ def count_in_pipelines():
     return found
 
 
+@pytest.mark.long
 def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
     results = rank_pool.run(count_in_pipelines, 2)
     for name in GUIDED:

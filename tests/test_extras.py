@@ -122,6 +122,7 @@ def environment(tmp_path_factory, distributions):
     return cache(lambda extra: Environment(tmp_path_factory.mktemp(extra or "none"), distributions[1], extra))
 
 
+@pytest.mark.long
 def test_without_extra_library_runs_and_command_says_what_is_missing(environment):
     code = "import para_core, sys; para_core.UnifiedAttnMode; sys.argv = ['para_core', '--help']"
     # torch itself warns that there is no NumPy.
@@ -129,6 +130,7 @@ def test_without_extra_library_runs_and_command_says_what_is_missing(environment
     require_misses((result.returncode, result.stdout, result.stderr), "typer", "cli")
 
 
+@pytest.mark.long
 def test_diffusers_alone_brings_pipelines_and_loras(environment):
     python = environment("diffusers")
     code = "import para_core.adapters, peft, diffusers; assert diffusers.utils.is_peft_available()"

@@ -164,6 +164,7 @@ def test_small_kernels_are_exact_and_timed(run_here):
     assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
 
 
+@pytest.mark.long
 def test_small_kernels_register_operators_in_own_process(tmp_path):
     (found,) = run_all((Section("small_kernels", 200),), tmp_path, device="cpu", tiny=True, seconds=300).values()
     assert verdicts(found) == {"ok"}, found["error"]
@@ -265,6 +266,7 @@ def section_that_does(tmp_path, monkeypatch, name, body):
     return Section(name, 60, module=f"{name}_section")
 
 
+@pytest.mark.long
 def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "_LEAST", 0.0)
     bodies = {

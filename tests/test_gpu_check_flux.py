@@ -197,6 +197,7 @@ for section in (flux, nccl, vae):
 """
 
 
+@pytest.mark.long
 def test_flux_and_nccl_run_without_diffusers(tmp_path):
     command = [sys.executable, "-c", WITHOUT_DIFFUSERS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)

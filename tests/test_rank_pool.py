@@ -363,6 +363,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_ranks_end_with_their_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT_THAT_IS_KILLED)

@@ -100,7 +100,8 @@ def compiled(ranks):
     return draw(pipe)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
     expected = draw(small_pipe())
     for out in rank_pool.run(compiled, ranks, ranks):

@@ -117,6 +117,7 @@ def compiled():
     return found, len(graphs)
 
 
+@pytest.mark.long
 def test_a_schedule_compiles_each_graph_once_more(rank_pool):
     expected = draw(small_pipe())
     for found, graphs in rank_pool.run(compiled, 2):

@@ -178,7 +178,10 @@ def draw_pixels(name):
     return generate(build(name, cpu_mesh(1, 2)), name, output_type="pt")
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("wan", "mochi", "ltx2") else pytest.mark.long) for name in DECODED],
+)
 def test_every_decoded_video_is_exact(rank_pool, name):
     expected = generate(build(name), name, output_type="pt")
     for out in rank_pool.run(draw_pixels, 2, name):

@@ -124,9 +124,8 @@ COMPILED = [("cogvideox", "int8 weights")]
 OTHERS = [(name, config) for name in NAMES for config in CONFIGS if (name, config) not in COMPILED]
 
 
-@pytest.mark.parametrize(
-    "cases", [pytest.param(COMPILED, id="one"), pytest.param(OTHERS, id="the others", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [pytest.param(COMPILED, id="one"), pytest.param(OTHERS, id="the others")])
 def test_quantized_they_are_one_graph(rank_pool, cases):
     expected = {case: compute(build_transformer(*case), case[0]) for case in cases}
     for outs in rank_pool.run(call_compiled, 2, cases):

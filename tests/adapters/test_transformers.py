@@ -254,6 +254,7 @@ def graphs_of_blocks(sizes):
     return outs, graphs
 
 
+@pytest.mark.long
 def test_all_blocks_share_their_graphs(rank_pool):
     frames, *size = SIZES[0]
     sizes = [(frames + more, *size) for more in range(3)]

@@ -274,6 +274,7 @@ def draw_in_parts():
     return found
 
 
+@pytest.mark.long
 def test_each_kind_of_attention_may_have_a_name(rank_pool):
     expected = call(MODELS["wan"].build(), "wan", SIZES[0])[0]
     for found in rank_pool.run(draw_in_parts, 2):

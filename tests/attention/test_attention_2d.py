@@ -80,7 +80,8 @@ def test_gradients_in_two_dims_equal_those_of_one_device(rank_pool, ring, ulysse
     test_gradients.check_all(rank_pool, cases, ring, ulysses, mode_options=TWO_DIMS)
 
 
-@pytest.mark.parametrize("ring", [4, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ring", [4, 6])
 def test_in_one_compiled_graph_with_and_without_gradients(rank_pool, ring):
     cases = [CASES[0], CASES[7], CASES[10]]
     test_exactness.check_all(rank_pool, cases, ring, 1, "aot_eager", TWO_DIMS)

@@ -209,7 +209,8 @@ def expand_a_key_mask(ring, ulysses, lengths):
     return outs
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
 def test_a_key_mask_expanded_over_rows_is_one_row(rank_pool, ring, ulysses):
     lengths, expected = [12, 7], []
     for S in lengths:

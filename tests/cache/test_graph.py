@@ -212,10 +212,10 @@ def test_inductor_takes_the_graph(name):
         assert relative_error(generated, found["eager"]) < 1e-5
 
 
-# The default run only traces, because test_ranks_of_transformer_decide_equally_in_graph compiles with aot_eager.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("wan", "eager"), *[pytest.param(name, "aot_eager", marks=pytest.mark.long) for name in ("wan", "hunyuan")]],
+    [("wan", "eager"), ("wan", "aot_eager"), ("hunyuan", "aot_eager")],
 )
 def test_parallel_cached_model_is_one_graph(rank_pool, name, backend):
     expected = generate(

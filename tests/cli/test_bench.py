@@ -178,6 +178,7 @@ def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
     assert second["relative error"] in (None, first["relative error"])
 
 
+@pytest.mark.long
 def test_two_ranks_are_compared_and_profiled(tmp_path):
     out, traces = tmp_path / "figures.json", tmp_path / "traces"
     assert bench("--runs", "1", "--ranks", "2", "--check", "--out", str(out), "--profile", str(traces)) == 0

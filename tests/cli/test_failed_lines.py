@@ -104,6 +104,7 @@ def test_a_line_that_no_rank_can_encode_fails_after_the_others(rank_pool, tmp_pa
     assert events_of(tmp_path) == [*done, ("begin", 2), ("failed", 2)]
 
 
+@pytest.mark.long
 def test_a_line_that_one_rank_cannot_encode_ends_all_ranks(rank_pool, tmp_path):
     # The first rank waits in the next line until the time-out; the launcher would end it.
     first, second = rank_pool.run(encode_lines, 2, tmp_path, (1,))

@@ -65,7 +65,7 @@ def expected_images(recipe, lines):
         Recipe(str(TINY_FLUX), cache=0.1),
         Recipe(str(TINY_FLUX), quantize="int8"),
         pytest.param(Recipe(str(TINY_FLUX), compile="whole"), marks=pytest.mark.long),
-        Recipe(str(TINY_FLUX), compile="blocks"),
+        pytest.param(Recipe(str(TINY_FLUX), compile="blocks"), marks=pytest.mark.long),
     ],
     ids=["plain", "cache", "int8", "whole", "blocks"],
 )
@@ -142,7 +142,7 @@ def test_a_prompt_that_was_not_encoded_is_an_error():
         pipe("a green circle", **SIZE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_file_of_prompts_gives_the_images_of_plain_pipeline(tmp_path, ranks):
     path = tmp_path / "prompts.jsonl"
     texts = [f"{CAPTION}, {colour}" for colour in COLOURS]

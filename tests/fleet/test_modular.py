@@ -184,11 +184,11 @@ def test_mesh_and_memory_are_foreseen_without_weights(folders):
     ("name", "options", "fields"),
     [
         ("flux", {"mesh": (("ring", 2),), "vae": True}, {**SIZE, "guidance_scale": 2.0}),
-        ("flux", {"weights": "fsdp"}, SIZE),
-        ("qwen-image", {"mesh": (("batch", 2),)}, GUIDED),
+        pytest.param("flux", {"weights": "fsdp"}, SIZE, marks=pytest.mark.long),
+        pytest.param("qwen-image", {"mesh": (("batch", 2),)}, GUIDED, marks=pytest.mark.long),
         ("qwen-image", {"weights": "fsdp", "cache": 0.0}, GUIDED),
-        ("flux", {"weights": "tensor", "mesh": (("tensor", 2),)}, SIZE),
-        ("flux", {"offload": "blocks", "text_encoders": "first"}, SIZE),
+        pytest.param("flux", {"weights": "tensor", "mesh": (("tensor", 2),)}, SIZE, marks=pytest.mark.long),
+        pytest.param("flux", {"offload": "blocks", "text_encoders": "first"}, SIZE, marks=pytest.mark.long),
         ("ltx", {"mesh": (("ulysses", 2),)}, VIDEO),
     ],
 )

@@ -113,6 +113,7 @@ def expected():
 
 
 # Before the server, which takes all of the cluster.
+@pytest.mark.long
 def test_prompts_on_two_replicas_report_bad_lines(tmp_path, capsys, expected):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     lines = [json.dumps({"prompt": CAPTION, "seed": seed, **SMALL}) for seed in (1, 2, 1, 3)]

@@ -433,7 +433,7 @@ def nest_modes(compiled):
     return outs
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_attn_func_computes_is_not_intercepted_again(rank_pool, compiled):
     x = make_tensors(D=8)[0].transpose(1, 2)
     for outs in rank_pool.run(nest_modes, 2, compiled):

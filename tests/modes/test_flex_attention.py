@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("ring", "ulysses"), [pytest.param(1, 2, marks=pytest.mark.long), (2, 1)])
 def test_flex_attention_equals_one_device(rank_pool, ring, ulysses):
     expected = []
     for S, H, H_kv, score_mod, mask_mod, block, batch_and_heads in CASES:

@@ -41,7 +41,8 @@ def errors_of(name, way, sizes, first, backend="aot_eager"):
 
 
 # Compiled after it runs on ranks, or before.
-@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", [False, True])
 def test_compiled_decode_is_one_exact_graph_per_size(rank_pool, first):
     sizes = [TINY_VAES["KL"].latents, (1, 4, 6, 9)][: 1 + first]
     for errors, graphs in rank_pool.run(errors_of, 2, "KL", "decode", sizes, first):

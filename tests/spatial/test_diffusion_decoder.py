@@ -66,7 +66,9 @@ def decode_parallel(names):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, ("odd", "wide")), (4, ("few", "odd"))])
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, ("odd", "wide")), pytest.param(4, ("few", "odd"), marks=pytest.mark.long)]
+)
 def test_decoder_equals_one_device(rank_pool, world_size, names):
     plain = make_decoder()
     expected = {name: (decode(plain, name), decode(plain, name, num_inference_steps=2)) for name in names}

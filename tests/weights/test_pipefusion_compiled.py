@@ -90,6 +90,7 @@ def compiled_with_few_graphs(name, num_patches, limit):
 
 
 # FLUX has three forms: all tokens; a patch with text, and one without.
+@pytest.mark.long
 def test_shared_patches_need_one_graph_per_form(rank_pool):
     for expected, found in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
         assert torch.equal(expected, found)

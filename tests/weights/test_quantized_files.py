@@ -104,7 +104,9 @@ EXACT = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "nunchaku" else ()) for kind in KINDS]
+)
 def test_a_quantized_file_is_exact_on_ranks(rank_pool, kind, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

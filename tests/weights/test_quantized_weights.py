@@ -80,13 +80,13 @@ CASES = [
 def placed_cases():
     """Yield every case with every placement of the text encoders.
 
-    The default run has int8 on two ranks with every placement, and the other cases with one placement.
+    The default run has each case with one placement.
     """
     placements = [None, "offload", "first"]
     for index, (scheme, weights, dims) in enumerate(CASES):
         for number, placement in enumerate(placements):
-            short = number == index % 3 or (scheme == "int8" and len(dims) == 1)
-            yield pytest.param(scheme, weights, dims, placement, marks=() if short else pytest.mark.long)
+            marks = () if number == index % 3 else pytest.mark.long
+            yield pytest.param(scheme, weights, dims, placement, marks=marks)
 
 
 @pytest.mark.parametrize(("scheme", "weights", "dims", "placement"), [*placed_cases()])

@@ -248,6 +248,7 @@ def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
         calibrate(flux_pipe(), **{"target": 30.0, **options})
 
 
+@pytest.mark.long
 def test_another_threshold_compiles_nothing_anew():
     torch._dynamo.reset()
     # The backend does not matter here, and others take longer.
@@ -285,7 +286,8 @@ def calibrate_on_rank(shape):
     return found, image, threshold
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 2, 1), marks=pytest.mark.long), (1, 1, 2)])
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2)])
 def test_ranks_calibrate_by_measurements_of_first_rank(rank_pool, shape):
     (first, image, threshold), (other, same_image, _) = rank_pool.run(calibrate_on_rank, 2, shape=shape)
     assert first == other

@@ -76,9 +76,8 @@ def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share,
     check_all(rank_pool, [sparse_case(case, share, window) for case in CASES], ring, ulysses)
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses"), [(1, 2), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in ((2, 1), (2, 2))]]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
 def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
     check_all(rank_pool, [sparse_case(case, 0.5, 4) for case in CASES[:11:5]], ring, ulysses, "aot_eager")
 
