@@ -1,7 +1,9 @@
 """The parts of benchmarks/peers that a verdict rests on; no peer and no network is needed here."""
 
 import datetime
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import stand_ins
+from benchmarks.peers import stand_ins, xdit
 from benchmarks.peers.cells import best, verdict
-from benchmarks.peers.page import NO_NOTION, about, cell, kind, summary
+from benchmarks.peers.page import NO_NOTION, about, cell, kind, own, summary
 from tests.attention.one_device import make_qkv, relative_error
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +97,42 @@ def test_the_summary_counts_every_cell():
     assert int(columns[2][0]) == verdicts.count("exact")
 
 
+def test_own_table_has_the_default_beside_the_option():
+    results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
+    lines = own(results)
+    for peer, asked in results["own rows"].items():
+        for row, ways in asked.items():
+            assert any(peer in line and row in line and cell(ways) in line for line in lines)
+    way = results["cells"]["SGLang"]["101 tokens: no number of ranks divides them"]["Ulysses"]
+    by_default = next(other for other in way["other attempts"] if not other["setting"])
+    assert way["verdict"] == "exact" and by_default["verdict"] == "wrong"
+    assert any("SGLang" in line and f"{by_default['error']:.2g}" in line for line in lines)
+
+
+def test_placeholders_stand_for_named_packages_alone(monkeypatch):
+    finder = stand_ins._Finder(("no_such_server",))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    module = importlib.import_module("no_such_server.config")
+
+    class Derived(module.Base):
+        size = 3
+
+    assert Derived().size == 3 and not module.HAS_GPU and not module.version() >= 10
+    assert module.decorated(Derived) is Derived
+    assert module.named(1)(Derived) is Derived
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_client")
+
+
+def test_every_copy_of_text_counts_for_cosmos3():
+    once, twice = (xdit.Cosmos3("text", S=6, H=2, D=4, keys=3, copies=copies).on_one_device()[0] for copies in (1, 2))
+    assert once.shape == (1, 1, 6, 8)
+    assert relative_error(twice, once) > 0.01
+    none = (xdit.Cosmos3("none", S=6, H=2, D=4, copies=copies).on_one_device()[0] for copies in (1, 2))
+    assert relative_error(*none) == 0
+
+
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "shared heads"])
 def test_stand_ins_are_attention(kind):
     q, k, v = (x.requires_grad_() for x in make_qkv(12, 4, H_kv=2 if kind == "shared heads" else None))
@@ -132,9 +170,11 @@ def test_one_column_is_replaced_and_the_others_stay(monkeypatch):
     written = {}
     monkeypatch.setattr(peers, "write_results", lambda name, results: written.update(results))
     before = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
-    outcome = {"cells": {"a row": {}}, "versions": {"para-attn": "9"}}
+    outcome = {"cells": {"a row": {}}, "versions": {"para-attn": "9"}, "own rows": {"own": {}}, "facts": {}}
     peers.record({"with_para_attn": outcome}, {"with_para_attn": outcome}, 40)
     assert written["cells"].pop("ParaAttention") == {"a row": {}}
     assert written["cells"] == {name: cells for name, cells in before["cells"].items() if name != "ParaAttention"}
+    assert written["own rows"] == before["own rows"] | {"ParaAttention": {"own": {}}}
+    assert written["facts"] == before["facts"]
     assert written["dates"] == before["dates"] | {"ParaAttention": datetime.date.today().isoformat()}
     assert written["versions of the peers"]["para-attn"] == "9"

@@ -21,7 +21,16 @@ from benchmarks.harness import ROOT, parser_of, read_results, write_results
 from benchmarks.peers.call import ROWS
 
 # Installed without their own requirements, of which the versions are free: REQUIREMENTS has what they import.
-PEERS = ("para-attn==0.3.38", "yunchang==0.6.4", "cache-dit==1.5.3", "xfuser==0.7.0", "distvae==0.1.0", "einops==0.8.2")
+PEERS = (
+    "para-attn==0.3.38",
+    "yunchang==0.6.4",
+    "cache-dit==1.5.3",
+    "xfuser==0.7.0",
+    "distvae==0.1.0",
+    "einops==0.8.2",
+    "sglang==0.5.23",
+    "vllm-omni==0.30.0",
+)
 REQUIREMENTS = (
     "torch",
     "numpy",
@@ -33,6 +42,21 @@ REQUIREMENTS = (
     "peft",
     "pyyaml",
     "triton",
+    # What SGLang and vLLM-Omni import without their servers.
+    "addict",
+    "aenum",
+    "dill",
+    "gguf",
+    "imageio",
+    "msgspec",
+    "orjson",
+    "pybase64",
+    "pydantic",
+    "python-multipart",
+    "pyzmq",
+    "requests",
+    "scipy",
+    "starlette",
 )
 # The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
 PIP = "pip<24"
@@ -64,6 +88,8 @@ COLUMNS = {
     "with_yunchang": "yunchang (USP)",
     "with_xdit": "xDiT",
     "with_cache_dit": "cache-dit's context parallelism",
+    "with_sglang": "SGLang",
+    "with_vllm_omni": "vLLM-Omni",
     "with_torch": "torch's `context_parallel`",
 }
 
@@ -103,10 +129,12 @@ def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> 
     earlier = read_results("peers")
     versions, dates = earlier["versions of the peers"], earlier["dates"]
     cells, bare = earlier["cells"], earlier["unpatched"]
+    own_rows, facts = earlier["own rows"], earlier["facts"]
     for peer, outcome in found.items():
         versions |= outcome["versions"]
         dates[COLUMNS[peer]] = datetime.date.today().isoformat()
         cells[COLUMNS[peer]], bare[COLUMNS[peer]] = outcome["cells"], unpatched[peer]["cells"]
+        own_rows[COLUMNS[peer]], facts[COLUMNS[peer]] = outcome["own rows"], outcome["facts"]
     names = [name for name in COLUMNS.values() if name in cells]
     results = {
         "backend": "gloo, 2 ranks (2 × 2: 4)",
@@ -114,6 +142,8 @@ def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> 
         "dates": dates,
         "versions of the peers": versions,
         "unpatched": {name: bare[name] for name in names},
+        "own rows": {name: rows for name, rows in own_rows.items() if rows},
+        "facts": {name: fact for name, fact in facts.items() if fact},
         "cells": {name: cells[name] for name in names},
     }
     print(write_results("peers", results))

@@ -85,7 +85,14 @@ def _additive(row: Row) -> Tensor:
     return torch.randn(row.B, row.H, row.S, row.S, generator=torch.Generator().manual_seed(3)).to(row.dtype)
 
 
-MASKS = {"padding": _padding, "full": _full, "hidden": _hidden, "additive": _additive}
+def _text_padding(row: Row) -> Tensor:
+    """Return ``[B, 1, 1, S]``: the second sequence of the batch has less text."""
+    mask = torch.ones(row.B, 1, 1, row.S, dtype=torch.bool)
+    mask[1:, ..., 5 * row.text // 8 : row.text] = False
+    return mask
+
+
+MASKS = {"text padding": _text_padding, "padding": _padding, "full": _full, "hidden": _hidden, "additive": _additive}
 
 ROWS = [
     Row("self-attention"),
@@ -112,6 +119,10 @@ ROWS = [
     Row("gradients, `is_causal`", is_causal=True, backward=True),
     Row("`torch.compile(fullgraph=True)`", compiled=True),
 ]
+
+
+# Asked of some libraries, see ``Caller.own_rows``.
+MASKED_TEXT = Row("text replicated, a mask of its keys", text=32, text_whole=True, mask="text padding")
 
 
 # -- one rank's part of an input
@@ -143,17 +154,18 @@ class Call:
 
     def tokens(self, cut: Cut) -> list[Tensor]:
         """Return this rank's query, key and value; ``cut`` is the peer's own function for dim 2."""
-        parts = [self._cut_segments(x, cut).detach().clone() for x in self.row.qkv()]
+        parts = [self.cut_segments(x, cut).detach().clone() for x in self.row.qkv()]
         return [x.requires_grad_(self.row.backward) for x in parts]
 
     def positions(self, cut: Cut) -> tuple[Tensor, Tensor]:
         """Return the positions of this rank's queries and keys."""
         lengths = (self.row.S, self.row.S_k or self.row.S)
         numbered = [torch.arange(length).view(1, 1, length, 1) for length in lengths]
-        q, k = (self._cut_segments(x, cut).flatten().clone() for x in numbered)
+        q, k = (self.cut_segments(x, cut).flatten().clone() for x in numbered)
         return q, k
 
-    def _cut_segments(self, x: Tensor, cut: Cut) -> Tensor:
+    def cut_segments(self, x: Tensor, cut: Cut) -> Tensor:
+        """Return this rank's part of dim 2 of ``x``: text that every rank holds is not cut."""
         if not self.row.text:
             return cut(x)
         text, image = x.split([self.row.text, x.shape[2] - self.row.text], dim=2)

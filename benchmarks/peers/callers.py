@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.peers import servers, xdit
 from benchmarks.peers import stand_ins as kernels
-from benchmarks.peers import xdit
-from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
+from benchmarks.peers.call import MASKED_TEXT, Call, RankOutput, Row, Setting, mask_forms
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Caller:
         prepare: import it, before ranks are forked; ``stand_ins``: with kernels for the CPU.
         settings: of a row, in the order in which they are tried.
         attend: one call on one rank.
+        own_rows: what this peer is asked besides the rows of the table, on 2 ranks.
+        facts: results without attention, for the JSON.
     """
 
     packages: tuple[str, ...]
@@ -36,6 +38,8 @@ class Caller:
     prepare: Callable[..., None]
     settings: Callable[..., list[Setting]]
     attend: Callable[[Call], RankOutput]
+    own_rows: tuple[Row, ...] = ()
+    facts: Callable[[], dict[str, Any]] = dict
 
 
 # -- para_core, as docs/own_model.md says.
@@ -346,7 +350,24 @@ CALLERS = {
     "with_diffusers": Caller(("diffusers",), ALL_WAYS, _prepare_diffusers, _settings_diffusers, _attend_diffusers),
     "with_para_attn": Caller(("para-attn",), ALL_WAYS, _prepare_para_attn, _settings_para_attn, _attend_para_attn),
     "with_yunchang": Caller(("yunchang",), ALL_WAYS, _prepare_yunchang, _settings_yunchang, _attend_yunchang),
-    "with_xdit": Caller(("xfuser",), ALL_WAYS, xdit.prepare, xdit.settings, xdit.attend),
+    "with_xdit": Caller(("xfuser",), ALL_WAYS, xdit.prepare, xdit.settings, xdit.attend, own_rows=xdit.COSMOS3),
     "with_cache_dit": Caller(("cache-dit",), ALL_WAYS, _prepare_cache_dit, _settings_cache_dit, _attend_cache_dit),
+    "with_sglang": Caller(
+        ("sglang",),
+        ALL_WAYS,
+        servers.prepare_sglang,
+        servers.settings_sglang,
+        servers.attend_sglang,
+        own_rows=(MASKED_TEXT,),
+        facts=servers.frames,
+    ),
+    "with_vllm_omni": Caller(
+        ("vllm-omni",),
+        ALL_WAYS,
+        servers.prepare_vllm_omni,
+        servers.settings_vllm_omni,
+        servers.attend_vllm_omni,
+        own_rows=(MASKED_TEXT,),
+    ),
     "with_torch": Caller((), ("ring",), _prepare_torch, _settings_torch, _attend_torch),
 }

@@ -87,6 +87,25 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
     return markdown_table(["", *cells], [["; ".join(rows), *results] for results, rows in inputs.items()])
 
 
+def own(results: dict[str, Any]) -> list[str]:
+    """Return what some libraries were asked alone, and the row of tokens that do not divide as they compute it by
+    default.
+    """
+    rows = []
+    uneven = SUMMARY_ROWS["any length (101 tokens)"]
+    for peer in ("xDiT", "SGLang", "vLLM-Omni"):
+        attempts = {way: [out, *out.get("other attempts", [])] for way, out in results["cells"][peer][uneven].items()}
+        default = {way: next(x for x in each if "by hand" not in x["setting"]) for way, each in attempts.items()}
+        rows.append([peer, "101 tokens, without an option", cell(default)])
+    rows += [[peer, row, cell(ways)] for peer, asked in results["own rows"].items() for row, ways in asked.items()]
+    for peer, facts in results["facts"].items():
+        for fact, by_ranks in facts.items():
+            changed = {ranks: made for ranks, made in by_ranks.items() if made != by_ranks["1"]}
+            words = ", ".join(f"{made} on {ranks} GPUs" for ranks, made in changed.items())
+            rows.append([peer, fact, words or f"the same on {', '.join(by_ranks)} GPUs"])
+    return markdown_table(["", "asked", "found"], rows)
+
+
 def summary(results: dict[str, Any]) -> list[str]:
     """Return the table of README.md: how many cells of each peer end how, and the inputs that tell most."""
     cells, versions = results["cells"], results["versions of the peers"]
@@ -127,4 +146,4 @@ def about(results: dict[str, Any]) -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/peers.md, and the table of README.md (``peers``)."""
     results = read_results("peers")
-    return {"about": about(results), "table": table(results["cells"]), "peers": summary(results)}
+    return {"about": about(results), "table": table(results["cells"]), "own": own(results), "peers": summary(results)}

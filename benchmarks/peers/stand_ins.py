@@ -7,6 +7,9 @@ FlashAttention and cuDNN take half precision alone, and float32 shows an error o
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -182,3 +185,87 @@ def for_flash_attn() -> None:
     interface._flash_attn_backward = _flash_attn_backward
     package.flash_attn_interface = interface
     sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"] = package, interface
+
+
+@torch.no_grad()  # a kernel for inference
+def _flash_attn_varlen_func(
+    q, k, v, *, cu_seqlens_q=None, softmax_scale=None, causal=False, return_softmax_lse=False, **options
+) -> Any:
+    if cu_seqlens_q is not None:
+        raise RuntimeError("packed sequences are not offered (stand-in)")
+    out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, softmax_scale, causal)
+    return (out, lse) if return_softmax_lse else out
+
+
+# -- packages that a peer imports and that the code in question does not call
+
+
+class _Placeholder(type):
+    """The type of whatever is imported from a package that is not installed."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder(name, (), {"is_placeholder": True})
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if "is_placeholder" not in vars(cls):  # a class of the peer that is derived from a placeholder
+            return super().__call__(*args, **options)
+        return _Nothing()(*args, **options)
+
+    def __bool__(cls) -> bool:
+        return False
+
+
+class _Nothing:
+    """An instance of a placeholder: false, and without effect as a function, decorator or logger."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        decorates = len(args) == 1 and not options and isinstance(args[0], (type, types.FunctionType))
+        return args[0] if decorates else self
+
+    def __bool__(self) -> bool:
+        return False
+
+    __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: False
+
+
+class _Package(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return (
+            getattr(_Placeholder, name) if name.startswith("__") else _Placeholder(name, (), {"is_placeholder": True})
+        )
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for the named packages and all of their modules."""
+        if name.split(".", maxsplit=1)[0] not in self.names:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Return a module in which every name is a placeholder."""
+        return _Package(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Do nothing."""
+
+
+def for_packages(peer: str, names: tuple[str, ...]) -> None:
+    """Import placeholders for ``names`` where they are not installed, and ``peer`` without its ``__init__``, which
+    starts a server's parts.
+    """
+    sys.meta_path.append(_Finder(names))  # last: an installed package is found before
+    spec = importlib.util.find_spec(peer)
+    package = types.ModuleType(peer)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    sys.modules[peer] = package

@@ -14,6 +14,44 @@ from benchmarks.peers import stand_ins as kernels
 from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
 
 
+@dataclass(frozen=True)
+class Cosmos3(Row):
+    """Generated tokens in a layer of diffusers' Cosmos 3, random weights. Every rank holds the text, whose keys they
+    see.
+    """
+
+    keys: int = 0  # of the text
+    copies: int = 1  # of each key of the text, on one device
+
+    def parts(self) -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
+        """Return the layer, the hidden states of text and generated tokens, and the angles of their positions."""
+        from diffusers.models.transformers.transformer_cosmos3 import Cosmos3PackedMoTAttention
+
+        torch.manual_seed(0)
+        layer = Cosmos3PackedMoTAttention(self.H * self.D, self.D, self.H, self.H, False, 1e-6)
+        hidden = torch.randn(self.keys + self.S, self.H * self.D)
+        return layer, *hidden.split([self.keys, self.S]), torch.randn(self.keys + self.S, self.D)
+
+    def on_one_device(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return the output of the generated tokens ``[1, 1, S, H * D]``."""
+        layer, text, generated, angles = self.parts()
+        text, text_angles = text.repeat(self.copies, 1), angles[: self.keys].repeat(self.copies, 1)
+        return [_cosmos3(layer, text, generated, text_angles, angles[self.keys :])]
+
+
+COSMOS3 = (
+    Cosmos3("Cosmos 3, no text"),
+    Cosmos3("Cosmos 3, 32 keys of text", keys=32),
+    Cosmos3("Cosmos 3, 32 keys of text, against each key twice", keys=32, copies=2),
+)
+
+
+def _cosmos3(layer: torch.nn.Module, text: Tensor, generated: Tensor, *angles: Tensor) -> Tensor:
+    with torch.no_grad():
+        rotary = [turn(x) for x in angles for turn in (torch.cos, torch.sin)]
+        return layer(text, generated, tuple(rotary))[1][None, None]
+
+
 @dataclass
 class _PipelineState:
     """The part of xDiT's pipeline state that ``USP`` reads: full attention, no 8-bit communication."""
@@ -60,6 +98,8 @@ def attend(call: Call) -> RankOutput:
 
     row, rank, world = call.row, dist.get_rank(), dist.get_world_size()
     _set_state(call)
+    if isinstance(row, Cosmos3):
+        return _attend_cosmos3(row, rank, world)
 
     def cut(x: Tensor) -> Tensor:
         chunk = xFuserWanTransformer3DWrapper._chunk_and_pad_sequence
@@ -89,6 +129,18 @@ def attend(call: Call) -> RankOutput:
         mask = F.pad(mask, (0, -mask.shape[-1] % world))  # False: padding is not attended to
     out = call.compiled(run)(*leaves, mask)
     return call.finish(out[:, :, valid[0]], leaves, positions, key_positions)
+
+
+def _attend_cosmos3(row: Cosmos3, rank: int, world: int) -> RankOutput:
+    """Run the layer with xDiT's processor on this rank's part of the generated tokens."""
+    from xfuser.model_executor.models.transformers import transformer_cosmos3
+
+    transformer_cosmos3.get_sequence_parallel_world_size = lambda: world
+    layer, text, generated, angles = row.parts()
+    layer.processor = transformer_cosmos3.xFuserCosmos3AttnProcessor()
+    positions = torch.arange(row.S).chunk(world)[rank]
+    out = _cosmos3(layer, text, generated[positions], angles[: row.keys], angles[row.keys :][positions])
+    return RankOutput(out, positions, positions, [])
 
 
 def _set_state(call: Call) -> None:
