@@ -131,8 +131,13 @@ def _is_transformer(part: Any) -> bool:
     if not isinstance(part, nn.Module):
         return False
     module = uncompiled(part)
-    described = any(cls.__name__ in _CLASSES for cls in type(module).__mro__)
-    return described or getattr(module, "_cp_plan", None) is not None
+    return is_transformer_class(type(module)) or getattr(module, "_cp_plan", None) is not None
+
+
+def is_transformer_class(cls: Any) -> bool:
+    """Whether an adapter describes this class or one of its base classes, or the class publishes a plan."""
+    described = isinstance(cls, type) and any(base.__name__ in _CLASSES for base in cls.__mro__)
+    return described or getattr(cls, "_cp_plan", None) is not None
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:

@@ -139,15 +139,14 @@ def _load_whole(
 def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
     from diffusers import DiffusionPipeline
 
-    quantization = None if quantize is None else loading_config(quantize)
     if has_modular_index(recipe.model):
         return load_modular(
             recipe.model,
             dtype=dtype_of(recipe),
-            quantization=None if quantization is None else quantization.quant_mapping,
+            quantize=quantize,
             trust_remote_code=recipe.trust_remote_code,
         )
-    config = {} if quantization is None else {"quantization_config": quantization}
+    config = {} if quantize is None else {"quantization_config": loading_config(quantize)}
     return DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
 
 
@@ -199,5 +198,8 @@ def _compile(pipe: Any, how: Compile) -> None:
         module: Any = transformer
         if how == "blocks":
             module.compile_repeated_blocks(fullgraph=True)
+        elif is_modular(pipe):
+            # In place: its blocks read the signature and the truth of the transformer, which torch's wrapper has not.
+            module.compile(fullgraph=True)
         else:
             setattr(pipe, name, torch.compile(module, fullgraph=True))

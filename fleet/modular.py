@@ -11,6 +11,9 @@ from typing import Any, get_args
 
 import torch
 
+from para_core.adapters.components import Quantize
+from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
+from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
@@ -124,20 +127,22 @@ def guiders_of(pipe: Any) -> dict[str, str]:
 
 
 def load_modular(
-    name: str, *, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    name: str, *, dtype: torch.dtype, quantize: Quantize | None = None, trust_remote_code: bool = False
 ) -> Any:
     """Load the modular pipeline of a folder or repository, with its components.
 
     Args:
-        quantization (`Mapping[str, Any]`, *optional*): ``quantization_config`` for components, by their names.
+        quantize (`str`, *optional*): Scheme by which torchao quantizes each transformer while it is loaded.
 
     Raises:
         RuntimeError: If a component cannot be loaded.
     """
     pipe = open_modular(name, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
+    if quantize is not None:
+        options["quantization_config"] = loading_config(quantize, _transformer_names(pipe)).quant_mapping
     with _errors_raised_only():
-        pipe.load_components(**options, **({"quantization_config": dict(quantization)} if quantization else {}))
+        pipe.load_components(**options)
     for part in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(part)
         if getattr(pipe, part) is None and spec.pretrained_model_name_or_path is not None:
@@ -147,6 +152,12 @@ def load_modular(
             except Exception as error:
                 raise RuntimeError(f"{part} of model {name!r} cannot be loaded: {error}") from error
     return pipe
+
+
+def _transformer_names(pipe: Any) -> list[str]:
+    """Return the names of the transformers of a modular pipeline that has no components yet."""
+    types = {name: pipe.get_component_spec(name).type_hint for name in pipe.pretrained_component_names}
+    return [name for name, cls in types.items() if name in USUAL_NAMES or is_transformer_class(cls)]
 
 
 def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, str | None], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import torch
@@ -91,13 +92,11 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
         quantize_(module, config, filter_fn=_is_own_linear)
 
 
-def loading_config(scheme: Quantize) -> Any:
-    """Return the ``quantization_config`` of ``from_pretrained`` that quantizes each transformer while it is loaded."""
+def loading_config(scheme: Quantize, names: Iterable[str] = USUAL_NAMES) -> Any:
+    """Return the ``quantization_config`` of ``from_pretrained`` that quantizes these components while they load."""
     from diffusers import PipelineQuantizationConfig, TorchAoConfig
 
-    return PipelineQuantizationConfig(
-        quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in USUAL_NAMES}
-    )
+    return PipelineQuantizationConfig(quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in names})
 
 
 def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:

@@ -14,19 +14,21 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image, ImageSequence
 from safetensors.torch import save_file
-from torchao.quantization import Int8WeightOnlyConfig
+from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
+from para_core.fleet.modular import load_modular
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.recipe_checks import refuse_options
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.work import Cancelled, Watch, call_pipe, generate, generate_batch
 from tests.modular_folders import plain_modular, save_modular
+from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
 
 SIZE = {"height": 48, "width": 80, "num_inference_steps": 2, "prompt": "a large red circle", "max_sequence_length": 64}
 GUIDED = {**SIZE, "negative_prompt": "a blue square", "guidance_scale": 3.0}
@@ -248,6 +250,23 @@ def test_transformer_is_quantized_as_by_diffusers(folders):
     assert not np.array_equal(expected, expected_pixels(folders("flux"), SIZE))
     made = call_pipe(build(Recipe(folders("flux"), quantize="int8")), [Request(SIZE, seed=3)]).images
     assert np.abs(pixels(made) - expected).max() <= 1
+
+
+def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
+    folder, names = str(tmp_path / "h3"), ("transformer", "transformer_ref")
+    TINY_MODULAR["MiniMaxH3"].build().save_pretrained(folder, overwrite_modular_index=True)
+    plain = ModularPipeline.from_pretrained(folder)
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    plain.load_components(dtype=torch.float32, quantization_config=dict.fromkeys(names, config))
+    pipe = load_modular(folder, dtype=torch.float32, quantize="int8")
+    for name in names:
+        weights, expected = (quantized_weights(getattr(x, name)) for x in (pipe, plain))
+        assert weights.keys() == expected.keys() != set()
+        assert all(torch.equal(x, expected[path]) for path, x in weights.items())
+
+
+def quantized_weights(module):
+    return {path: x.dequantize() for path, x in module.named_parameters() if isinstance(x, Int8Tensor)}
 
 
 @pytest.mark.long
