@@ -161,11 +161,11 @@ def test_a_callback_sees_exact_attention():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"middle": "fast"}, ValueError, "middle is 'fast'; .*triton-int8"),
-        ({"middle": "sage", "exact": "triton-int8"}, ValueError, "exact is 'triton-int8'; .*flash"),
-        ({"middle": "sage", "first": -1}, ValueError, "first is -1"),
-        ({"middle": "sage", "last": 1.5}, TypeError, "last is 1.5"),
-        ({"middle": "sage", "last": True}, TypeError, "last is True"),
+        ({"middle": "fast"}, ValueError, "'fast'.*triton-int8"),
+        ({"middle": "sage", "exact": "triton-int8"}, ValueError, "'triton-int8'.*flash"),
+        ({"middle": "sage", "first": -1}, ValueError, r"first.*-1"),
+        ({"middle": "sage", "last": 1.5}, TypeError, r"last.*1\.5"),
+        ({"middle": "sage", "last": True}, TypeError, r"last.*True"),
     ],
 )
 def test_bad_schedules_are_refused(arguments, error, message):
@@ -186,7 +186,7 @@ def test_a_schedule_needs_its_library_and_a_pipeline():
             draw(pipe)
         pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = None
         unparallelize_pipe(pipe)
-        with mock.patch.object(pipe, "scheduler", None), pytest.raises(ValueError, match="no scheduler"):
+        with mock.patch.object(pipe, "scheduler", None), pytest.raises(ValueError, match="scheduler"):
             parallelize_pipe(pipe, backend=SAGE)
     assert torch.equal(draw(pipe), expected)
 
@@ -195,7 +195,7 @@ def with_other_schedules():
     with libraries_installed():
         last = torch.distributed.get_rank()
         pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, 2), backend=AttentionSchedule("sage", last=last))
-        with pytest.raises(ValueError, match=r"last of the schedule of attention: rank 0 .*0.*rank 1 .*1"):
+        with pytest.raises(ValueError, match=r"rank 0 .*0.*rank 1 .*1"):
             draw(pipe)
 
 
