@@ -1,4 +1,4 @@
-"""CogVideoX with First Block Cache (which approximates).
+"""CogVideoX with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_cogvideox.py
 """

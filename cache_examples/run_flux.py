@@ -1,4 +1,4 @@
-"""FLUX.1-dev with First Block Cache (which approximates).
+"""FLUX.1-dev with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_flux.py
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo with First Block Cache (which approximates).
+"""HunyuanVideo with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_hunyuan_video.py
 """

@@ -1,4 +1,4 @@
-"""Mochi with First Block Cache (which approximates).
+"""Mochi with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_mochi.py
 """

@@ -1,4 +1,4 @@
-"""Wan 2.1 or 2.2 with First Block Cache (which approximates).
+"""Wan 2.1 or 2.2 with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_wan.py
 

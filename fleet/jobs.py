@@ -1,4 +1,4 @@
-"""Accepted requests of a server, waiting or running: their number limit, retries, cancellation and metrics."""
+"""Accepted requests of a server, waiting or running: how many there may be, retries, cancellation and metrics."""
 
 from __future__ import annotations
 

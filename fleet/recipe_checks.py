@@ -1,4 +1,4 @@
-"""Checks of a recipe that commands make before they load anything."""
+"""Checks that commands run on a recipe before they load anything."""
 
 from __future__ import annotations
 

@@ -71,7 +71,10 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify what the request generates, equal in all processes. Delivery does not count."""
+        """16 hex digits that identify what the request generates, equal in all processes.
+
+        Fields that only say how the result is delivered are left out.
+        """
         images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
         decisive = [self.fields, self.seed, images, *filter(None, [self.lora])]
         text = json.dumps(decisive, sort_keys=True)

@@ -124,8 +124,8 @@ class Server:
         guard = [Depends(self._access.require)]
         if self._options.api_key is not None:
             guard.append(Security(HTTPBearer(auto_error=False)))  # adds a field for the key to the page /docs
-        # FastAPI must not read the body: the handler does, after checking the number of requests, and up to a limit.
-        # So the schema for /docs is passed separately.
+        # FastAPI must not read the body: the handler reads it after it has checked the number of requests, and stops at
+        # a number of bytes. So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
         add: Any = self.app.add_api_route

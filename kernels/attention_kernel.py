@@ -1,15 +1,15 @@
 """Kernel of attention forward, which can continue a partial result; :mod:`para_core.kernels.attention` launches it.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online softmax
-(FlashAttention-2, arXiv:2307.08691), in powers of 2: scores are multiplied by log2(e), so that a weight takes one
-``ex2`` instruction.
+(FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so that a weight takes
+one ``ex2`` instruction.
 
-- Tiles that every query sees completely come first and need no comparisons of positions. Tiles at a causal diagonal, at
-  the end of the keys or at the end of a range come last. Tiles that no query sees are not visited.
+- Tiles in which every query sees every key come first and need no comparisons of positions. Tiles at a causal diagonal,
+  at the end of the keys or at the end of a range come last. Tiles that no query sees are not visited.
 - ``so_far`` initializes the sums: its out is the accumulator, its lse the running maximum, and the sum of weights is 1.
   So a ring step is one launch that reads and writes the float32 partial result once.
-- Triton's blocks are powers of 2. Another head dim is split into two blocks (96 = 64 + 32), which costs a quarter less
-  than one block of 128.
+- The sizes of Triton's blocks are powers of 2. Any other head dim is split into two blocks (96 = 64 + 32), which costs
+  a quarter less than one block of 128.
 - A bool mask is read as bytes, or as bits with 32 keys per word. A mask that is equal for all queries is read once per
   tile.
 - With EIGHT_BITS (:mod:`para_core.kernels.attention_int8`), which is not exact, keys are int8, queries are rounded

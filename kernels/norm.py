@@ -32,8 +32,8 @@ def moments_kernel(
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
-    # Subtract the group's first element from all: if numbers are far from zero it is close to them, so precision is
-    # kept.
+    # Subtract the first element of the group from all elements. If they are far from zero, they are usually close to
+    # it, so the differences are small and keep their precision.
     origin = tl.load(x).to(tl.float32)
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)

@@ -31,10 +31,11 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return variance and mean like ``torch.var_mean``, which is not vectorized on CPUs and takes twelve times as long.
+    """Return the variance and the mean of each group.
 
-    Computed per channel and then per group: a sum over channels that are the last dim in memory, as after CPU
-    convolutions, is not vectorized either and takes up to 60 times as long.
+    ``torch.var_mean`` gives the same, but is not vectorized on CPUs and takes twelve times as long. The function first
+    reduces each channel, then the channels of a group. A sum over channels would take up to 60 times as long where they
+    are the last dim in memory, as after CPU convolutions, because it is not vectorized either.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)

@@ -233,10 +233,12 @@ class PipelineCache:
     def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
         """Remove this pipeline's hook from the component ``name``, if it has one.
 
+        If ``caches`` has a cache for ``name``, the classes of ``modules`` stay alive, because graphs that were compiled
+        with them are valid only as long as the classes exist.
+
         Args:
             name: Name of the component.
-            caches: The caches that are attached, by component name. If one of them is for ``name``, the classes of
-                ``modules`` are kept alive, so that graphs that were compiled with them stay valid.
+            caches: The caches that this pipeline has attached, by component name.
             modules: The instances that may have the hook. Values that are not modules are ignored.
         """
         caller = self._callers.get(name)
@@ -257,7 +259,7 @@ class PipelineCache:
         """Return the report of the last generation: the steps of all transformers."""
         readings = chain.from_iterable(cache.readings for cache in self.caches.values())
         options = [cache.options for cache in self.caches.values()]
-        # List each rule and forecast once, because transformers may have different ones.
+        # Transformers may have the same or different rules and forecasts, so list all, each once.
         rules = " and ".join(dict.fromkeys(each.rule_name for each in options))
         forecasts = " and ".join(dict.fromkeys(each.chosen_forecast.name for each in options))
         dropped = sum(cache.readings.dropped for cache in self.caches.values())

@@ -18,11 +18,11 @@ class VaeAdapter:
 
     Args:
         vae: Name of the class.
-        encode, decode: Names of the methods to parallelize: the innermost ones that take and return images
-            ``[..., H, W]`` and whose callers do not depend on the size of an image. Their callers split the batch if
+        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. They are the
+            innermost ones whose callers do not depend on the size of an image; these callers also split the batch if
             slicing is on. ``encode`` is None for a class that only decodes.
-        tiled: Names of the methods that split an image into tiles, run these and blend the results; empty without
-            tiling.
+        tiled: Names of the methods that split an image into tiles, call ``encode`` or ``decode`` on each tile, and
+            blend the results; empty without tiling.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
         windows: Whether it is a diffusion decoder whose attention sees a window around each pixel.

@@ -40,7 +40,7 @@ Mesh = DeviceMesh | ProcessGroup
 
 
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
-    """Return ``mesh`` as this rank sees it. If it is None, return the default mesh over all ranks.
+    """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of all ranks.
 
     Args:
         mesh: The mesh that the user gave.
@@ -49,7 +49,7 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
 
     Raises:
         TypeError, ValueError: If ``mesh`` is not a mesh of para_core.
-        RuntimeError: If there is no process group on several ranks, or two NCCL ranks use the same GPU.
+        RuntimeError: If there are several ranks but no process group, or if two NCCL ranks use the same GPU.
     """
     return mesh_and_method(mesh, owner, weights)[0]
 
@@ -109,7 +109,8 @@ def _ranks_per_host() -> int | None:
         return on_host
     names: list[Any] = [None] * ranks
     dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
-    # If hosts have different numbers of ranks, groups of their greatest common divisor never span two hosts.
+    # Hosts may have different numbers of ranks. Groups whose size is the greatest common divisor of these numbers never
+    # span two hosts.
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 

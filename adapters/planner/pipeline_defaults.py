@@ -58,7 +58,7 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
 
 
 # Config entries that hold the number of heads. Key heads come first, because models with grouped queries have fewer of
-# them. LongCat-AudioDiT also lists the heads of its text encoder, hence its own name dit_heads.
+# them. The config of LongCat-AudioDiT also has the heads of its text encoder; those of the transformer are dit_heads.
 _HEADS = (
     "num_key_value_heads",
     "num_kv_heads",

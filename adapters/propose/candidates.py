@@ -204,9 +204,9 @@ class ObservedRegion:
         return companions
 
     def _replicated(self, rules: Iterable[ShardRule]) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return the Replicate rule for text, and its reason, if a rule needs the length of text (``Split.after``).
+        """Return the rule that replicates the text argument, and its reason, by the key of that argument.
 
-        Empty otherwise.
+        The dict is empty if no rule needs the length of text (``Split.after``).
         """
         entries = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
         text = self.text_parameter()

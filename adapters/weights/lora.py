@@ -27,8 +27,8 @@ from para_core.weights.stand_ins import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
-# Names of the LoRA methods of diffusers and transformers models. Pipelines call these methods too, or merge layer by
-# layer.
+# Names of the LoRA methods of diffusers and transformers models. The LoRA methods of pipelines
+# call these, or merge the LoRA into each layer.
 _ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
 _CHANGES = (
     *_ADD,

@@ -321,7 +321,9 @@ def _with_broadcast_rows(
     if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
-        return mask, sizes  # If no rank holds several queries, one row may belong to a rank's only query.
+        # If every rank holds at most one query, a mask of one row may be meant for all queries or for that one only, so
+        # leave it as it is.
+        return mask, sizes
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))
     return mask, [(1, columns) for _, columns in sizes]

@@ -39,7 +39,10 @@ class FiniteMaskedRows:
 
     @staticmethod
     def of(mask: Tensor | None) -> FiniteMaskedRows | None:
-        """Return the corrected form of a mask over all keys; None if ``mask`` is None or bool, or has one column."""
+        """Return a mask over all keys with its finite hidden rows corrected; None if it cannot have such rows.
+
+        These are masks that are None or bool, or that have one column for all keys.
+        """
         if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
             return None
         highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)

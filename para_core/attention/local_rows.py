@@ -81,8 +81,8 @@ class MaskReviews:
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
     """Return a cache key for ``mask``: a weak reference to the tensor that owns its memory, and a tuple.
 
-    The key is equal for equal views of the same memory, as a model passes them to its layers, until the memory is
-    changed in place.
+    Equal views of the same memory have equal keys until that memory is changed in place. A model may pass a new view of
+    one mask to each layer, and these share one cache entry.
     """
     owner = owner_of(mask)
     written = None if owner.is_inference() else version_of(owner)

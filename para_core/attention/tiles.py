@@ -275,7 +275,9 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece. A broadcast dim of size 1 is not split."""
+        """Split ``x`` along its queries, dim 2, into one tensor per piece. If dim 2 has size 1 (broadcast), each
+        piece gets ``x`` itself.
+        """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)

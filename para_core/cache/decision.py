@@ -280,7 +280,7 @@ class TensorDecider:
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
-        # The tensor of all counters contains: calls, hits, hits in a row, then the times.
+        # One tensor holds calls, hits, hits in a row, then the times (steps) of the stored residuals.
         counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
         params: Any = inputs.params

@@ -287,7 +287,7 @@ def _computed(
 
 
 def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
-    """Return the form of ``output`` and its tensors. ``expected`` describes a tensor without its data."""
+    """Return the nested structure of ``output``, with ``expected(tensor)`` in place of each tensor, and its tensors."""
     leaves, spec = pytree.tree_flatten(output)
     tensors = [x for x in leaves if x is not None]
     return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors

@@ -68,9 +68,9 @@ class Signature:
 
 
 def signature(record: Record) -> Signature:
-    """Convert ``record``, a dict of JSON values of any size, to the argument of :func:`check_consistent`.
+    """Convert ``record``, a dict of JSON values to the argument of :func:`check_consistent`.
 
-    Cache the result if the same record is compared repeatedly.
+    The record may be of any size. Callers that compare the same record repeatedly should keep the result.
     """
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())

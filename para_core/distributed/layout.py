@@ -44,7 +44,7 @@ class Segment:
     total: int  # Number of tokens over all ranks, >= 0; symbolic under torch.compile.
     replicated: bool = False
     balanced: bool = False
-    together: int = 1  # Must divide total.
+    together: int = 1  # Number of consecutive tokens that stay on one rank; divides ``total``.
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
@@ -179,5 +179,8 @@ class SequenceLayout:
 
 
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
-    """Return the layout of a sequence that consists of one sharded segment of ``total`` tokens."""
+    """Return the layout of a sequence of ``total`` tokens that are divided over ``ranks`` as evenly as possible.
+
+    With ``balanced`` each rank has tokens of both halves, which balances the work of causal attention.
+    """
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

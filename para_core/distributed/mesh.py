@@ -198,8 +198,8 @@ def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_t
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
     """Return the mesh that ``text`` describes, and the number of ranks over which a sequence is sharded.
 
-    The mesh only has the names of its process groups. If it is a mesh of this rank alone
-    (:meth:`SequenceMesh.alone`), the number is still that of all sequence ranks.
+    The mesh has the names of its process groups, not the groups. The number counts all ranks of the sequence, also if
+    the mesh is that of this rank alone (:meth:`SequenceMesh.alone`).
     """
     fields = json.loads(text)
     dims = []

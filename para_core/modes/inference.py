@@ -169,7 +169,7 @@ def _rivals(
         tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
     }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
-        return  # All ranks hold equal parts, so candidates of equal length on one rank are equal on all.
+        return  # All ranks hold equally long parts, so layouts that fit on this rank fit on every rank.
     choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != fitting_choice:

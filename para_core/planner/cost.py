@@ -160,8 +160,8 @@ def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
 
 
 def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tuple[float, float]:
-    """Return the compute seconds of a product on a rank, and the bytes that the rank sends to sum the result over
-    ``tensor``.
+    """Return the seconds in which a rank computes a matrix product, and the bytes that it sends to sum the result over
+    the mesh dim ``tensor``.
     """
     rows = product.samples * local_rows(product.rows, shape.sequence)
     inner, columns, summed = product.inner, product.columns, 0.0
@@ -263,9 +263,8 @@ def _ring_seconds(
 
 
 def overlap_cost(hidden: float, machine: Machine) -> float:
-    """Return by how many seconds ``hidden`` seconds of overlapped communication slow down the computation.
-
-    Communication occupies some of the multiprocessors.
+    """Return the seconds that computation loses during ``hidden`` seconds of communication, which occupies some of the
+    multiprocessors.
     """
     device = machine.device
     return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0

@@ -61,7 +61,7 @@ class MeshPlan:
 
     @property
     def printed(self) -> tuple[MeshPrediction, ...]:
-        """The rows that tables show, which are the first ones."""
+        """The first rows, the only ones that tables show."""
         return self.rows[:_PRINTED_ROWS]
 
     @property

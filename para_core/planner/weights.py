@@ -40,7 +40,7 @@ class ModuleBytes:
     """The bytes of one module's parameters.
 
     Args:
-        sharded (`int`): Bytes that FSDP2 would shard, in ``parts`` units that are gathered one after the other.
+        sharded (`int`): Bytes that FSDP2 would shard and gather one unit after the other.
         at_once (`int`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the buffer in which
             it was gathered, the next block, and parameters outside blocks.
         largest_layer (`int`): Bytes of the largest layer. If the module waits in host memory, one layer at a time is on

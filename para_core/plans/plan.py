@@ -131,7 +131,7 @@ class SplitMask:
     keys: tuple[str, ...] | None = None
 
 
-# A Gather may also be the rule of an input, for a module that needs all tokens.
+# A Gather is usually the rule of an output. It is the rule of an input if the module needs all tokens.
 ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
@@ -317,7 +317,7 @@ class Plan:
 
 
 def coarse_segments(plan: Plan) -> frozenset[str]:
-    """Return the names of the segments of image rows or frames: those of which one entry stands for several tokens."""
+    """Return the names of the segments whose entries are image rows or frames, that is, several tokens each."""
     gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
     rules = [*plan.shard_rules, *gathers]
     rules = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]

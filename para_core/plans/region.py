@@ -100,8 +100,8 @@ class Region:
             isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
             for submodule in module.modules()
         )
-        # The dispatcher cannot intercept attention in fused encoder layers, nor in operators such as flex_attention
-        # that run functions, so these modules need a mode.
+        # The dispatcher cannot intercept attention in fused encoder layers, nor in higher-order operators such as
+        # flex_attention, which take Python functions. Modules with either need an attention mode.
         self._must_use_mode = self._has_encoders or uses_flex_attention(module)
         attending = plan.attention.values()
         # Cache parameters whose values differ between ranks, because each rank fills in the keys of its own heads. They

@@ -261,8 +261,8 @@ class _Checker:
         return self._references[length]
 
     def _shorter_reference(self, total: int, length: int) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return the inputs with their first ``length`` tokens and the unmodified model's output; None if the model
-        fails.
+        """Cut inputs of ``total`` tokens to their first ``length`` tokens. Return them and the output of the unmodified
+        model for them; None if the model raises.
         """
         error = None
         for only_tokens in (True, False):

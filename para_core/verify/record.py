@@ -28,9 +28,9 @@ Kind = Literal["call", "return", "attention", "attended"]
 class Digest:
     """A summary of a tensor: shape, dtype, and random projections of its slices along each dim.
 
-    ``rows[dim]`` has shape ``[size of dim, probes]``: one row per slice. The rows of a rank's part can be compared with
-    those of the whole tensor, without keeping either tensor, because on average a projection preserves the ratio of two
-    norms. A 0-d tensor counts as one slice.
+    ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random vectors. They
+    preserve the ratio of two norms on average. So the rows of a rank's part can be compared with those of the whole
+    tensor when both tensors are gone. A 0-d tensor counts as one slice.
     """
 
     shape: tuple[int, ...]

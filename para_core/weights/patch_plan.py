@@ -176,8 +176,8 @@ class PatchRuleExecutor(RuleExecutor):
         self._in_first_patch = sharded - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment ``name`` of ``total`` tokens: kept whole in the first patch, or split between frames or
-        tokens.
+        """Return the segment ``name`` of ``total`` tokens: as a whole in the first patch if the plan says so, and
+        otherwise divided among the patches at boundaries of frames, or of tokens if there are no frames.
 
         Raises:
             ValueError: ``total`` is not a multiple of the number of frames.
@@ -239,7 +239,7 @@ class PatchHooks:
         self._in_graphs = False
 
     def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Start a model call for the patch of ``executor``; None ends the call.
+        """Set the patch that the model call computes: that of ``executor``. None means that the call has ended.
 
         Args:
             in_graphs: Whether attention calls are intercepted by :class:`PatchAttnMode` instead of the dispatcher.

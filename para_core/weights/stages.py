@@ -1,10 +1,9 @@
-"""Pipeline stages: each rank along the mesh dim ``pipe`` holds consecutive blocks of a model and passes tokens on.
-Exact.
+"""Exact pipeline stages: each rank along the mesh dim ``pipe`` holds consecutive blocks of a model.
 
 Each rank runs the model's own code, but blocks of other stages only return their inputs. The first block of a stage
-gets its inputs from the previous stage. The inputs of the first block after the stage are sent to the next stage, so
-operations between blocks take effect once. Every rank computes the layers before and after the blocks, and the output
-of the last stage is sent to all ranks.
+replaces its inputs by those that the previous stage sends. A rank that reaches the first block of the next stage sends
+that block's inputs there. Every rank computes the layers before and after the blocks, and the last stage sends its
+output to all ranks.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Stages:
         # Whether a call computes all tokens, so that its output is sent to every rank. PipeFusion sets it to False for
         # patches.
         self.whole = True
-        # Whether free_others() has freed the weights of other stages' blocks, on every rank.
+        # Whether each rank has freed the weights of the blocks of other stages, by free_others().
         self.freed = False
         self.gradients = Gradients()
         self._parameters = parameters_of(module)
@@ -343,9 +342,9 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def gather_stages(module: nn.Module) -> None:
-    """Undo :func:`hold_stages`: each rank receives the blocks it had freed from the ranks that own them.
+    """Undo :func:`hold_stages`: the rank that owns a block sends it to the ranks that had freed it.
 
-    All ranks of ``pipe`` must call it. Does nothing if ``module`` has no stages.
+    All ranks of the mesh dim ``pipe`` must call it. Does nothing if ``module`` has no stages.
 
     Raises:
         RuntimeError: If blocks were freed and the process group was destroyed, so that they cannot be received.

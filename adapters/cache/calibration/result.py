@@ -90,7 +90,7 @@ class Calibration:
         rows = [
             {
                 "threshold": row.threshold,
-                # JSON has no infinity, which PSNR of equal images is, so write null.
+                # The PSNR of equal images is infinite, which JSON cannot hold, so write null.
                 **{name: value if math.isfinite(value) else None for name, value in row.metrics.items()},
                 "computed": row.computed,
                 "steps": row.steps,
