@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.attention import low_precision
-from benchmarks.cache import attention_steps, forecasts, quality
+from benchmarks.cache import forecasts, quality
 from benchmarks.demo import gallery
 from benchmarks.faults import page as faults
 from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
@@ -25,8 +25,8 @@ from benchmarks.peers import page as peers
 from benchmarks.pipelines import (
     beside_diffusers,
     generation,
+    lossy,
     modular,
-    pipefusion,
     speed,
     stages,
     supported,
@@ -164,14 +164,15 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
-    "docs/stages.md": (stages.parts, pipefusion.parts),
+    "docs/stages.md": (stages.parts, lossy.parts),
     "docs/vae.md": (vaes.parts, vae.parts),
-    "docs/weights.md": (sizes.parts, weights.parts),
+    "docs/weights.md": (sizes.parts, weights.parts, lossy.parts),
     "docs/which_option.md": (sizes.parts,),
-    "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, attention_steps.parts, gallery.parts),
+    "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, lossy.parts, gallery.parts),
     "docs/measured/exactness.md": (generation.parts, traffic.parts),
     "docs/measured/faults.md": (faults.parts,),
     "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),
+    "zoo/video/README.md": (lossy.parts,),
 }
 
 

@@ -90,15 +90,21 @@ def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]
     pairs = list(zip(images, references, strict=True))
     return {
-        "psnr": [round(min(_psnr(x, y), MOST_DECIBELS), 3) for x, y in pairs],
-        "ssim": [round(float(structural_similarity(y, x, channel_axis=-1, data_range=1.0)), 5) for x, y in pairs],
+        "psnr": [round(min(psnr(x, y), MOST_DECIBELS), 3) for x, y in pairs],
+        "ssim": [round(ssim(x, y), 5) for x, y in pairs],
         "right": [x.all_right for x in verdicts],
         "as without": [x == y for x, y in zip(verdicts, expected, strict=True)],
         "attributes": [_share(x) for x in verdicts],
     }
 
 
-def _psnr(image: np.ndarray, expected: np.ndarray) -> float:
+def ssim(image: np.ndarray, expected: np.ndarray) -> float:
+    """Return the structural similarity of two images ``[H, W, 3]`` in 0 … 1."""
+    return float(structural_similarity(expected, image, channel_axis=-1, data_range=1.0))
+
+
+def psnr(image: np.ndarray, expected: np.ndarray) -> float:
+    """Return the PSNR in dB of values in 0 … 1; infinite if they are equal."""
     with np.errstate(divide="ignore"):
         return float(peak_signal_noise_ratio(expected, image, data_range=1.0))
 

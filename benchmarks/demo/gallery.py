@@ -165,12 +165,7 @@ def parts() -> dict[str, list[str]]:
         psnr = f"{-10 * np.log10(error):.1f}" if error else "same bits"
         rows.append([names[row["model"]], row["way"], steps, f"{row['largest difference']:.1e}", share, psnr])
     heads = ["model", "way", "computed steps", "largest difference", "share of 8-bit values that differ", "PSNR, dB"]
-    captions = {
-        model: [f"{i}. *{caption}*" for i, caption in enumerate(captions, 1)]
-        for model, captions in results["captions"].items()
-    }
-    table = markdown_table(heads, rows, right=(2, 3, 4, 5))
-    return {"differences": table, "captions": captions["flux"], "clips": captions["wan"]}
+    return {"differences": markdown_table(heads, rows, right=(2, 3, 4, 5))}
 
 
 def main() -> None:

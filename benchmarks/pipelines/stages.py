@@ -4,7 +4,7 @@
     python -m benchmarks.pipelines.stages             # times and bytes of the FLUX that was trained here, on 2 stages
 
 Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in
-`benchmarks.pipelines.pipefusion`.
+`benchmarks.pipelines.lossy`.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def paper_table() -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.pipefusion`. The JSON has the cell of
+    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.lossy`. The JSON has the cell of
     each model.
     """
     results = read_results("stages")

@@ -229,7 +229,7 @@ TABLES = (
             (MeshShape(batch=2, ulysses=3), 38.35),
             (MeshShape(batch=2, ring=3), 35.78),
         ),
-        assumed="eager, CogVideoX-5B, of which ConsisID is a fine-tune: nothing of the face encoder",
+        assumed="eager; the transformer of CogVideoX-5B, from which ConsisID was fine-tuned, without the face encoder",
         later=True,
     ),
 )

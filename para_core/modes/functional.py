@@ -75,28 +75,37 @@ unified_attention = _form(
     "unified_attention",
     UnifiedAttnMode,
     _attention,
-    """SDPA over a sequence that is sharded over ``mesh``: each rank gives its part and gets its part of the result.
+    """Compute attention over a sequence that is sharded over ``mesh``, exactly.
+
+    The arguments up to ``enable_gqa`` are those of ``scaled_dot_product_attention``. All ranks of ``mesh`` must call
+    the function.
 
     Args:
-        query, key, value: this rank's part, ``[B, H, S_local, D]``; everything up to ``enable_gqa`` as in SDPA.
-        mesh: see :class:`UnifiedAttnMode`.
-        layout: who holds which queries, and which keys unless ``key_layout`` says so. Equal parts if left out.
-        assume_equal: skip the exchange that turns bad input on one rank into an error on all.
-        attn_func, options: see :class:`UnifiedAttnMode`.
+        query, key, value (`torch.Tensor`): This rank's part of the sequence, ``[B, H, S_local, D]``.
+        mesh (`DeviceMesh` or `ProcessGroup`): The ranks, as in :class:`UnifiedAttnMode`.
+        layout (`SequenceLayout`, *optional*): The tokens that each rank holds of the queries, and of the keys too if
+            ``key_layout`` is None. Defaults to parts of equal length in rank order.
+        key_layout (`SequenceLayout`, *optional*): The tokens that each rank holds of the keys.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the exchange that turns bad input on one
+            rank into an error on all ranks.
+        attn_func, options: As in :class:`UnifiedAttnMode`.
+
+    Returns:
+        `torch.Tensor`: Attention of this rank's queries over all keys, ``[B, H, S_local, D]``.
 
     Raises:
-        ValueError: on every rank, in eager code, for input that does not fit on any of them.
+        ValueError: If the input of any rank does not fit. In eager code every rank raises it.
     """,
 )
 ring_attention = _form(
     "ring_attention",
     RingAttnMode,
     _attention,
-    """:func:`unified_attention` on a mesh (or group) whose ranks all form the ring.""",
+    """Compute :func:`unified_attention` on a mesh, or a process group, whose ranks all form one ring.""",
 )
 ulysses_attention = _form(
     "ulysses_attention",
     UlyssesAttnMode,
     _attention,
-    """:func:`unified_attention` on a mesh (or group) whose ranks all trade tokens for heads.""",
+    """Compute :func:`unified_attention` on a mesh, or a process group, whose ranks all use Ulysses.""",
 )

@@ -1,0 +1,286 @@
+"""Quality of the features that are not exact:  python -m benchmarks.pipelines.lossy
+
+Generates held-out captions with the trained FLUX and Wan of zoo/, from the same noise with the unmodified pipeline and
+with each feature: quantized weights (docs/weights.md), attention in 8 bits in the middle steps
+(docs/measured/cache_quality.md), PipeFusion beside First Block Cache (docs/stages.md), First Block Cache on videos
+(zoo/video/README.md). PSNR and SSIM are those relative to the unmodified pipeline; a checker finds the share of
+captions of which everything is right. Writes lossy.json. It may be stopped at any time: finished settings stay in
+``--work``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from diffusers import WanPipeline
+from torch import Tensor
+
+from benchmarks.cache.judged import SEED, THINGS, decode, scenes_of, ssim
+from benchmarks.cache.ways import generate, load
+from benchmarks.harness import ROOT, markdown_table, measure_on_ranks, parser_of, read_results, write_results
+from para_core import PipeFusion, init_context_parallel_mesh
+from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, cache_report, parallelize_pipe
+from para_core.adapters.weights.quantize import quantize_transformers
+from para_core.attention import backend_selection, local
+from para_core.kernels import attention_int8_reference
+from para_core.weights.subclasses import plain_tensors
+from zoo import video
+from zoo.flux import grammar
+from zoo.flux.check import check as check_image
+from zoo.video import evaluate
+from zoo.video import grammar as video_grammar
+from zoo.video.check import check as check_video
+
+STEPS = {"FLUX": 28, "Wan": 20}
+GUIDANCE = 2.0  # of Wan
+CAPTIONS = 64
+SCHEMES = ("exact", "int8", "fp8", "int8-dynamic")
+# Exact first and last steps of a schedule.
+EXACT_STEPS = (0, 2, 4, 8)
+# num_patches, warmup_steps, cooldown_steps; Wan has five frames of latents.
+PATCHES = {
+    "FLUX": [(2, 1, 0), (4, 1, 0), (8, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
+    "Wan": [(2, 1, 0), (4, 1, 0), (5, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
+}
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
+
+
+# -- the settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A feature with its options.
+
+    Args:
+        apply: puts the feature on a pipeline.
+        ranks: number of processes.
+    """
+
+    apply: Callable[[Any], Any]
+    ranks: int = 1
+
+
+def settings_of(model: str) -> dict[str, Setting]:
+    """Return the settings of ``model`` by name. The first one is the unmodified pipeline."""
+    settings = {"alone, exact": Setting(lambda pipe: pipe)}
+    for scheme in SCHEMES:
+        settings[f"alone, {scheme}"] = Setting(partial(_quantize, scheme=scheme))
+        settings[f"cached, {scheme}"] = Setting(partial(_quantize, scheme=scheme, cached=True))
+        settings[f"two ranks, {scheme}"] = Setting(partial(_quantize, scheme=scheme, parallel=True), ranks=2)
+    for exact in EXACT_STEPS:
+        schedule = AttentionSchedule("triton-int8", first=exact, last=exact)
+        settings[f"schedule, {exact}"] = Setting(partial(parallelize_pipe, backend=schedule))
+    for patches in PATCHES[model]:
+        settings[f"PipeFusion{patches}"] = Setting(partial(parallelize_pipe, pipefusion=PipeFusion(*patches)))
+    half = STEPS[model] // 2
+    steps = sorted({round(index * (STEPS[model] - 1) / (half - 1)) for index in range(half)})
+    settings["half of the steps"] = Setting(partial(apply_cache_on_pipe, compute_steps=steps))
+    if model == "Wan":
+        for order in (0, 1):
+            for threshold in THRESHOLDS:
+                options = {"residual_diff_threshold": threshold, "forecast_order": order}
+                settings[f"cache, {threshold}, {order}"] = Setting(partial(apply_cache_on_pipe, **options))  # type: ignore[arg-type]
+    return settings
+
+
+def _quantize(pipe: Any, *, scheme: str, cached: bool = False, parallel: bool = False) -> None:
+    if scheme != "exact":
+        quantize_transformers(pipe, scheme)  # type: ignore[arg-type]
+    if parallel:
+        parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu"))
+    if cached:
+        apply_cache_on_pipe(pipe)
+
+
+def _attend_by_reference(backend: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    return attention_int8_reference.attention(query, key, value, **options)
+
+
+@contextmanager
+def int8_by_reference() -> Iterator[None]:
+    """Compute ``backend="triton-int8"`` by the reference of its kernel, since a CPU runs no Triton kernel."""
+    with (
+        mock.patch.object(local, "_triton", _attend_by_reference),
+        mock.patch.object(backend_selection, "_require_triton", lambda *_: None),
+    ):
+        yield
+
+
+# -- generations
+
+
+def path_of(folder: str, model: str, name: str, count: int) -> Path:
+    """Return the file of one setting."""
+    return Path(folder) / f"{model}, {name}, {count}.npz"
+
+
+def generate_setting(model: str, name: str, count: int, folder: str) -> None:
+    """Write the outputs of ``count`` captions, one call each, the computed steps and the bytes of the transformer.
+    Every rank calls this function, and the first one writes.
+    """
+    pipe = load() if model == "FLUX" else _load_wan()
+    settings_of(model)[name].apply(pipe)
+    size = sum(part.nbytes for x in pipe.transformer.parameters() for part in plain_tensors(x.detach()))
+    outputs, computed = [], []
+    with torch.no_grad(), int8_by_reference():
+        for output in (_images if model == "FLUX" else _videos)(pipe, count):
+            outputs.append(output)
+            if name.startswith("cache, "):
+                report = cache_report(pipe)
+                computed.append(STEPS[model] * report.computed / len(report.rows))  # two branches in each step
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        path = path_of(folder, model, name, count)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_path = path.with_suffix(".partial.npz")
+        np.savez_compressed(partial_path, outputs=np.stack(outputs), computed=np.array(computed), bytes=size)
+        partial_path.rename(path)
+
+
+def _load_wan() -> WanPipeline:
+    pipe = WanPipeline.from_pretrained(video.PIPELINE, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _images(pipe: Any, count: int) -> Iterator[np.ndarray]:
+    """Yield images ``[128, 128, 3]`` uint8."""
+    for index, scene in enumerate(scenes_of(count), (SEED + THINGS) * 100_000):
+        latents = generate(pipe, grammar.caption(scene), steps=STEPS["FLUX"], seed=index)
+        yield (decode(pipe, latents)[0] * 255).round().astype(np.uint8)
+
+
+def _videos(pipe: Any, count: int) -> Iterator[np.ndarray]:
+    """Yield videos ``[17, 64, 64, 3]`` uint8."""
+    captions = [video_grammar.caption(scene) for scene in evaluate.held_out_scenes(0, count)]
+    for _, output in evaluate.generate(pipe, captions, steps=STEPS["Wan"], guidance=GUIDANCE, seed=0, batch=1):
+        yield output
+
+
+# -- judgement
+
+
+def row_of(model: str, name: str, count: int, folder: str) -> dict[str, Any]:
+    """Return the figures of one setting."""
+    with np.load(path_of(folder, model, name, count)) as file:
+        outputs, computed, size = file["outputs"], file["computed"], int(file["bytes"])
+    with np.load(path_of(folder, model, "alone, exact", count)) as file:
+        expected = file["outputs"]
+    row = {"model": model, "setting": name, "right": right(model, outputs), "bytes": size}
+    if len(computed):
+        row["computed steps"] = round(float(computed.mean()), 2)
+    errors = np.square(outputs.astype(float) - expected).reshape(count, -1).mean(axis=1)
+    # Equal outputs have no PSNR.
+    if errors.any():
+        row |= {"psnr": _psnr(errors.mean()), "least psnr": _psnr(errors.max())}
+    frames = [x.reshape(-1, *x.shape[-3:]) / np.float32(255) for x in (outputs, expected)]
+    row["ssim"] = round(float(np.mean([ssim(x, y) for x, y in zip(*frames, strict=True)])), 5)
+    return row
+
+
+def _psnr(error: float) -> float:
+    """Return the PSNR in dB of a mean squared error in grey levels."""
+    return round(float(10 * np.log10(255**2 / error)), 1)
+
+
+def right(model: str, outputs: np.ndarray) -> float:
+    """Return the share of outputs in which the checker finds all that the caption says."""
+    if model == "FLUX":
+        verdicts = [check_image(x, y).all_right for x, y in zip(outputs, scenes_of(len(outputs)), strict=True)]
+        return round(float(np.mean(verdicts)), 4)
+    scenes = evaluate.held_out_scenes(0, len(outputs))
+    return evaluate.tally([check_video(x, y) for x, y in zip(outputs, scenes, strict=True)])["all"]
+
+
+# -- tables
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the parts of docs/weights.md, docs/measured/cache_quality.md, docs/stages.md and zoo/video/README.md."""
+    rows = {(row["model"], row["setting"]): row for row in read_results("lossy")["rows"]}
+    return {
+        "quantized": _quantized(rows),
+        "attention steps": _schedules(rows),
+        "quality": _pipefusion(rows),
+        "caches": _video_caches(rows),
+    }
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    psnr = f"{row['psnr']:.1f} ({row['least psnr']:.1f})" if "psnr" in row else "equal"
+    return [psnr, f"{row['ssim']:.4f}", f"{row['right']:.0%}"]
+
+
+FIGURES = ["PSNR, dB (least)", "SSIM", "all right"]
+
+
+def _quantized(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    runs = ("alone", "cached", "two ranks")
+    cells = []
+    for model in STEPS:
+        for scheme in SCHEMES:
+            of_scheme = [rows[model, f"{run}, {scheme}"] for run in runs]
+            figures = [", ".join(_figures(row)) for row in of_scheme]
+            cells.append([model, scheme, f"{of_scheme[0]['bytes'] / 1e6:.1f}", *figures])
+    return markdown_table(["model", "weights", "MB", *runs], cells, right=(2,))
+
+
+def _schedules(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    cells = [
+        [model, f"{exact} and {exact}", f"{STEPS[model] - 2 * exact} of {STEPS[model]}", *_figures(row)]
+        for model in STEPS
+        for exact in EXACT_STEPS
+        for row in [rows[model, f"schedule, {exact}"]]
+    ]
+    heads = ["model", "exact first and last steps", "steps in 8 bits", *FIGURES]
+    return markdown_table(heads, cells, right=range(3, 6))
+
+
+def _pipefusion(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(f"PipeFusion{patches}" for model in STEPS for patches in PATCHES[model]))
+    cells = [
+        [name, *(_figures(rows[model, name])[0] if (model, name) in rows else "" for model in STEPS)]
+        for name in [*names, "half of the steps"]
+    ]
+    cells[-1][0] = "First Block Cache, half of the steps computed"
+    heads = ["", "images: PSNR, dB (least)", "videos: PSNR, dB (least)"]
+    return markdown_table(heads, cells, right=(1, 2))
+
+
+def _video_caches(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
+    cells = [["none", "20.0 of 20", "", "", f"{rows['Wan', 'alone, exact']['right']:.0%}"]]
+    for order in (0, 1):
+        for threshold in THRESHOLDS:
+            row = rows["Wan", f"cache, {threshold}, {order}"]
+            name = f"threshold {threshold}, `forecast_order={order}`"
+            cells.append([name, f"{row['computed steps']:.1f} of {STEPS['Wan']}", *_figures(row)])
+    return markdown_table(["cache", "computed steps", *FIGURES], cells, right=range(1, 5))
+
+
+def main() -> None:
+    """Generate what is missing, judge, write."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--count", type=int, default=CAPTIONS, help="captions")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "lossy", help="what was generated so far")
+    args = parser.parse_args()
+    rows, folder = [], str(args.work.resolve())
+    for model in STEPS:
+        for name, setting in settings_of(model).items():
+            if not path_of(folder, model, name, args.count).exists():
+                measure_on_ranks(generate_setting, setting.ranks, model, name, args.count, folder)
+            rows.append(row_of(model, name, args.count, folder))
+            print(rows[-1], flush=True)
+    results = {"captions": args.count, "steps": STEPS, "guidance of Wan": GUIDANCE, "rows": rows}
+    print(write_results("lossy", results, "diffusers", "torchao", "scikit-image"))
+
+
+if __name__ == "__main__":
+    main()
