@@ -31,6 +31,7 @@ LAYERS = (
     ("adapters/models",),
     ("adapters/registry.py",),
     ("adapters/components.py", "adapters/attention_names.py"),
+    ("adapters/vaes.py",),
     ("adapters/planner", "adapters/consistency"),
     ("adapters/rows", "adapters/weights"),
     ("adapters/compatibility",),

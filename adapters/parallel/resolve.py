@@ -23,6 +23,7 @@ from para_core.adapters.parallel.weights_parts import BlocksPart, TextEncodersPa
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vaes import require_vae, vaes_of
 from para_core.adapters.weights.block_offload import offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import offloader_of
@@ -37,7 +38,6 @@ from para_core.adapters.weights.text_encoders import (
     require_text_encoders,
     text_encoders_of,
 )
-from para_core.adapters.weights.vaes import require_vae, vaes_of
 from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group

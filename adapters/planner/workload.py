@@ -25,7 +25,7 @@ from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.planner.pipeline_defaults import default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
-from para_core.adapters.weights.vaes import vaes_of
+from para_core.adapters.vaes import vaes_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.prediction import Workload
 
