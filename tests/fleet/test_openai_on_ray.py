@@ -23,6 +23,7 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 
 from para_core.fleet.model_index import find_tiny_flux
 from tests.fleet.test_openai import strict
+from tests.modular_folders import plain_modular, save_modular
 from tests.scripts import command_on_ranks
 from zoo.video import PIPELINE as WAN
 
@@ -122,3 +123,19 @@ def test_edits_have_the_pixels_of_the_plain_pipeline(tmp_path):
         *partials, last = list(client.images.edit(image=file, stream=True, partial_images=1, **asked))
         assert [event.type for event in partials] == ["image_edit.partial_image"]
         assert last.b64_json == answer.data[0].b64_json
+
+
+@pytest.mark.parametrize(("name", "guided"), [("flux", {}), ("qwen-image", {"guidance_scale": 2.5})])
+def test_modular_folder_gives_the_pixels_of_the_plain_pipeline(tmp_path, name, guided):
+    folder = save_modular(name, str(tmp_path / "model"))
+    # 3 × 4 tokens of an image, on two ranks.
+    call = {"prompt": PROMPT, "height": 48, "width": 64, "num_inference_steps": 2}
+    plain = plain_modular(folder, "images", seed=3, guidance=guided.get("guidance_scale"), **call)[0]
+    with served("--model", folder) as client:
+        fields = {"steps": 2, "seed": 3, **guided}
+        answer = client.images.generate(prompt=PROMPT, size="64x48", extra_body=fields)
+        strict(ImagesResponse, answer)
+        image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(plain).astype(int)).max() <= 1
+        with pytest.raises(openai.BadRequestError, match="latents"):
+            client.images.generate(prompt=PROMPT, size="64x48", extra_body={"latents": [1.0]})
