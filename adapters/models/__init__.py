@@ -43,7 +43,7 @@ _FAMILIES = (
     *(joyimage, allegro, nucleus, sana, motif, latte),
 )
 
-# All adapters: every global variable of these modules that is an Adapter.
+# Every Adapter that is a global variable of one of these modules.
 ADAPTERS: tuple[Adapter, ...] = tuple(
     value for family in _FAMILIES for value in vars(family).values() if isinstance(value, Adapter)
 )

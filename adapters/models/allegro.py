@@ -12,11 +12,11 @@ ALLEGRO = Adapter(
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
             "transformer_blocks.*": {
-                # image_rotary_emb is a tuple of the position tables and the tokens' indices in them; only the indices
-                # are sharded.
+                # image_rotary_emb is a tuple: the position tables, and for each token its indices into them. Only the
+                # indices are sharded.
                 "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
-                # The attention processor pads a mask to the length of the keys it receives, which are this rank's, so
-                # split the mask to the same length.
+                # The attention processor pads a mask to the number of keys it receives. It receives only this rank's
+                # keys, so the mask is split too.
                 "attention_mask": Split(dim=2, like="video"),
             },
         },

@@ -16,7 +16,8 @@ ACE_STEP = Adapter(
     pipelines="ACE-Step",
     plan=Plan(
         inputs={},
-        # Masks of sliding windows need no rule: they cover all queries and keys, and attention takes such masks.
+        # The masks of sliding-window attention cover all queries and keys, and sharded attention accepts such a mask,
+        # so the plan does not split it.
         inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
@@ -26,7 +27,7 @@ ACE_STEP = Adapter(
             0,
         ),
     ),
-    # Only every second block gets a mask, so chained=True would be wrong.
+    # Only every second block gets a mask. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
 )
 
@@ -36,10 +37,10 @@ STABLE_AUDIO = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # The sequence begins with a token for the time step, which is sharded as if it were a sound token.
+            # The sequence begins with a time-step token, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The attention processor pads a mask to the length of the keys it receives, which are this rank's, so split
-            # the mask to the same length.
+            # The attention processor pads a mask to the number of keys it receives. It receives only this rank's keys,
+            # so the mask is split too.
             "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
         },
         outputs={"proj_out": GATHERED},
@@ -106,7 +107,7 @@ MINIMAX_MUSIC = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # The sequence begins with a token for the time step, which is sharded as if it were a sound token.
+            # The sequence begins with a time-step token, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
             "transformer_blocks.*": {"rotary_emb": POSITIONS},
         },

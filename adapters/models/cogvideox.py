@@ -50,7 +50,8 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks the video tokens attend to face tokens. These are replicated, so that needs no rule.
+    # Between blocks the video tokens also attend to face tokens. Every rank holds all face tokens, so the plan does not
+    # list this attention.
     plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
     blocks=CachedBlocks(
         (

@@ -9,7 +9,8 @@ VIDEO, WITH_VIDEO, POSITIONS = (
     Split(dim=1, like="video"),
     Split(dim=0, like="video"),
 )
-# [B, C] with one time step per sample, or [B, S, C] with one per token if the user gives some frames.
+# The time-step embedding is [B, C], or [B, S, C] with one time step per token if the user gives some frames. Only the
+# form with 3 dims is split.
 TIME = Split(dim=1, like="video", ndim=3)
 
 COSMOS = Adapter(
@@ -27,10 +28,10 @@ COSMOS = Adapter(
                 "controlnet_residual": WITH_VIDEO,
             },
         },
-        # Gathered before the output layers, which apply a time step for each token of the full sequence.
+        # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.
+        # attn2 is cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
     blocks=CachedBlocks(
@@ -43,8 +44,8 @@ COSMOS3 = Adapter(
     pipelines="Cosmos 3",
     plan=Plan(
         inputs={},
-        # Tensors are [S, C], of one sample. Text (und_seq) is replicated; video, sound and action tokens (gen_seq) are
-        # one sharded segment.
+        # The tensors are [S, C], without a batch dim. Text tokens (und_seq) are replicated; video, sound and action
+        # tokens (gen_seq) are one sharded segment.
         inner={
             "layers.0": {"gen_seq": Split(dim=0, segment="video")},
             "layers.*": {"rotary_emb": Entries((None, None, POSITIONS, POSITIONS))},

@@ -77,7 +77,8 @@ FLUX2 = Adapter(
     blocks=CachedBlocks(
         (
             BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
-            # The single blocks take text and image tokens as one tensor, so this group has one stream.
+            # The single blocks take text and image tokens as one tensor, so the cache compares and stores only that
+            # tensor.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
         # With kv_cache each block stores its keys in the cache, so no block may be skipped.
@@ -99,7 +100,7 @@ FLUX3 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image", "condition"),
-        # Before the joint blocks, each segment has blocks of its own, in which it attends only to itself.
+        # Before the joint blocks, each segment has its own blocks, in which its tokens attend only to each other.
         attention={
             "txt_mode_blocks.*.attn": (Attention(("text",)),),
             "mode_blocks.image.*.attn": (Attention(("image",)),),

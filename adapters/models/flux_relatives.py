@@ -44,13 +44,14 @@ RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = Adapter(
     transformer="ChromaTransformer2DModel",
     pipelines="Chroma",
-    # The attention mask covers all pairs of tokens, text first. Every rank makes the full mask, so it needs no rule.
+    # The attention mask covers all pairs of tokens, text first. Every rank makes the full mask, so the plan does not
+    # split it.
     plan=FLUX_PLAN,
-    # Each block gets its own modulation, so chained=True would be wrong.
+    # Each block gets a different modulation. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
-        # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache
-        # keeps.
+        # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache has
+        # stored.
         uncached=("controlnet_single_block_samples",),
     ),
     tensor=_tensor(),
@@ -80,8 +81,8 @@ BRIA = Adapter(
         FLUX_PLAN,
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
         common=IDS,
-        # diffusers adds the residuals of single blocks behind an offset for the text tokens, although the tensor has
-        # image tokens only, so the call fails on one device too.
+        # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states holds only
+        # image tokens here, so the call fails on one device too.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
     blocks=CachedBlocks(
@@ -95,7 +96,8 @@ BRIA_FIBO = Adapter(
     pipelines="Bria FIBO",
     plan=replace(
         FLUX_PLAN,
-        # One tensor [B, S, C] per block, which replaces half of the channels of the text tokens.
+        # text_encoder_layers holds one tensor [B, S, C] per block, which replaces half of the channels of the text
+        # tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
         batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
         common=IDS,

@@ -1,6 +1,7 @@
 """Adapter of Helios (video). Written for diffusers 0.42.
 
-This plan replaces the one that diffusers publishes, which names forty blocks and gathers three times in each.
+The plan that diffusers publishes lists forty blocks by index and gathers three times in each block; this plan replaces
+it.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -22,7 +23,7 @@ HELIOS = Adapter(
                 "original_context_length": LastTokens("video"),
             },
         },
-        # Gathered before the model cuts off the tokens of earlier frames, which come first in the full sequence.
+        # Gather before the model cuts off the tokens of earlier frames, which come first in the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},

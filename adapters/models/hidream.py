@@ -4,7 +4,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
-# For tensors that have entries of the image tokens, followed by entries of the replicated text tokens.
+# Rule for tensors whose dim 1 has the entries of the image tokens first, then those of the replicated text tokens.
 WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
 OF_BLOCKS: dict[str | int, ShardRule] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 
@@ -24,7 +24,7 @@ HIDREAM = Adapter(
             "hidden_states": 0,
             "timesteps": 0,
             "encoder_hidden_states_t5": 0,
-            "encoder_hidden_states_llama3": 1,  # [layers, B, S, C]
+            "encoder_hidden_states_llama3": 1,
             "pooled_embeds": 0,
             "img_ids": 0,
             "img_sizes": 0,

@@ -13,7 +13,7 @@ HUNYUAN_IMAGE = Adapter(
         inputs={},
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
-        # Text comes last, as in the attention masks that the model makes for the full sequence.
+        # Text comes after the image, as in the attention masks that the model makes for the full sequence.
         joint_order=("image", "text"),
     ),
     blocks=CachedBlocks(
@@ -53,6 +53,7 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks also get outputs of earlier blocks (long skip connections), so chained=True would be wrong.
+    # Later blocks also get outputs of earlier blocks (long skip connections). chained=True would require the same
+    # arguments for all blocks.
     blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
 )

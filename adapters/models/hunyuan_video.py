@@ -7,9 +7,10 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
-# Text comes last and is replicated, so the masks that the model makes for the full sequence stay right.
+# Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
 JOINT = ("video", "text")
-# Image-to-video by token replacement modulates the tokens of the first frame differently. num_tokens is their number.
+# num_tokens is the number of tokens of the first frame. Image-to-video by token replacement modulates these tokens
+# differently.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
@@ -79,7 +80,7 @@ FRAMEPACK = Adapter(
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
-        # Gathered before the model cuts off the tokens of earlier frames, which come first in the full sequence.
+        # Gather before the model cuts off the tokens of earlier frames, which come first in the full sequence.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),

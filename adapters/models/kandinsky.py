@@ -13,7 +13,7 @@ KANDINSKY5 = Adapter(
             "visual_transformer_blocks.0": {"visual_embed": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"rope": Split(dim=1, like="video")},
         },
-        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
+        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
@@ -33,7 +33,7 @@ KANDINSKY6 = Adapter(
             "visual_transformer_blocks.0": {"vis": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"vis_rope": Split(dim=0, like="video")},
         },
-        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
+        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
         outputs={"visual_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=("video",),
         # There are few sound tokens, so they are replicated and computed on every rank.
@@ -56,11 +56,11 @@ KANDINSKY6_SR = Adapter(
     plan=Plan(
         inputs={},
         inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
-        # Gathered before the model reshapes the tokens to frames, rows and columns, which needs all of them.
+        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
         outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # Each head chooses which keys to attend to, by averages of queries and keys over 64 tokens. That takes all
-        # tokens, so each rank computes some of the heads for all tokens.
+        # Each head chooses its keys by averages of queries and keys over 64 tokens, which needs all tokens. So each
+        # rank computes some of the heads, over all tokens.
         attention={
             "**.self_attention": AttentionByHeads(
                 "video", ("to_query", "to_key", "to_value"), "out_layer", heads="num_heads"

@@ -12,18 +12,20 @@ LATTE = Adapter(
         inner={
             # The tokens are [B · F, H · W, C], so dim 1 holds the image tokens of one frame.
             "pos_embed": {0: Split(dim=1, segment="image")},
-            # The temporal blocks get a time step per image token, [B · H · W, C]: the tokens of all samples in a row.
+            # The temporal blocks get a time step per image token, [B · H · W, C]: along dim 0, the tokens of one sample
+            # follow those of another.
             "temporal_transformer_blocks.*": {"timestep": Split(dim=0, like="image", runs=True)},
         },
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=("image",),
         attention={
             "transformer_blocks.*.attn2": (Attention(("image",), ("text",)),),
-            # Each token attends to the tokens at its own position in the other frames. These are on the same rank.
+            # Each token attends to the tokens at the same position in all frames, which are on the same rank.
             "temporal_transformer_blocks.*.attn1": (Attention(("frames",)),),
         },
         batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"), 0),
     ),
-    # Temporal blocks run between these blocks and are not cached: they run on skipped steps too.
+    # Temporal blocks run between these blocks and are not cached, so they run even on a step whose other blocks are
+    # skipped.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),
 )

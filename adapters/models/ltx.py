@@ -8,11 +8,11 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 # Rotary embeddings are [B, S, D] or [B, H, S, D / 2]: dim -2 is right for both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
-# [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not split it.
+# The time step is [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not split it.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
 
-# The norms of queries and keys span the channels of all heads, so their weights are sharded with the heads, and so are
-# the channels of the rotary embedding.
+# The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights, and the
+# channels of the rotary embedding, in the same way as the heads.
 TENSOR = TensorPlan(
     linears={
         **dict.fromkeys(
@@ -56,7 +56,7 @@ LTX = Adapter(
         ),
         common=("rope_interpolation_scale",),
     ),
-    # Replicated text is the faster default, because cross-attention to it needs no communication.
+    # Replicated text is the faster default, because cross-attention to replicated keys needs no communication.
     text="replicate",
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
     tensor=TENSOR,
@@ -70,7 +70,8 @@ LTX2 = Adapter(
             "hidden_states": VIDEO,
             "timestep": TIMESTEP,
             "video_keyframes_mask": Split(dim=1, like="video"),
-            # [B, S, S], split over keys: the attention processor expects a mask with the number of this rank's keys.
+            # This mask is [B, S, S]. It is split over keys, because the attention processor expects as many columns as
+            # this rank has keys.
             "video_self_attention_mask": Split(dim=-1, like="video"),
         },
         inner={"rope": POSITIONS, "cross_attn_rope": POSITIONS},
@@ -113,7 +114,7 @@ LTX2 = Adapter(
                 ("transformer_blocks",),
                 ("hidden_states", "audio_hidden_states"),
                 chained=True,
-                # With these arguments only some blocks are perturbed, so the blocks differ.
+                # Each of these arguments perturbs only some blocks, so the blocks do not all compute the same.
                 between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
             ),
         ),

@@ -10,12 +10,12 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # After separate refiners for text and image, each sample is one sequence: valid text tokens, image tokens,
-            # padding.
+            # Text and image first have separate refiner blocks. Then each sample is one sequence: valid text tokens,
+            # image tokens, padding.
             "layers.0": {"hidden_states": Split(dim=1, segment="tokens")},
             "layers.*": {"image_rotary_emb": Split(dim=1, like="tokens")},
         },
-        # Gathered before the model selects the image tokens of each sample by their positions in the full sequence.
+        # Gather before the model selects the image tokens of each sample by their positions in the full sequence.
         outputs={"layers.-1": Gather(dim=1, segment="tokens")},
         joint_order=("tokens",),
     ),

@@ -6,6 +6,6 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 MINIMAX_H3 = Adapter(
     transformer="MiniMaxH3Transformer3DModel",
     pipelines="MiniMax-H3",
-    # The blocks take video, sound and text tokens as one tensor, so this group has one stream.
+    # The blocks take video, sound and text tokens as one tensor, so the cache compares and stores only that tensor.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
 )

@@ -22,7 +22,8 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.2": ROWS,
     },
     heads=("transformer_blocks.*.attn1",),
-    # The rotary embedding is [S, H, D / 2], with own frequencies for each head, so it is sharded along its heads.
+    # The rotary embedding is [S, H, D / 2], with different frequencies for each head, so tensor parallelism shards it
+    # along H.
     positions={"rope": -2},
 )
 
@@ -36,7 +37,8 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # Attention runs one sample at a time, each with its own number of valid text tokens. Text is replicated.
+        # The model computes attention for each sample separately, because samples differ in their number of valid text
+        # tokens. Text is replicated.
         joint_order=("video", "text"),
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0

@@ -14,7 +14,7 @@ POSITIONS = Split(dim=0, like="video")
 
 
 def _with_decoder(plan: Plan, module: nn.Module) -> Plan:
-    """Return ``plan`` with the attention of the decoder blocks: over decoded tokens, then encoded video tokens."""
+    """Return ``plan`` with the decoder blocks' attention added: its tokens are decoded, then encoded video tokens."""
     config: Any = module.config
     decoding = range(config.num_single_layers - config.num_decoder_layers, config.num_single_layers)
     joined = (Attention(("video", "video")),)
@@ -28,8 +28,8 @@ MOTIF = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Split after this layer, so that the masks which the model makes from the token count cover this rank's
-            # keys only.
+            # Split after this layer: the model makes attention masks from the number of tokens, and they must cover
+            # this rank's keys only.
             "x_embedder": {0: Split(dim=1, segment="video")},
             "transformer_blocks.*": {"image_rotary_emb": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
@@ -43,8 +43,8 @@ MOTIF = Adapter(
         },
     ),
     complete=_with_decoder,
-    # Only these blocks are cached: the decoder blocks at the end of the single blocks read tokens that the cache does
-    # not store.
+    # Only the first list of blocks is cached. The last blocks of the second list, the decoder blocks, read tokens that
+    # the cache does not store.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
     ),

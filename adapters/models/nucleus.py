@@ -15,10 +15,11 @@ NUCLEUS = Adapter(
         inner={
             "pos_embed": {0: POSITIONS},
             "transformer_blocks.0": {"hidden_states": IMAGE},
-            # attention_kwargs holds a mask of the image tokens followed by the text tokens, which are replicated.
+            # attention_kwargs holds a mask: an entry for each image token, then one for each text token. The text
+            # tokens are replicated.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # Each expert chooses its tokens among all tokens of the image, so gather the inputs and split the output
-            # (0) again.
+            # Each expert chooses its tokens among all image tokens, so gather the inputs, and split the output (index
+            # 0) again.
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,

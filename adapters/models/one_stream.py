@@ -10,7 +10,7 @@ from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
-# Gathered right after the blocks, because the models then select image tokens by their positions in the full sequence.
+# Gather right after the blocks, because the models then select image tokens by their positions in the full sequence.
 AFTER_LAYERS = {"layers.-1": GATHERED}
 
 _Z_BLOCKS = ("noise_refiner.*", "context_refiner.*", "layers.*")
@@ -31,11 +31,12 @@ Z_IMAGE = Adapter(
     transformer="ZImageTransformer2DModel",
     pipelines="Z-Image",
     plan=Plan(
-        # ControlNet residuals: the model adds one of these tensors to the output of each block.
+        # controlnet_block_samples are ControlNet residuals. The model adds one of these tensors to the output of each
+        # block.
         inputs={"controlnet_block_samples": WITH_TOKENS},
         inner={
             "layers.0": {"x": TOKENS},
-            # noise_mask marks the noisy tokens; it is given with input images.
+            # noise_mask marks the noisy tokens. The model makes this mask only if the call has input images.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS},
             "all_final_layer.*": {"noise_mask": WITH_TOKENS},
         },
@@ -43,7 +44,7 @@ Z_IMAGE = Adapter(
         joint_order=("tokens",),
         batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
         common=("joint_attention_kwargs",),
-        # The residuals are as long as the longest sample of the full batch, so a part of the batch could not use them.
+        # The residuals are padded to the longest sample of the full batch, so they do not fit a part of the batch.
         unshared=("controlnet_block_samples",),
     ),
     blocks=CachedBlocks(
@@ -60,7 +61,7 @@ BRIA_FIBO2 = Adapter(
         inputs={},
         inner={
             "layers.0": {"x": TOKENS},
-            # attn_mask is given if the prompts of the batch have different lengths.
+            # The model makes attn_mask only if the prompts of the batch have different lengths.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
         },
         outputs=AFTER_LAYERS,
@@ -70,7 +71,7 @@ BRIA_FIBO2 = Adapter(
             "layers.*.cross_attention": (Attention(("tokens",), ("text",)),),
         },
     ),
-    # Some blocks also get text, so chained=True would be wrong.
+    # Some blocks also get text. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks(
         (BlockGroup(("layers",), ("x",), measured="x"),), conditions=("encoder_hidden_states", "encoder_attention_mask")
     ),
@@ -96,7 +97,7 @@ ERNIE_IMAGE = Adapter(
     pipelines="ERNIE-Image",
     plan=Plan(
         inputs={},
-        # Tensors are [S, B, C]. The modulation temb has one entry per token.
+        # The tensors are [S, B, C]. The modulation temb has one entry per token.
         inner={
             "layers.0": {"x": Split(dim=0, segment="tokens")},
             "layers.*": {"rotary_pos_emb": WITH_TOKENS, "temb": Split(dim=0, like="tokens")},

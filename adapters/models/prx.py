@@ -17,7 +17,7 @@ PRX = Adapter(
         outputs={"final_layer": Gather(dim=1, segment="image")},
         joint_order=("image",),
         # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys it receives,
-        # which are this rank's.
+        # which are only this rank's keys.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
         batched=dict.fromkeys(
             ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0

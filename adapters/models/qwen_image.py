@@ -20,7 +20,8 @@ QWEN_IMAGE = Adapter(
                 "hidden_states": Split(dim=1, segment="image"),
                 "encoder_hidden_states": Split(dim=1, segment="text"),
             },
-            # The attention processor makes a mask from encoder_hidden_states_mask, for this rank's keys.
+            # The attention processor makes a mask from encoder_hidden_states_mask for the keys it receives, which are
+            # only this rank's keys.
             "transformer_blocks.*": {
                 "encoder_hidden_states_mask": Split(dim=1, like="text"),
                 "modulate_index": Split(dim=1, like="image"),
@@ -39,19 +40,21 @@ QWEN_IMAGE = Adapter(
             ),
         )
     ),
-    # The model views the rotary embedding of text as complex numbers, which fails for a text without tokens.
+    # The model views the rotary embedding of the text as complex numbers, which fails without text tokens. So every
+    # patch of PipeFusion carries the text.
     empty_text=False,
 )
 
-# For tensors in which the tokens of the generated image follow those of the prompt and of input images, which are
-# replicated.
+# Rule for tensors whose dim 0 has the replicated tokens of the prompt and of input images first, then the sharded
+# tokens of the generated image.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(
     transformer="QwenImage21Transformer2DModel",
     pipelines="Qwen-Image 2.1",
     plan=Plan(
-        # The last entry of img_shapes is the generated image; it has frames × height × width tokens.
+        # The last entry of img_shapes is (frames, height, width) of the generated image, which has frames × height ×
+        # width tokens.
         inputs={"img_shapes": Count("image", at=(0, -1))},
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image", after_replicated=True)},
@@ -61,8 +64,8 @@ QWEN_IMAGE_21 = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
         joint_order=("prompt", "image"),
         attention={
-            # The prompt is computed in pieces, each of which attends to itself and to earlier pieces. Every rank has
-            # all pieces and their cached keys.
+            # The module computes the prompt in pieces, each of which attends to itself and to earlier pieces. Every
+            # rank computes all pieces and caches their keys.
             "transformer_blocks.*.attn": OneForEach(
                 "segments",
                 each=Attention(("piece",), ("prompt",)),

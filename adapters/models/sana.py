@@ -25,7 +25,7 @@ BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), chained=True, between
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:
-    """Return ``plan`` with ``per`` of ``hidden_states`` set to the patch size: latent rows or frames per token."""
+    """Return ``plan`` with ``per``, the number of latent rows (or frames) per token, set to the model's patch size."""
     size: int | list[int] = module.config.patch_size  # type: ignore[assignment,union-attr]
     split: Split = plan.inputs["hidden_states"]  # type: ignore[assignment]
     return replace(
@@ -38,13 +38,13 @@ SANA = Adapter(
     transformer="SanaTransformer2DModel",
     pipelines="Sana",
     plan=Plan(
-        # The image is split by rows and not by single tokens, because the feed-forward convolves over neighbouring
-        # tokens.
+        # Split by whole rows of tokens, because the feed-forward layers convolve over neighbouring tokens.
         inputs={
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": Split(dim=1, like="rows", per=None),
         },
-        # In some models patch_embed adds the positions of the full image, so gather its input and split its output (0).
+        # In some models patch_embed adds the positions of the full image, so gather its input, and split its output
+        # (index 0) again.
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
@@ -65,7 +65,8 @@ SANA_VIDEO = Adapter(
     plan=Plan(
         inputs={
             "hidden_states": Split(dim=2, segment="frames"),
-            # [B], or [B, 1, F, H, W] with one time step per token if the user gives an image.
+            # The time step is [B], or [B, 1, F, H, W] with one per token if the user gives an image. Only the form with
+            # 5 dims is split.
             "timestep": Split(dim=2, like="frames", ndim=5),
             "controlnet_block_samples": Split(dim=1, like="frames", per=None),
         },
@@ -80,7 +81,8 @@ SANA_VIDEO = Adapter(
         outputs={"": Gather(dim=2, segment="frames", per=None)},
         joint_order=("frames",),
         attention={
-            # Over tokens the module sums the normalizer (its first ``sum``) and the state (its second ``matmul``).
+            # This linear attention sums two tensors over tokens: the normalizer in its first call of ``sum``, and the
+            # state in its second call of ``matmul``.
             "transformer_blocks.*.attn1": LinearAttention("frames", sums=(("sum", 0), ("matmul", 1))),
             "transformer_blocks.*.attn2": (Attention(("frames",), ("text",)),),
         },

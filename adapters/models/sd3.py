@@ -30,7 +30,7 @@ SD3 = Adapter(
                 "pooled_projections",
                 "timestep",
                 "block_controlnet_hidden_states",
-                # It may hold embeddings of IP-Adapter images, which have a batch dim.
+                # joint_attention_kwargs may hold embeddings of IP-Adapter images, which have a batch dim.
                 "joint_attention_kwargs",
             ),
             0,

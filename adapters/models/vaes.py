@@ -18,14 +18,14 @@ class VaeAdapter:
 
     Args:
         vae: Name of the class.
-        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. They are the
-            innermost ones whose callers do not depend on the size of an image; these callers also split the batch if
-            slicing is on. ``encode`` is None for a class that only decodes.
+        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. Each is the
+            innermost method whose callers do not depend on the size of an image; with slicing, these callers also split
+            the batch. ``encode`` is None for a class that only decodes.
         tiled: Names of the methods that split an image into tiles, call ``encode`` or ``decode`` on each tile, and
             blend the results; empty without tiling.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
-        windows: Whether it is a diffusion decoder whose attention sees a window around each pixel.
+        windows: Whether the class is a diffusion decoder whose attention is limited to a window around each pixel.
     """
 
     vae: str
@@ -71,7 +71,7 @@ VAES: Mapping[str, VaeAdapter] = {
         VaeAdapter("AutoencoderKLLTXVideo"),
         VaeAdapter("AutoencoderKLMagvit", why_not_tiles=_CACHED_FRAMES),
         # This class tiles by default. If the user turns tiling off, its decoder concatenates tokens of rows with other
-        # tokens, which cannot be sharded: the call raises MixesRows.
+        # tokens. Rows cannot be sharded then, so the call raises MixesRows.
         VaeAdapter("AutoencoderKLMiniMaxH3", tiled=("_encode_clip", "_decode_clip")),
         VaeAdapter("AutoencoderKLMiniMaxH3Audio", encode="encode", decode="decode", tiled=_PLAIN),
         VaeAdapter("AutoencoderKLMochi"),
@@ -126,7 +126,7 @@ REFUSED_VAES: Mapping[str, str] = {
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``."""
     config = vae.config
-    # Read vars() instead of using getattr, because diffusers' getattr also looks in the config, and warns.
+    # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then warns.
     attributes = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
     for ratio in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *attributes):
         if ratio is not None:

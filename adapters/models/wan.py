@@ -12,7 +12,7 @@ from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
-# The keys of cross-attention are text tokens and conditioning image tokens, which are replicated.
+# The keys of cross-attention are text tokens and tokens of a conditioning image, all replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
@@ -21,10 +21,10 @@ BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
 def _tensor(*lists: str) -> TensorPlan:
     """Return the tensor plan for the blocks of the module lists ``lists``.
 
-    The norms of queries and keys span the channels of all heads, so their weights are sharded too.
+    The norms of queries and keys span the channels of all heads, so their weights are sharded with the heads.
     """
     blocks = [f"{name}.*" for name in lists]
-    # Keys and values of conditioning image tokens have their own projections, add_k_proj and add_v_proj.
+    # add_k_proj and add_v_proj compute the keys and values of conditioning image tokens.
     columns = (
         *(f"{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
         "ffn.net.0.proj",
@@ -42,8 +42,8 @@ def _tensor(*lists: str) -> TensorPlan:
 
 
 TENSOR = _tensor("blocks")
-# Each block of the face adapter attends to face tokens with heads of its own. Its norms are per head, so they need no
-# rule.
+# Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head separately, so
+# the weights of its norms are not sharded.
 _ADAPTER = "face_adapter.*"
 TENSOR_WITH_FACES = replace(
     TENSOR,
@@ -69,7 +69,7 @@ WAN_VACE = Adapter(
         inputs={},
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            # Every VACE block gets the video tokens as they are before the first block, so split them at each.
+            # Every VACE block gets the video tokens that enter the first block, so split them for each VACE block.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
             "blocks.0": {"hidden_states": VIDEO},
@@ -78,7 +78,7 @@ WAN_VACE = Adapter(
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
-    # The VACE blocks run before these blocks and are not cached: they run at every step.
+    # The VACE blocks run before these blocks and are not cached, so they run at every step.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=_tensor("blocks", "vace_blocks"),
 )
@@ -91,15 +91,15 @@ WAN_ANIMATE = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # The video tokens of a frame attend to the face of that frame. Gather them, because a frame may span two
-            # ranks.
+            # The video tokens of a frame attend to the face in that frame. Gather them first, because a frame may be
+            # spread over two ranks.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
-    # The face adapter runs between some blocks, so chained=True would be wrong.
+    # The face adapter runs between some blocks. chained=True would require that nothing runs between blocks.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
     tensor=TENSOR_WITH_FACES,
 )
@@ -112,11 +112,11 @@ SKYREELS_V2 = Adapter(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
-            # temb has one entry per token if frames have their own time steps. The causal mask is for the full sequence
-            # and stays replicated.
+            # temb has one entry per token if frames have different time steps. The causal mask covers the full sequence
+            # and remains replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
-        # Gathered before the output layers, which apply a time step for each token of the full sequence.
+        # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -132,11 +132,11 @@ ANYFLOW = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # rotary_emb holds one tensor for queries and one for keys, [1, 1, S, D / 2] each.
+            # rotary_emb holds two tensors [1, 1, S, D / 2], one for queries and one for keys.
             "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
             "blocks.0": {"hidden_states": VIDEO},
         },
-        # Gathered before the output layers, which apply a time step for each token of the full sequence.
+        # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
@@ -145,8 +145,8 @@ ANYFLOW = Adapter(
     tensor=TENSOR,
 )
 
-# For self-attention that packs or pads all tokens for a mask of flex attention, and caches keys for later calls. The
-# all-to-all comes after the norms of queries and keys, which span all heads.
+# This self-attention packs or pads all tokens to fit a mask of flex attention, and caches keys for later calls. So each
+# rank runs it on all tokens and some heads. The all-to-all comes after the norms, which span all heads.
 _BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
 _WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
@@ -158,13 +158,15 @@ ANYFLOW_FAR = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
-        # Gathered before the output layers, which apply a time step for each token of the full sequence.
+        # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]; each rank stores its heads.
+        # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]. Each rank stores only its
+        # heads.
         attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
     ),
-    # No ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later chunks.
+    # The adapter has no ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later
+    # chunks.
 )
 
 WAN_ANIMATE_2 = Adapter(
@@ -175,11 +177,11 @@ WAN_ANIMATE_2 = Adapter(
     plan=Plan(
         inputs={},
         inner={"blocks.0": {"hidden_states": VIDEO}},
-        # Gathered after the head and not after the last block, because a model of ten blocks skips that block in
+        # Gather after the head and not after the last block, because a model of ten blocks skips its last block in
         # unconditional calls.
         outputs={"head": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # The module caches the keys of the reference image, only those of this rank's heads.
+        # The module caches the keys of the reference image. Each rank caches only its heads.
         attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},
     ),
 )
