@@ -29,7 +29,7 @@ FAILED, WRONG_OPTION = 1, 2
 
 
 class _HelpWithoutValue:
-    """Mixin for typer commands: the help lists ``--help`` without the placeholder ``<bool>``, like the other flags."""
+    """Mixin for typer commands that lists ``--help`` without the placeholder ``<bool>``, like the other flags."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]

@@ -57,7 +57,7 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # rich prints an empty line when a display is stopped that was never started.
+        # Stopping a display that was never started would print an empty line.
         if self._progress.console.is_terminal:
             self._progress.stop()
 

@@ -22,8 +22,9 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.planner.launch_counter import tensors_in
 
-# The bound on the relative error is this multiple of the change that one different rounding per call of the
-# transformer causes. Another order of sums also changes the roundings of all operators inside the transformer.
+# The comparison passes if the relative error is at most this multiple of the change that one different rounding per
+# call of the transformer causes. The factor is needed because another order of sums changes the rounding of every
+# operator inside the transformer.
 ROUNDINGS = 32
 
 
@@ -33,8 +34,8 @@ class Reference:
 
     Args:
         pixels (`np.ndarray`): Float32, from 0 to 1.
-        rounding (`float`, *optional*): Relative change of the pixels if every output element of the transformer
-            changes by one unit in the last place. None if options approximate, such as a cache.
+        rounding (`float`, *optional*): Relative change of the pixels if every output element of the transformer changes
+            by one unit in the last place. None if the recipe has options that approximate, such as a cache.
     """
 
     pixels: np.ndarray[Any, Any]
@@ -42,15 +43,15 @@ class Reference:
 
     @property
     def bound(self) -> float | None:
-        """Largest relative error that another order of floating-point operations explains. None if it is unknown."""
+        """Largest relative error that another order of operations explains. None if ``rounding`` is None."""
         return None if self.rounding is None else ROUNDINGS * self.rounding
 
 
 def make_reference(recipe: Recipe, request: Request) -> Reference:
     """Generate on this rank alone, without a process group, and return the reference for :func:`compare`.
 
-    The pipeline is unmodified. If options of the recipe approximate, the pipeline gets all options that one rank can
-    have, uncompiled: the comparison then shows only what the other ranks change.
+    The pipeline is unmodified, unless the recipe has options that approximate. Then it gets all options of the recipe
+    that work on one rank, uncompiled, so that the comparison shows only what the other ranks change.
     """
     if approximations(recipe):
         alone = replace(
@@ -74,7 +75,9 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
 def compare(
     pipe: Any, request: Request, recipe: Recipe, reference: Reference | None, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A collective call.
+    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree.
+
+    This is a collective call.
 
     Args:
         reference: The result of :func:`make_reference` on the first rank, None on others.
@@ -88,14 +91,14 @@ def compare(
     of_ranks = _gather(digests)
     ranks_equal = all(rank[0] == of_ranks[0][0] for rank in of_ranks)
     if not ranks_equal:
-        # Each rank computes the error of its own pixels, so each rank needs the reference.
+        # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
         reference = _from_first_rank(reference)
     errors = _gather(None if reference is None else relative_error(results[0], reference.pixels))
     error = max(float(error) for error in errors if error is not None)
     bound = None if reference is None else reference.bound
     return {
         "approximations": list(approximations(recipe)),
-        # None stands for infinity, which JSON cannot express.
+        # JSON cannot express infinity, so an infinite error becomes None.
         "relative error": error if math.isfinite(error) else None,
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in of_ranks),

@@ -16,7 +16,8 @@ def config_option() -> Any:
         help="YAML with the names of options.",
         metavar="FILE",
         rich_help_panel=INPUT,
-        is_eager=True,  # read before the other options, because it sets their defaults
+        # This option is read before the others, because it sets their defaults.
+        is_eager=True,
         callback=read_config,
     )
 

@@ -105,7 +105,7 @@ def make_task(
         request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines: Sequence[Line] = (Line(1, request),)
     else:
-        # The options are validated alone first: an invalid one is reported once, and not again for every line.
+        # Validate the options alone first, so that an invalid option is reported once and not again for every line.
         fields = {**common, "prompt": common.get("prompt") or "a"} if "prompt" in model.fields else common
         make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines, problems = read_prompts(prompts, model, common, seed=seed)
@@ -138,7 +138,7 @@ def _memory_problems(
 ) -> tuple[Problem, ...]:
     """Return a problem for each line that is predicted to need more than ``room`` bytes on a rank.
 
-    A prediction takes seconds, so none is made if no line exceeds the usual size of a result.
+    A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
     pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
@@ -160,7 +160,8 @@ def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Me
 
 
 def _absolute(value: Any) -> Any:
-    # Paths in options are relative to the current folder; those of a line are relative to the prompt file.
+    # Options on the command line have paths relative to the current folder, unlike the lines of a prompt file, whose
+    # paths are relative to that file.
     if isinstance(value, list):
         return [_absolute(item) for item in value]
     return str(Path(value).absolute()) if isinstance(value, str) else value

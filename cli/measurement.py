@@ -28,7 +28,7 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
 from para_core.planner.run_counter import RunCounter
 
-# Additional timeout in seconds: the other ranks wait while the first rank generates alone for the comparison.
+# Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the comparison.
 _ALONE = 24 * 3600.0
 
 
@@ -189,7 +189,7 @@ def _seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
     """
     runs = list(zip(*runs_of_ranks, strict=True))
     generations = [max(rank["seconds"] for rank in run) for run in runs]
-    # The cache may skip some steps of a run, so the mean of its steps is the figure of the run.
+    # The cache may skip some steps, so a run is represented by the mean over its steps.
     means = [max(sum(rank["steps"]) / len(rank["steps"]) for rank in run) for run in runs if run[0]["steps"]]
     return {
         "per generation": _summary(generations),
@@ -244,7 +244,8 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
 
     options = step_callback(pipe, mesh_of(pipe), Watch(progress=note))
     _wait_for_ranks()
-    # A graph compiled in place refuses to run inside a dispatch mode, which the counter is.
+    # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run it
+    # uncompiled.
     with torch.compiler.set_stance("force_eager"), RunCounter() as counter:
         call_pipe(pipe, [request], **options)
     in_all = (counter.launches, counter.collectives, counter.bytes_sent)

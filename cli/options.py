@@ -225,7 +225,7 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse a schedule whose first and last steps ``exact`` computes."""
+    """Parse ``text``, such as ``"sage:4:4"``. The backend ``exact`` computes attention in the first and last steps."""
     if text is None:
         return None
     from para_core.attention.attention_schedule import AttentionSchedule

@@ -190,7 +190,7 @@ def _one_thread_per_rank() -> Iterator[None]:
 
 def describe_end(error: ChildFailedError) -> str:
     """Return a sentence that says which rank ended early, and how."""
-    # The launcher then stops the other ranks with SIGTERM, so the rank with another exit code is the cause.
+    # If a rank ends, the launcher stops the other ranks with SIGTERM. So the rank with another exit code ended first.
     rank, failure = next(
         ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode != -signal.SIGTERM),
         next(iter(error.failures.items())),
@@ -250,7 +250,7 @@ def quiet(debug: bool) -> None:
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    # tqdm's default lock is a system semaphore. If a rank is ended by a signal, Python warns that it leaked.
+    # tqdm's default lock is a system semaphore. If a signal ends a rank, Python warns that the semaphore leaked.
     tqdm.set_lock(threading.RLock())
     if not debug:
         for name in _LIBRARIES:
@@ -284,7 +284,7 @@ def _run_lines(job: RankJob) -> None:
     def fails_alike(line: Line) -> bool:
         if _all_ranks_failed("encoding", line.number):
             return True
-        # After False is returned, the rank ends. This event tells the launching process not to run the line again.
+        # This rank ends after False is returned. The event tells the launching process not to run the line again.
         _note(job, event="begin", line=line.number)
         return False
 
@@ -327,7 +327,8 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: b
                 numbers = {"line": line.number, "digest": line.digest}
                 write_result(job.folder, line.name, result.outputs, {**numbers, **result.metadata})
             except OSError:
-                _note(job, event="unwritten", line=line.number)  # ends the job: no other line could be written
+                # This event ends the job, because no other result could be written either.
+                _note(job, event="unwritten", line=line.number)
                 raise
             _note(job, event="done", line=line.number)
     if first:
@@ -340,7 +341,7 @@ def _all_ranks_failed(phase: str, number: int) -> bool:
     Ranks report through the store of the process group, because a collective of the group may be blocked.
 
     Args:
-        phase: Distinguishes the calls for one line.
+        phase: Name of the current phase, because a line may have one call in each phase.
     """
     if not dist.is_initialized():
         return True

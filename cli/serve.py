@@ -97,7 +97,7 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    # docker stop and systemd send SIGTERM. It should act like Ctrl-C, also while models load.
+    # docker stop and systemd send SIGTERM. Handle it like Ctrl-C, even while models are being loaded.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _without_ray_messages(debug):
         try:

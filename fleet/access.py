@@ -38,8 +38,8 @@ class Access:
         host = require_host(http)
         if self._keys is not None:
             self._require_key(http)
-        # DNS rebinding: a page of another site, in a browser on this machine, can send requests to its own host name
-        # after that name resolves to loopback. The Host header tells.
+        # A page of another site can send requests to its own host name after that name resolves to loopback (DNS
+        # rebinding). The Host header then has that site's name.
         elif host not in _LOOPBACK:
             raise RequestError(
                 403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."

@@ -21,7 +21,7 @@ _KEY = "encode first"
 
 
 class EncodeFirst:
-    """Two phases for many requests: first text encoders run for a batch of requests, then denoisers.
+    """Schedule of two phases for many requests: text encoders run for a batch of requests, then denoisers.
 
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
     encoders wait in host memory. :func:`~para_core.fleet.loading.build` attaches an instance to a pipeline whose
@@ -43,7 +43,7 @@ class EncodeFirst:
 
     @staticmethod
     def fits(recipe: Recipe) -> bool:
-        """Whether ``recipe`` keeps text encoders and the whole transformer on the device: then phases save memory."""
+        """Whether ``recipe`` keeps text encoders and whole transformers on the device, so that phases save memory."""
         in_stages = dict(recipe.mesh).get("pipe", 1) > 1
         return recipe.weights == "replicate" and not (recipe.text_encoders or recipe.offload or in_stages)
 
@@ -71,10 +71,10 @@ class EncodeFirst:
         run: Callable[[Request], Any],
         fails_alike: Callable[[Line], bool] = lambda line: True,
     ) -> Iterator[Sequence[Line]]:
-        """Yield batches of ``lines`` whose prompts are encoded. A collective call of the ranks of ``pipe``.
+        """Yield batches of ``lines`` whose prompts are encoded. All ranks of ``pipe`` call this function.
 
-        Lines whose encoding failed are the last batch. All weights are then on the device, so that the caller gets the
-        same exception again.
+        The last batch has the lines whose encoding failed. All weights are then on the device, so that the caller runs
+        the whole pipeline and gets the same exception again.
 
         Args:
             run: Calls ``pipe`` for one request.

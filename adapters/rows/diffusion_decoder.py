@@ -1,7 +1,7 @@
 """Run diffusion decoders on several ranks, each of which computes rows of the video.
 
-Their attention sees a window around each pixel, so ranks fetch the rows that their windows reach into. Everything else
-is computed token by token. Written for diffusers 0.42 `ltx2_diffusion_decoder.py`.
+The attention of these decoders sees a window around each pixel, so ranks fetch the rows of other ranks that these
+windows cover. All other layers compute each token separately. Written for diffusers 0.42 `ltx2_diffusion_decoder.py`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
 
 
 class DecoderRows:
-    """Shards the rows (columns, if it is wider than high) of a video that a diffusion decoder computes.
+    """Wrappers that shard the rows (columns, if wider than high) of the video that a diffusion decoder computes.
 
-    Each rank draws the noise of all rows, as a single device does, and keeps that of its own rows.
+    Each rank draws the noise of all rows, as a single device does, and keeps the noise of its own rows.
 
     Args:
         ranks: Ranks over which the rows are sharded.
@@ -59,14 +59,16 @@ class DecoderRows:
 
     def __init__(self, ranks: MeshDim) -> None:
         self.ranks = ranks
-        self._dim: int | None = None  # the sharded dim of videos [B, C, T, H, W]; None if nothing is sharded
-        # number of rows of each rank before upsampling; None while no rows are sharded
+        # The sharded dim of videos [B, C, T, H, W]. None if nothing is sharded.
+        self._dim: int | None = None
+        # Number of rows of each rank before upsampling. None while no rows are sharded.
         self._layout: Layout | None = None
 
     def attach(self, vae: Any, key: str) -> None:
-        """Wrap the methods of ``vae`` that take all rows, and its attention, which needs rows of other ranks.
+        """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs rows of other ranks.
 
-        ``key`` is the key of the wrappers.
+        Args:
+            key: Key under which the wrappers are registered, so that the caller can remove them.
         """
         for name, around in (
             ("__call__", self._decode),
@@ -81,7 +83,7 @@ class DecoderRows:
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block. With fewer rows of latents than ranks, every rank decodes all rows."""
+        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, every rank decodes them all."""
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = dim if latents.shape[dim] >= self.ranks.size else None
         try:
@@ -115,7 +117,7 @@ class DecoderRows:
         with self._sharded(layout):
             own = part_of(z, RowTag(dim, layout), self.ranks)
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
-            # Tokens are [B, T, H, W, C], so their row dim is one less than that of a video.
+            # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
             rows = _times(layout, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
             shape = [z.shape[0], decoder.out_channels, *[size * decoder.patch_size for size in context.shape[1:4]]]
             shape[2], shape[dim] = context.shape[1], sum(rows)
@@ -124,7 +126,7 @@ class DecoderRows:
             video = decoder.denoise(context, noise, num_inference_steps or decoder.default_num_inference_steps)
         return tagged(video, RowTag(dim, rows))
 
-    # -- wrappers for tiling: each takes and returns all rows of a tile
+    # -- The following methods run on the tiles of a tiled decode. Each takes and returns all rows of a tile.
 
     def _first_stages(self, call: Callable[..., Any], decoder: Any, z: Tensor, /) -> Tensor:
         return self._stage(lambda x: call(decoder, x), z, 0)
@@ -138,7 +140,7 @@ class DecoderRows:
         Args:
             call: Returns tokens ``[B, T, H, W, C]``.
             x: Latents, or tokens.
-            before: 0 if the rows of ``x`` are in the same dim as those of a video, 1 if they are one dim before.
+            before: Row dim of a video minus row dim of ``x``: 0 for latents, 1 for tokens.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(x)
@@ -162,12 +164,13 @@ class DecoderRows:
             video = call(decoder, *own, num_inference_steps)
         return gather(video, pixels, self.ranks)
 
-    # -- attention, which needs rows of other ranks
+    # -- The attention modules get this rank's rows, and need rows of other ranks.
 
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
-        """Attend with all rows that this rank's windows reach into, and return the output of its own rows.
+        """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this rank's rows.
 
-        Positions are counted from the first fetched row. This is exact, because only differences of positions matter.
+        Positions are counted from the first fetched row. The result is exact, because attention depends only on
+        differences of positions.
         """
         if self._dim is None or self._layout is None:
             out: Tensor = call(module, x, block_mask)

@@ -36,7 +36,8 @@ class RowRanks:
 
     def first(self, count: int) -> MeshDim:
         """Return the first ``count`` ranks as a mesh dim. Its group is None on ranks that are not among them."""
-        if torch.compiler.is_compiling() and count < self.ranks.size:  # A compiled graph cannot create a group.
+        # A compiled graph cannot create a group.
+        if torch.compiler.is_compiling() and count < self.ranks.size:
             return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
             group = self.ranks.group
@@ -49,13 +50,14 @@ class RowRanks:
         return self._first[count]
 
     def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
-        """Return how the rows of ``x`` along ``dim`` are sharded, and over which ranks.
+        """Return the tag that says how many rows of ``x`` each rank gets, and the ranks that get rows.
 
         Args:
             x: The image.
             dim: The dim of its rows.
             unit: The number of rows of every rank except the last is a multiple of ``unit``.
-            min_units: Minimum number of units per rank. With fewer rows than that, fewer ranks are used.
+            min_units: Minimum number of units per rank. If ``x`` has too few rows for that, fewer ranks are used, but
+                at least one.
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))

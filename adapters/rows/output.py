@@ -32,7 +32,7 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
         workers: Number of ranks that compute.
         ranks: All ranks, which must call this function.
         mesh: The same ranks, for the exchange.
-        gather: ``"all"`` gives every rank the output, ``"first"`` only the first one; the others get zeros.
+        gather: ``"all"`` gives every rank the output, ``"first"`` only the first rank; the others get zeros.
 
     Raises:
         TypeError, ValueError, RuntimeError: The error of ``compute``, on every rank; any other class becomes a
@@ -71,8 +71,8 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
     if rows is None:
         if workers == ranks.size:
             return x
-        # Ranks that did not compute get all elements from the first rank. Flattened, they are sent like rows of one
-        # element.
+        # Ranks that did not compute get all elements from the first rank. The tensor is flattened, so that each element
+        # is sent as one row.
         size = int(torch.Size(shape).numel())
         local = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
         return _gather_rows(local, RowTag(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
@@ -87,7 +87,8 @@ def _gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim, gather: Gather) -> Ten
     fetched = start_fetch(x, rows, wanted, ranks)()
     if fetched:
         return fetched[0].contiguous()
-    # Zeros in the shape of the output that take no memory, because this rank does not get the output.
+    # This rank does not get the output. It returns zeros of the same shape, expanded from one element so that they take
+    # no memory.
     return x.new_zeros(()).expand([*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]])
 
 
@@ -102,9 +103,9 @@ def _description(x: Tensor) -> dict[str, Any]:
 
 
 def _empty_part(description: dict[str, Any]) -> Tensor:
-    """Return a placeholder for an output of a rank that did not compute: a tensor with no rows.
+    """Return a tensor without rows, as this rank's part of an output that it did not compute.
 
-    If the output is not sharded it is zeros in the full shape, which take no memory.
+    If the output is not sharded, return zeros in its full shape, expanded from one element.
     """
     shape = list(description["shape"])
     options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}

@@ -61,12 +61,12 @@ class UnetRun:
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
         self.parameters = parameters_of(unet)
-        # True while the caller guarantees equal inputs, so that they are not compared again
+        # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
         self.inputs_verified = False
         self.warnings = WarningLog()
 
     def apply(self) -> None:
-        """Wrap ``__call__`` of the UNet to run on sharded rows. Replaces earlier settings; unwraps it on one rank."""
+        """Replace any wrapper of the UNet's ``__call__`` by one that shards rows. On one rank, only remove it."""
         unparallelize_unet(self.unet)
         if self.mesh.ranks > 1:
             wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
@@ -79,7 +79,7 @@ class UnetRun:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         sample = inputs.get(self.images[0])
         if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
-            # Let the model itself raise the error for invalid arguments, which it explains best.
+            # Invalid arguments go to the model unchanged, because its own error explains them best.
             return call(unet, *args, **kwargs)
         if not self.inputs_verified:
             self.require_equal(inputs)
@@ -99,13 +99,13 @@ class UnetRun:
             return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)
 
     def run_rows(self, call: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Return the output of ``call(**inputs)`` with all rows, computed in rows over the ranks."""
+        """Run ``call(**inputs)`` with rows sharded over the ranks, and return its output with all rows gathered."""
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         unet: Any = self.unet
         unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
-        # Two units per rank, so that the innermost level has two rows: a single row could not be told from a dim of
-        # size 1.
+        # With two units per rank, a rank holds two rows at the innermost level. The sharding mode could not distinguish
+        # a single row from a dim of size 1.
         rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
         if workers.size == 1:
             compute = partial(call, **inputs)
@@ -140,14 +140,15 @@ def unet_run(unet: nn.Module) -> UnetRun | None:
     return handler if isinstance(handler, UnetRun) else None
 
 
-# -- checks that docs/refusals.md lists
+# -- The page docs/refusals.md lists the following checks.
 
 
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
     """Return the adapter for the UNet ``module``.
 
     Raises:
-        TypeError: If it has none. The message names ``owner``, the pipeline or UNet.
+        TypeError: If there is no adapter for the class of ``module``. The message names ``owner``, the pipeline or
+            UNet.
     """
     adapter = unet_adapter(module)
     if adapter is None:

@@ -48,9 +48,10 @@ Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
 _KEY = "parallel_vae"
-# Beyond this number of ranks, waiting for each other at every layer takes longer than the computation that is saved.
+# With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then takes
+# longer than the computation that they save.
 _MANY = 8
-# Maximum number of bytes of an input that ranks compare. Of a larger input they compare evenly spaced values.
+# Ranks compare their inputs up to this number of bytes. Of a larger input they compare evenly spaced values.
 _MAX_COMPARED = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
@@ -132,7 +133,7 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` is ``"tiled"`` and the tiles of the class cannot be distributed.
-        RuntimeError: If a method that must be wrapped was replaced on the instance.
+        RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     adapter = vae_adapter(module)
     if adapter is None:
@@ -193,7 +194,7 @@ class _VaeRun:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
-        # For encode and decode: the function that a compiled caller runs in place of the wrapped method.
+        # Inside a function that the user compiles, these functions run in place of the wrapped encode and decode.
         methods: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
@@ -201,10 +202,12 @@ class _VaeRun:
             if name is not None
         }
         self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
-        self.places: Places = {}  # process and host of each rank, for error messages; exchanged in the first call
-        # the mode of the call that runs on rows now; None outside of such a call
+        # Process and host of each rank, for error messages. The ranks exchange them in the first call.
+        self.places: Places = {}
+        # Sharding mode of the current call, None outside of a call that runs on rows.
         self.mode: SpatialShardMode | None = None
-        self.distributed_tiles: Tiles | None = None  # the distributor of tiles while a call is tiled; None otherwise
+        # Distributes the tiles of the current call, None outside of a tiled call.
+        self.distributed_tiles: Tiles | None = None
 
     def attach(self, vae: Any) -> None:
         """Wrap the methods of ``vae`` that take and return images, and those that split them into tiles."""
@@ -229,7 +232,7 @@ class _VaeRun:
         return self.run(vae, call, args, kwargs, "decode")
 
     def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Any:
-        # A wrapped method calls another wrapped method: only the outer one shards.
+        # The caller is another wrapped method, which already shards.
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
         if not args:
@@ -245,9 +248,9 @@ class _VaeRun:
             return self.computed(vae, call, way, *args, **kwargs)
 
     def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of ``call``, computed in rows or in tiles over the ranks and gathered.
+        """Run ``call`` with its rows or tiles distributed over the ranks, and return the gathered output.
 
-        In rows, each rank that computes holds at least the pixels of two rows of latents; small images use fewer ranks.
+        Each rank that computes rows gets at least two rows of latents or their pixels, so small images use fewer ranks.
         """
         if self.decoder is not None:
             if torch.compiler.is_compiling():
@@ -274,7 +277,7 @@ class _VaeRun:
     def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Return the output of a call inside a compiled function.
 
-        Nothing is compared between the ranks, and there is no exchange of host data.
+        Unlike in an eager call, the ranks do not compare their inputs and exchange no data of the host.
         """
         try:
             with torch.no_grad():
@@ -338,13 +341,13 @@ class _VaeRun:
             self.mode, self.distributed_tiles = mode, None
 
     def tile(self, call: Callable[..., Any], part: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of the encoder or decoder. While tiles are distributed, this is a tile, run by one rank."""
+        """Run one call of the encoder or decoder. In a tiled call it computes one tile, on one of the ranks."""
         if self.distributed_tiles is None:
             return call(part, *args, **kwargs)
         return self.distributed_tiles.call(partial(call, part), args, kwargs)
 
     def clear(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``vae.clear_cache``, which empties its cache of frames. A VAE calls it at the beginning of each tile."""
+        """Run ``vae.clear_cache``. The VAE calls it at the beginning of each tile, so also begin a new tile here."""
         if self.distributed_tiles is not None:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)

@@ -1,8 +1,8 @@
 """Make a row-sharded autoencoder usable inside compiled functions.
 
-For Dynamo it is one opaque call, because Dynamo cannot trace tensors with tags, or sizes that also carry the sizes on
-other ranks. AOTAutograd then traces into it by running its Python code, so the sharding mode works as in eager mode and
-leaves plain operators in the graph, with collectives in program order.
+Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags, or sizes that also carry the
+sizes on other ranks. AOTAutograd then traces the call by running its Python code, so the sharding mode works as in
+eager mode, and the graph has plain operators with collectives in program order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _NONE = "para_core: None"
 
 
 class _WithWeights(nn.Module):
-    """Module around ``compute`` that owns the autoencoder, so that its weights are graph inputs and no constants."""
+    """Module around ``compute`` that owns the autoencoder, so that its weights are graph inputs, not constants."""
 
     def __init__(self, vae: nn.Module, compute: Callable[..., Any]) -> None:
         super().__init__()
         self.vae, self.compute = vae, compute
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Viewing with int sizes makes the graph specific to this image size: layouts need plain numbers, not symbols.
+        # Viewing with int sizes specializes the graph to this image size, because layouts need plain numbers and not
+        # symbols.
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 

@@ -50,7 +50,7 @@ class TextToImage:
 
 
 class EditImage:
-    """Node that edits an image. With a mask, only its white part is generated anew."""
+    """Node that edits an image. With a mask, only the white part of the mask is generated again."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "run"
@@ -109,7 +109,7 @@ def _progress() -> Callable[[int, int | None], None]:
     try:
         from comfy.model_management import throw_exception_if_processing_interrupted
         from comfy.utils import ProgressBar
-    except ImportError:  # not inside ComfyUI, as in tests
+    except ImportError:  # This process is not ComfyUI, for example a test.
         return lambda step, steps: None
     bar = ProgressBar(1)
 
