@@ -83,7 +83,7 @@ class DecoderRows:
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:
-        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, every rank decodes them all."""
+        """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all."""
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
         self._dim = dim if latents.shape[dim] >= self.ranks.size else None
         try:
