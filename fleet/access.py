@@ -19,7 +19,7 @@ _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,
 
 
 class Access:
-    """Check whether a request may use the server: by its API key, or if there is none, by its Host header.
+    """Access check of requests: by the API key, or if the server has none, by the Host header.
 
     Args:
         api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,

@@ -124,7 +124,7 @@ class EncodeFirst:
                 except _EncodedError:
                     done.append(line)
                 except Exception:
-                    # If all ranks raised, the error is dropped here: the line runs again at the end and raises then.
+                    # If all ranks raised, ignore the error for now: the line runs again at the end and raises then.
                     if not fails_alike(line):
                         raise
                     failed.append(line)
@@ -159,7 +159,7 @@ class _Weights:
         self._is_parked = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the device memory of the parameters. Their data moves to host memory if ``keep``, and else is lost."""
+        """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the host."""
         if self._is_parked:
             return
         for x in self._parameters:

@@ -25,10 +25,10 @@ _EXTRAS = {
 
 
 def sentence(error: BaseException) -> str:
-    """Return an error message in one line for users.
+    """Return a message for users, in one line.
 
-    It is the exception's text, after the name of its type unless the type's messages are written for users. A missing
-    optional dependency and a file error get messages of their own.
+    The message is the exception's text. The type's name precedes it, unless messages of this type are written for users
+    (such as ValueError). Missing optional dependencies and file errors get special messages.
     """
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name is not None:

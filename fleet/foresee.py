@@ -28,8 +28,8 @@ from para_core.planner.weights import Placement
 
 logger = logging.getLogger(__name__)
 
-# Sides in pixels of two square results. Their predicted memory gives the bytes per pixel, as the slope of a line.
-# Latents of these sizes can be sharded for every model.
+# Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per pixel, as
+# the slope of a line. Every model can shard latents of these sizes.
 _SIDES = (512, 1024)
 
 
@@ -70,9 +70,9 @@ class Memory:
 
 
 def bytes_of_device() -> float:
-    """Return the bytes that a rank may hold: those of the current GPU, less a reserve.
+    """Return the bytes that a rank may hold: the memory of the current GPU, less a reserve.
 
-    Without a GPU, the memory of the machine divided by the number of CPU cores.
+    Without a GPU, return the memory of the machine divided by the number of CPU cores.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
@@ -103,7 +103,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     try:
         (less, few), (more, many) = (_bytes_at(pipe, recipe, shape, side) for side in _SIDES)
     except Exception as error:
-        # The pipeline's class or config may be the user's own, so the planner may raise anything. That is no error.
+        # The planner may raise anything, because the pipeline's class or config may be the user's own. A missing
+        # prediction is no error.
         logger.debug("no memory is predicted for %s: %s", type(pipe).__name__, error)
         return None
     per_pixel = (more - less) / (many - few)
@@ -112,7 +113,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
 
 
 def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
-    """Return ``(bytes of a rank, pixels)`` for a square result with ``side``, with the default number of frames."""
+    """Return ``(bytes of a rank, pixels of all frames)`` for square frames of ``side``, in the default number."""
     work = workload(pipe, height=side, width=side)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = recipe.resident_blocks if recipe.offload == "blocks" else None

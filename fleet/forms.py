@@ -95,4 +95,5 @@ def _white_where_transparent(data: bytes) -> bytes:
         ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")
         return buffer.getvalue()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return data  # refused later, like any unreadable image
+        # An unreadable mask is refused later, like any unreadable image.
+        return data

@@ -30,7 +30,8 @@ from para_core.foreign_errors import is_slow_start_of_ray
 _POLL_SECONDS = 0.1
 # Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
 _STARTS = 4
-# Time for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind it.
+# Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind that
+# rank.
 _GRACE_SECONDS = 30.0
 
 
@@ -117,7 +118,7 @@ class Replica:
     async def generate(
         self, request: Request, *, id_: str | None = None, progress: Callable[[int | Output], None] | None = None
     ) -> Result:
-        """Run one request after those that were sent before, and return its result.
+        """Run one request after all requests that were sent earlier, and return its result.
 
         Args:
             request (`Request`): The request.
@@ -300,7 +301,8 @@ def _kept_handler(number: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # Python lets only the main thread set handlers. In another thread, Ray has set none either.
+        # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the handler
+        # either.
         if threading.current_thread() is threading.main_thread():
             signal.signal(number, before)
 

@@ -160,7 +160,8 @@ class Jobs:
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.id_, None)
         if not job.task.cancelled():
-            job.task.exception()  # or asyncio would log that the exception was never retrieved
+            # Read the exception, or asyncio would log that it was never retrieved.
+            job.task.exception()
 
     async def _run(self, job: Job) -> Result:
         def progress(event: int | Output) -> None:

@@ -28,8 +28,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group, if any.
 
     Args:
-        encode_first (`EncodeFirst`, *optional*): Attached to the pipeline if it fits the recipe. It then decides when
-            text encoders and transformers are on the device.
+        encode_first (`EncodeFirst`, *optional*): Attached to the pipeline if :meth:`EncodeFirst.fits` accepts the
+            recipe. Then this object decides when text encoders and transformers are on the device.
 
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
@@ -52,7 +52,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         )
         if weights == "tensor" and encoders_with_blocks(pipe):
             text_encoders = text_encoders or "fsdp"
-        weights = None  # parallelize_pipe must not shard the weights again.
+        # The weights are sharded already, so parallelize_pipe must not do so again.
+        weights = None
     else:
         pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
     if text_encoders is not None and not text_encoders_of(pipe):
@@ -127,7 +128,8 @@ def _load_whole(
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}
     if encode_first is not None and encode_first.fits(recipe):
-        # Only plain weights can be parked in host memory. Quantized denoisers stay on the device; they are small.
+        # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device, where they
+        # take little memory.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
         for name, part in pipe.components.items():
@@ -151,7 +153,7 @@ def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
-    """Return the sizes of the mesh dims that ``pipe`` runs on, by name. ``pipe`` and ``tensor`` only if above 1."""
+    """Return the sizes of the mesh dims of a pipeline by name. The dims ``pipe`` and ``tensor`` are left out if 1."""
     mesh = mesh_of(pipe)
     if mesh is None:
         return {"batch": 1, "ring": 1, "ulysses": 1}
@@ -199,7 +201,9 @@ def _compile(pipe: Any, how: Compile) -> None:
         if how == "blocks":
             module.compile_repeated_blocks(fullgraph=True)
         elif is_modular(pipe):
-            # In place: its blocks read the signature and the truth of the transformer, which torch's wrapper has not.
+            # Compile in place, because the blocks of a modular pipeline read the signature and the truth value of a
+            # transformer. The wrapper that torch.compile(module) returns has another signature, and bool() of it
+            # raises.
             module.compile(fullgraph=True)
         else:
             setattr(pipe, name, torch.compile(module, fullgraph=True))

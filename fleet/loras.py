@@ -43,10 +43,10 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Activate ``lora`` and those of the recipe, and no other. Loads it if necessary. None activates the recipe's.
+        """Activate the recipe's LoRAs and ``lora``, which is loaded if necessary. None activates only the former.
 
         Raises:
-            ValueError: If ``lora`` cannot be loaded. The previous one then stays active.
+            ValueError: If ``lora`` cannot be loaded. The previous LoRA then stays active.
         """
         if lora == self._active:
             return
@@ -74,7 +74,7 @@ class LoadedLoras:
                 warnings.simplefilter("ignore")
                 self._pipe.load_lora_weights(lora.path, adapter_name=name)
         except Exception as error:
-            # A LoRA of another model may raise anything, after parts of it were loaded: these are deleted.
+            # A LoRA of another model may raise anything, after a part of it was loaded. Delete that part.
             with contextlib.suppress(Exception):
                 self._pipe.delete_adapters(name)
             raise ValueError(

@@ -47,7 +47,7 @@ class Model:
 
 
 def can_be_given(name: str) -> bool:
-    """Whether a request may set the parameter ``name``: no tensors, no callbacks, none that the program sets."""
+    """Whether a request may set the parameter ``name``: no tensor, no callback, and not set by the program itself."""
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 

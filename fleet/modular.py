@@ -76,7 +76,8 @@ def describe_modular(name: str, pipe: Any) -> Model:
     """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded components.
 
     Raises:
-        ValueError: If it generates neither images nor videos, or requires a video as input, which requests cannot give.
+        ValueError: If ``pipe`` generates neither images nor videos, or requires a video as input, which requests cannot
+            contain.
     """
     blocks, pipeline = _blocks(pipe), original_class(pipe)
     output = _output_of(blocks)
@@ -112,7 +113,7 @@ def _can_be_given(x: Any) -> bool:
 
 
 def guiders_of(pipe: Any) -> dict[str, str]:
-    """Return the names of guider components, by the request's field that sets their guidance scale.
+    """Return the names of guider components, keyed by the field of a request that sets their guidance scale.
 
     The field ``guidance_scale`` sets the scale of ``guider``, ``guidance_scale_2`` that of ``guider_2``. A field that
     is also an input of a block is left out, because the block takes it.
@@ -188,7 +189,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     inputs = {x.name for x in blocks.inputs}
     output = _output_of(blocks)
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
-    # Arguments that are inputs of no block are dropped. An input without an argument gets its default from diffusers.
+    # An input of the blocks without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
     with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
@@ -235,7 +236,7 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         nonlocal taken, last
         output = call(scheduler, *args, **kwargs)
         index = getattr(scheduler, "step_index", None)
-        # If step_index is the same as after the previous call, that step was repeated. It counts once.
+        # If step_index is the same as after the previous call, the scheduler repeated that step, which counts once.
         if index is None or index != last:
             taken += 1
             latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", None)
@@ -266,7 +267,7 @@ def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
 
 @contextmanager
 def _errors_raised_only() -> Iterator[None]:
-    """Inside this context, keep diffusers from also logging an exception that it raises, once per enclosing block."""
+    """Inside this context, turn off the log in which each enclosing block of diffusers repeats a raised exception."""
     blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
     before = blocks.level
     blocks.setLevel(logging.CRITICAL)

@@ -49,7 +49,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
             finished.append(replace(line, file=f"{prefix}{numbers.pop():05d}"))
         else:
             left.append(line)
-    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same one.
+    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same number.
     free = count(1 + max([*taken, *(line.number for line in left)], default=0))
     numbers = [line.number if line.number not in taken else next(free) for line in left]
     return [replace(line, file=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished

@@ -197,7 +197,8 @@ def _with_texts(png: bytes, **texts: str) -> bytes:
     info = PngInfo()
     for name, text in texts.items():
         info.add_itxt(name, text)
-    header = 33  # bytes: the signature and the first chunk, IHDR
+    # The signature and the first chunk, IHDR, are 33 bytes.
+    header = 33
     file = io.BytesIO()
     file.write(png[:header])
     for kind, data, *_ in info.chunks:

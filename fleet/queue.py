@@ -99,13 +99,14 @@ class RequestQueue:
             self._free -= 1
             batch = self._next_batch()
             self._running.update(entry.id_ for entry in batch)
-            # A separate task also ends properly if no client waits any more: it restarts a replica that died.
+            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
+            # that died is still restarted.
             task = asyncio.get_running_loop().create_task(self._run(batch), context=self._context.copy())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _next_batch(self) -> list[QueuedRequest]:
-        """Remove the first request from the queue, with the later ones that fit into a batch with it. Return them."""
+        """Remove from the queue and return the first request, and later requests that can be in the same batch."""
         first = self._waiting.pop(0)
         batch, key = [first], batch_key(first.request)
         if self._max_batch > 1 and key is not None:

@@ -191,14 +191,15 @@ class Rank:
         self._cancelled.add(id_)
 
     def process(self) -> int:
-        """Return the process id. The caller only needs an answer, to know that the rank lives."""
+        """Return the process id. The caller uses only the fact that this rank answers."""
         return os.getpid()
 
 
 def _forget_launcher() -> None:
     """Remove the environment variables by which a launcher tells a process its rank.
 
-    A Ray actor sees one GPU, with index 0. By an inherited ``LOCAL_RANK``, ``init_device_mesh`` would select another.
+    A Ray actor sees one GPU, with index 0. If the actor inherited ``LOCAL_RANK``, ``init_device_mesh`` would select
+    another GPU.
     """
     for name in list(os.environ):
         if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):

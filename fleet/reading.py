@@ -29,9 +29,9 @@ from para_core.fleet.request import (
 )
 
 _MAX_IMAGES = 16
-# Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any number.
+# Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any length.
 _MAX_TOKENS = 4096
-# Number of tokens that a model reads if its pipeline has no max_sequence_length: that of CLIP.
+# Number of tokens that a model is assumed to read if its pipeline has no max_sequence_length. CLIP reads this number.
 _CLIP_TOKENS = 77
 # Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
 _MAX_NESTING = 16
@@ -181,7 +181,7 @@ def read_request(
 
 
 def _validated(content: Content, schema: type[BaseModel]) -> dict[str, Any]:
-    # exclude_none, because OpenAI's clients send null for a field that their user omits.
+    # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
     if content.fields is not None:
         return schema.model_validate(content.fields).model_dump(exclude_unset=True, exclude_none=True)
     try:

@@ -42,8 +42,9 @@ class Recipe:
         weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
         text_encoders (`str`, *optional*): Placement of the text encoders, as in :func:`parallelize_pipe`. Defaults to
             ``"fsdp"`` if the weights are sharded, else to every rank's device.
-        offload (`"blocks"` or `"model"`, *optional*): What stays in host memory until it runs: the transformer's
-            blocks, as in :func:`parallelize_pipe`; or whole components (``enable_model_cpu_offload``, CUDA only).
+        offload (`"blocks"` or `"model"`, *optional*): Modules that stay in host memory until they run: the
+            transformer's blocks, as in :func:`parallelize_pipe`; or whole components (``enable_model_cpu_offload``,
+            CUDA only).
         resident_blocks (`int`): With offload ``"blocks"``, the number of first blocks that stay on the device.
         pipefusion (`int`, *optional*): Number of patches of PipeFusion, with pipeline stages (a ``pipe`` mesh dim) or
             on one rank. Not exact. None disables it.
@@ -51,7 +52,8 @@ class Recipe:
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
         backend (`str` or `AttentionSchedule`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
         cross_backend (`str`, *optional*): Backend of attention to another sequence, as in :func:`parallelize_pipe`.
-        comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): Rounds what attention sends to 8 bits. Not exact.
+        comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): 8-bit dtype to which attention rounds the tensors that
+            ranks exchange. Not exact.
         vae (`bool`): Whether the VAE also runs on all ranks.
         vae_placement (`str`, *optional*): Placement of the VAE, as in :func:`parallelize_pipe`.
         lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
@@ -129,12 +131,12 @@ class Recipe:
 
     @property
     def schedule(self) -> AttentionSchedule | None:
-        """``backend``, if it is a schedule."""
+        """The attention schedule, if ``backend`` is one; otherwise None."""
         return self.backend if isinstance(self.backend, AttentionSchedule) else None
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal if results are equal up to rounding. So mesh and compilation do not count."""
+        """16 hex digits, equal for recipes whose results are equal up to rounding, even on different meshes."""
         backend = asdict(self.schedule) if self.schedule else self.backend
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
         if self.cross_backend is not None:
@@ -142,7 +144,7 @@ class Recipe:
         if self.pipefusion is not None:
             decisive = (*decisive, "PipeFusion", self.pipefusion, dict(self.mesh).get("pipe"))
         if self.quantize is not None:
-            # With fsdp, torchao quantizes weights in another way, so results differ.
+            # With fsdp, torchao quantizes weights differently, so results differ by more than rounding.
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
@@ -185,7 +187,8 @@ def read_lora(text: str) -> tuple[str, float]:
         try:
             return name, float(scale)
         except ValueError:
-            pass  # What follows the colon is no number, so the colon belongs to the name.
+            # The text after the colon is not a number, so the colon belongs to the name.
+            pass
     return text, 1.0
 
 

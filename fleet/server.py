@@ -68,7 +68,7 @@ class Server:
 
     Attributes:
         app: The ASGI application, which a web server such as uvicorn runs.
-        loading: Whether requests are refused because no replica has loaded yet. Its creator sets it.
+        loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
     """
 
     def __init__(self, backend: Backend, model: Model, limits: Limits, options: ServerOptions) -> None:
@@ -111,7 +111,7 @@ class Server:
             self.app.add_middleware(RequestLog, path=options.request_log)
 
     def set_memory(self, memory: Memory | None) -> None:
-        """Limit the size of results to what is predicted to fit into the memory of a rank. None sets no such limit."""
+        """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
         self._limits = replace(self._limits, memory=memory)
 
     def fits(self, requests: Sequence[Request]) -> bool:
@@ -123,7 +123,8 @@ class Server:
     def _add_routes(self) -> None:
         guard = [Depends(self._access.require)]
         if self._options.api_key is not None:
-            guard.append(Security(HTTPBearer(auto_error=False)))  # adds a field for the key to the page /docs
+            # This dependency adds a field for the key to the page /docs.
+            guard.append(Security(HTTPBearer(auto_error=False)))
         # FastAPI must not read the body: the handler reads it after it has checked the number of requests, and stops at
         # a number of bytes. So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
@@ -173,7 +174,8 @@ class Server:
 
     def _model_card(self) -> dict[str, Any]:
         name = self._model.name
-        # Of a local folder only the last part is shown, because clients must not learn paths of this machine.
+        # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
+        # this machine.
         name = Path(name).name if Path(name).is_dir() else name
         card = {"id": name or self._model.pipeline, "object": "model", "created": self._started}
         return {**card, "owned_by": "para_core", "pipeline": self._model.pipeline, "kind": self._model.kind}

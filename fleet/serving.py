@@ -31,7 +31,7 @@ APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
 # Seconds between two reports of a replica that it lives, and how long it counts as ready after a report.
 _REPORT_SECONDS, _SILENT_SECONDS = 1.0, 4.0
-# Longest time until all replicas have reported, after they have loaded.
+# Seconds to wait, after all replicas have loaded, until all of them have reported.
 _READY_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 # Kind and value of what a replica reports about a batch; see ReplicaDeployment.generate.
@@ -60,7 +60,7 @@ class ReplicaOptions:
 class ReplicaDeployment:
     """A replica as a Ray Serve deployment. It runs one batch of requests at a time.
 
-    If a rank dies, it restarts all its ranks. Every second it reports to :class:`Front` that all ranks live.
+    If a rank dies, the replica restarts all its ranks. Every second it reports to :class:`Front` that all ranks live.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -77,8 +77,9 @@ class ReplicaDeployment:
     async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[Event]:
         """Run a batch, and yield its events as pairs of kind and value.
 
-        ``begin`` has the actor of the first rank, for :func:`group.cancel`; each ``step`` the number of finished steps,
-        or a partial image. The last event is ``done`` with the outcomes of the requests, or ``died`` with a message.
+        The first event is ``begin``, with the actor of the first rank (for :func:`group.cancel`). Each ``step`` has the
+        number of finished steps, or a partial image. The last event is ``done`` with the outcomes of the requests, or
+        ``died`` with a message.
         """
         self._busy = True
         task = None
@@ -91,13 +92,14 @@ class ReplicaDeployment:
                 kind, value = await events.get()
                 yield kind, value
                 if kind == "died":
-                    # Restart the ranks before this generator ends: the queue then sends the next batch.
+                    # Restart the ranks before this generator ends, because the queue then sends the next batch.
                     await self._ensure_running()
                 if kind != "step":
                     break
         finally:
             self._busy = False
-            if task is not None and not task.done() and self._replica.actors:  # the caller abandoned this generator
+            # Cancel the batch if the caller abandoned this generator.
+            if task is not None and not task.done() and self._replica.actors:
                 for id_, _ in batch:
                     group.cancel(self._replica.actors[0], id_)
 
@@ -270,7 +272,8 @@ def start(
         front = serve.deployment(serve.ingress()(Front), name="Front").options(
             num_replicas=1,
             max_ongoing_requests=10_000,
-            # Place it on the head node, which listens: results of asynchronous videos are on this node's disk.
+            # Place the front on the head node: Ray Serve listens there, and the results of asynchronous videos are on
+            # its disk.
             ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
         # The front starts before the replicas, so that it can answer 503 while they load.

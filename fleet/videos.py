@@ -163,7 +163,8 @@ class Videos:
         finally:
             self._running.pop(job.id_, None)
             self._jobs.end(job)
-            if job.id_ not in self._records:  # the video was deleted while its files were written
+            # Remove the files of a video that was deleted while they were being written.
+            if job.id_ not in self._records:
                 self._remove_files(job.id_)
 
     def _write_files(self, record: dict[str, Any], outputs: tuple[Output, ...]) -> None:

@@ -148,14 +148,15 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # para_core, if it runs from a checkout
+        # para_core has no version if it runs from a checkout.
+        return "not installed"
 
 
 def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_: str, watch: Watch) -> Previews | None:
     if watch.preview is None or not request.delivery.partial_images:
         return None
     first = mesh is None or mesh.rank == 0
-    # If the VAE runs on all ranks, or on the first rank for all, decoding is a collective call: all ranks decode.
+    # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all. All ranks decode then.
     send = watch.preview if first else lambda output: None
     return Previews(request, send, format_=format_, decodes=first or recipe.vae or recipe.vae_placement == "first")
 
