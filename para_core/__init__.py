@@ -11,15 +11,18 @@ if TYPE_CHECKING:
 
 _here = Path(__file__).parent
 if not (_here / "adapters").is_dir():
-    # In a checkout, adapters/ and kernels/ are next to this folder. Only an installation moves them into it.
+    # In a checkout, the folders adapters/, kernels/, fleet/ and cli/ are siblings of this one, so their parent must be
+    # searched too. An installation moves them into this folder.
     __path__.append(str(_here.parent))  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    """Import para_core.api when the first public name is used. ``para_core --help`` uses none, so it need not import
-    torch.
+    """Import :mod:`para_core.api` at the first access to a public name, and return the value of ``name``.
+
+    ``para_core --help`` accesses no public name, so it starts without importing torch.
     """
-    # import_module is needed, because `from para_core import api` would call this function again.
+    # Do not write `from para_core import api` here: that statement looks up the attribute "api" and so calls this
+    # function again, without end.
     api = importlib.import_module("para_core.api")
     globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
     if name not in globals():

@@ -1,6 +1,6 @@
 """Entry point of the command ``para_core`` and of ``python -m para_core``.
 
-It calls :mod:`para_core.cli`, which needs the extra ``cli``.
+The command line itself is in :mod:`para_core.cli`, which needs the extra ``cli`` (``pip install para_core[cli]``).
 """
 
 from __future__ import annotations

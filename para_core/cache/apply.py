@@ -44,13 +44,13 @@ def apply_cache(
             together. Defaults to the mesh of the plan that is applied to the model, or of the mode around the call.
             Required if you compile the model inside your own mode.
         **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a
-            schedule are refused.
+            pipeline's schedule, such as ``start``, are refused.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        TypeError, ValueError: An option is invalid, or the model has no such blocks.
+        TypeError, ValueError: An option is invalid, or the model does not have the blocks that ``blocks`` describes.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)
@@ -80,7 +80,7 @@ def apply_cache(
 
 
 def remove_cache(model: Model) -> Model:
-    """Undo :func:`apply_cache`, and return ``model`` with its original class and without attributes of the cache."""
+    """Undo :func:`apply_cache`: restore the class of ``model``, delete the cache's attributes, and return ``model``."""
     for module in (model, uncompiled(model)):
         caller = _caller_of(module)
         cache = _cache_of(module)
@@ -104,7 +104,7 @@ def reset_cache(model: nn.Module) -> None:
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:
-    """Return a report of the model calls since :func:`reset_cache`, at most of the last 4096.
+    """Return a report of the model calls since the last :func:`reset_cache`, of at most the last 4096 calls.
 
     Raises:
         ValueError: The model has no cache.

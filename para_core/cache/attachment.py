@@ -27,7 +27,7 @@ Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockRunner(Protocol):
-    """The interface that a cache implements for its hooks."""
+    """The methods of a cache that the hooks on a model's blocks call."""
 
     def run_block(
         self,
@@ -40,29 +40,31 @@ class BlockRunner(Protocol):
         """Run ``block`` with ``call(block, *args, **kwargs)``, or skip it, and return its output."""
 
     def in_branch(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which the cache uses the state of the CFG branch ``name``."""
+        """Return a context manager, inside which the cache uses the residuals of the CFG branch ``name``."""
 
 
 class BlockHookHost:
-    """All hooks of one model, and the cache that is using them.
+    """All cache hooks on one model, and the cache that currently uses them.
 
-    A graph is valid only for the classes that it was compiled with, and hooks change the class of a block. If a graph
-    was compiled, this object is therefore kept when the last cache is removed, and the next cache gets the same hooks.
+    A compiled graph is valid only for the classes that it was compiled with, and hooks change the class of a block. If
+    a graph was compiled, this object is therefore kept when the last cache is removed, so that the next cache gets the
+    same hooks.
     """
 
     def __init__(self) -> None:
         # The cache of the model call that is running, and the thread of this call.
         self.running: BlockRunner | None = None
         self.thread = 0
-        # The cache for calls of the model without a pipeline.
+        # The cache that handles calls of the model outside a pipeline.
         self.resident: BlockRunner | None = None
         self._local = threading.local()
-        # All caches that use these hooks.
+        # All caches that use these hooks. The hooks are removed with the last one.
         self.owners: WeakSet[Any] = WeakSet()
         self.attachments: list[BlockHooks] = []
         self.callers: list[ModelCallHook] = []
         self.traced = False
-        # Classes to keep alive, by id: as dict keys they would collide, because they compare equal to their originals.
+        # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
+        # original, so the two would be the same key of a dict or set.
         self._classes: dict[int, type] = {}
         self.named = self._make_named()
 
@@ -73,7 +75,10 @@ class BlockHookHost:
         return name
 
     def caller(self, key: str) -> ModelCallHook:
-        """Return a hook for the model's call that no cache uses; its key begins with ``key``. Create one if needed."""
+        """Return an unused hook around the model's call.
+
+        Create a hook, whose key begins with ``key``, if all are in use.
+        """
         hooks = [caller for caller in self.callers if caller.key.startswith(key)]
         free = next((hook for hook in hooks if hook.run is None), None)
         if free is None:
@@ -82,7 +87,7 @@ class BlockHookHost:
         return free
 
     def remember(self, instance: Any) -> None:
-        """Keep the current class of ``instance``, which a hook has changed, alive for compiled graphs."""
+        """Keep the class that a hook gave ``instance`` alive, because compiled graphs are valid only for this class."""
         self._classes[id(type(instance))] = type(instance)
 
     def _make_named(self) -> Around:
@@ -103,7 +108,9 @@ class BlockHookHost:
 
 
 class ModelCallHook:
-    """A hook around a model's call, used by one cache or one pipeline. Several pipelines may share the model.
+    """A hook around a model's call, used by at most one cache or pipeline at a time.
+
+    Several pipelines may share a model, so a model may have several of these hooks.
 
     Args:
         key: The name under which the hook is installed.
@@ -125,7 +132,7 @@ class ModelCallHook:
 
 
 class BlockHooks:
-    """The hooks of a model's blocks, for all caches that give each block the same role."""
+    """The hooks on a model's blocks. All caches that give every block the same role share them."""
 
     def __init__(self, host: BlockHookHost, module: nn.Module, roles: Roles) -> None:
         self.host = host
@@ -134,7 +141,7 @@ class BlockHooks:
         self._arounds = {role: self._around_block(role) for _, role in roles}
 
     def fits(self, roles: Roles) -> bool:
-        """Whether these hooks are for the given blocks and roles, so that another cache can use them."""
+        """Whether these hooks are on the blocks of ``roles`` with equal roles, so that another cache can share them."""
         own = [(block(), role) for block, role in self._roles]
         return len(own) == len(roles) and all(
             block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
@@ -145,7 +152,8 @@ class BlockHooks:
 
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = host.running or host.resident
-            # Do not use the cache for a call in another thread: a pipeline without a cache may use the same model.
+            # If the cache is running in another thread, do not use it for this call, which may come from a pipeline
+            # without a cache that shares the model.
             in_other_thread = (
                 not torch.compiler.is_compiling() and host.running is not None and host.thread != get_ident()
             )
@@ -176,7 +184,7 @@ class BlockHooks:
 def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
     """Install hooks on the blocks in ``roles`` for ``cache``, and return the object that holds them.
 
-    Hooks for the same blocks and roles that are already installed are kept.
+    If the same blocks already have hooks for the same roles, these are shared.
     """
     installed = _hooks_of(roles[0][0])
     compiled = _COMPILED.pop(module, None)
@@ -194,7 +202,7 @@ def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost
 
 
 def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
-    """Undo :func:`attach`. The hooks are only removed from the model if no other cache uses them.
+    """Undo :func:`attach`. The hooks are removed from the model unless another cache uses them.
 
     Args:
         traced: Whether a graph was compiled with ``cache``. The next cache of the model then gets the same hooks again.

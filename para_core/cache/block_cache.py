@@ -1,9 +1,10 @@
 """First Block Cache on one model, in eager code and in a compiled graph.
 
 The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the
-first block measures the residual and decides the step. The hooks of the other blocks run or skip them, and that of the
-last block of a group adds the stored residual. Computations of the model between its blocks (such as residuals of a
-ControlNet) also run in skipped steps, but have no effect there, because the stored residual contains them.
+first block measures the residual and decides the step. The hooks of the other blocks run or skip their blocks. In a
+skipped step, the hook of the last block of a group adds the stored residual to the input of the group. Computations of
+the model between its blocks (such as residuals of a ControlNet) also run in skipped steps, but have no effect there,
+because the stored residual contains them.
 
 In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the model does
 nothing between them, otherwise one per block, all with the same predicate.
@@ -61,7 +62,8 @@ class BlockCache:
             applied to the model, or of the mode around a call.
 
     Raises:
-        ValueError: The model has no such blocks, no block would be skipped, or the model has a cache of diffusers.
+        ValueError: The model does not have the blocks that ``blocks`` describes, no block would be skipped, or one of
+            diffusers' own caches is enabled on the model.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class BlockCache:
         self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
         self._given_mesh = mesh
         self.mesh = mesh
-        # Whether a graph was compiled with this cache.
+        # Whether a graph was compiled with this cache, so that its hooks must be kept for that graph.
         self.traced = False
-        # Whether the model currently runs without the cache.
+        # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
-        # For the report: the number of CFG branches in a batch, and the number of its samples (0 if unknown).
+        # The report needs the number of CFG branches in a batch, and the number of samples in it (0 if unknown).
         self.num_branches, self.batch = 1, 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
@@ -94,16 +96,16 @@ class BlockCache:
         parameter = next(module.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self.params = DecisionParams.of(self.step, options, self.threshold)
-        # The numbers of self.params as a tensor, which graphs read.
+        # The values of self.params as one tensor, because a graph reads them from the device.
         self.params_on_device = self.params.tensor(device)
-        # For each group, whether the model may compute something between its blocks in the current call.
+        # For each block group, whether the model may compute something between its blocks in the current call.
         self.unchained = [not group.chained for group in blocks.groups]
         self._group_blocks = [
             GroupBlocks([block for block, role in self.roles if role.skipped and role.group == index])
             for index in range(len(blocks.groups))
         ]
-        # State of the current call. Some are lists whose items are set, because Dynamo 2.13 loses the new value of an
-        # attribute that is set after torch.cond.
+        # The attributes below hold the state of the current call. Two are lists whose items are set, because Dynamo
+        # 2.13 loses the new value of an attribute that is set after torch.cond.
         self._group_outputs: list[Streams | None] = [None] * len(blocks.groups)
         self._before: Tensor | None = None
         self._entries: list[Streams | None] = [None] * len(blocks.groups)
@@ -116,24 +118,25 @@ class BlockCache:
         return attach(self.module, self.roles, self)
 
     def detach(self) -> None:
-        """Remove the hooks and all state."""
+        """Remove this cache's hooks, unless another cache shares them, and drop its residuals."""
         self.reset()
         detach(self.module, self.roles, self, traced=self.traced)
 
     def as_text(self) -> dict[str, str]:
-        """Return all options by name, as strings that ranks can compare."""
+        """Return all options, with the current threshold, as ``{name: text}``, which ranks can compare."""
         return {**self.options.as_text(), "residual_diff_threshold": str(self.threshold)}
 
     def run(self, call: Callable[[], Any], arguments: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
         """Run one call of the model with the cache, and return its output. The model or its blocks may be compiled.
 
         Args:
-            call: A function that calls the model.
+            call: A function without arguments that calls the model.
             arguments: The arguments of the call by name.
             step_of: A function that returns the position of the call in the schedule, given the name of its CFG branch.
 
         Raises:
-            RuntimeError: The model already runs with this cache, or the policy cannot be compiled.
+            RuntimeError: The model already runs with this cache, or the user's policy function branches on values of
+                tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             require_no_foreign_cache(self.module)
@@ -169,7 +172,7 @@ class BlockCache:
         ]
         device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
         self.params = DecisionParams.of(step, self.options, self.threshold)
-        # Create a new tensor instead of changing the previous one, which the device may still read.
+        # Create a new tensor instead of overwriting the previous one, because the device may still have to read that.
         self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
@@ -202,22 +205,29 @@ class BlockCache:
         return output
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Identify the CFG branch of the next call of the model, even if another rank runs this call.
+        """Identify the CFG branch of the next call of the model from its ``arguments``.
 
-        If branches are distributed over ranks, this lets all ranks give them the same numbers.
+        With CFG parallelism all ranks call this for every model call, also for calls that another rank will run, so
+        that the branches get the same names on all ranks.
         """
         if self.attach().branch is None:
             self._branches.announce(arguments)
 
     def find_mesh(self) -> None:
-        """Set ``mesh`` for the next call, because a plan may have been applied or removed. Dynamo may trace this."""
+        """Set ``mesh`` for the next call, because a plan may have been applied or removed since the last one.
+
+        Dynamo may trace this method. Then the mesh of a mode around the call is not looked up.
+        """
         self.mesh = self._given_mesh or mesh_of_plan(self.module)
         if self.mesh is None and not torch.compiler.is_compiling():
             modes = function_mode_stack()
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``; create it if needed. At most 8 are kept: the oldest one is dropped."""
+        """Return the state of ``branch``; create it if needed.
+
+        At most 8 branches have one: the least recently used is dropped.
+        """
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
         for oldest in list(self.states)[:-MOST_BRANCHES]:
@@ -228,7 +238,7 @@ class BlockCache:
     def in_branch(self, name: str) -> Iterator[None]:
         """Use the state of the CFG branch ``name`` inside the ``with`` block.
 
-        Graphs of the whole model need this, because they cannot look up the state by name.
+        This selects the state for a graph of the whole model, which cannot look it up by name itself.
         """
         before, self.state = self.state, self.state_of(name)
         try:
@@ -274,7 +284,8 @@ class BlockCache:
     ) -> Any:
         """Run or skip one transformer block, and return its output.
 
-        A skipped block returns its inputs; the last one of a group returns the forecast output of the group.
+        A skipped block returns its inputs, except for the last block of a group, which returns the forecast output of
+        the group.
         """
         if self.idle:
             return call(block, *args, **kwargs)
@@ -314,14 +325,16 @@ class BlockCache:
         return output
 
     def _decide(self, residual: Tensor) -> None:
-        """Decide the step, and set ``_skip``: whether to skip the remaining blocks; None if no residual is stored yet.
+        """Decide whether to skip the remaining blocks. Set ``_skip`` to a bool, in a graph to a bool tensor.
 
-        ``residual`` is the tensor that the rule compares: the first-block residual or the modulated input.
+        ``_skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual`` is the
+        tensor that the rule compares: the first-block residual or the modulated input of the first block.
         """
         state = self.state
         traced = torch.compiler.is_compiling()
         sample = residual.detach()[..., :: self.options.downsample].movedim(self.blocks.groups[0].samples, 0)
-        if sample.dim() < 3:  # The tokens have no batch dim.
+        # Some models pass tokens as ``[S, C]``, so add a batch dim of 1.
+        if sample.dim() < 3:
             sample = sample[None]
         params = self.params_on_device if traced else self.params
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
@@ -334,24 +347,25 @@ class BlockCache:
         skip, self.outcome = decider.decide(inputs)
         if traced:
             self._skip_on_device = skip
-            # Copy it once here, because otherwise every torch.cond that reads it would wait for the device.
+            # Copy the decision to the host once, because otherwise every torch.cond that reads it would wait for the
+            # device.
             skip = skip.to("cpu")
         self._skip = skip
 
     def _forecast(self, role: BlockRole) -> Streams:
-        """Return the forecast output of the group of skipped blocks to which the block with this role belongs."""
+        """Return the forecast output of the block group of ``role``: its input plus weighted stored residuals."""
         decider: Any = self.state.decider
         params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
         weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
     def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
-        """Return the output of one block in a graph, where it is run or skipped by its own ``torch.cond``."""
+        """Return the output of one block in a graph, which a ``torch.cond`` for this block alone runs or skips."""
         if role.exits:
             return role.as_output(self._end_group_in_graph(role, inputs, compute))
 
         def skipped() -> Streams:
-            # The values do not matter, because the outputs of skipped blocks are replaced at the end of the group.
+            # Empty tensors will do, because the last block of the group replaces the outputs of skipped blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
         return role.as_output(cond(self._skip, skipped, compute, list(range(len(inputs))), inputs))
@@ -359,13 +373,14 @@ class BlockCache:
     def _run_group_in_graph(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the output of one block in a graph that runs or skips all blocks of its group in one ``torch.cond``.
+        """Return the output of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
 
-        The call of the first block runs or skips the whole group. The calls of the other blocks return their inputs.
+        The call of the group's first block contains this ``torch.cond``. The calls of the other blocks return their
+        inputs.
         """
         if not role.enters:
             before = self._group_outputs[role.group] or (None,) * len(inputs)
-            # Use a list, because Dynamo 2.13 evaluates a generator after the point at which all() stops.
+            # Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at which all() stops.
             if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
                 raise RuntimeError(
                     f"{type(self.module).__name__} does something between the blocks of "
@@ -392,7 +407,7 @@ class BlockCache:
         return role.as_output(outputs)
 
     def _end_group_in_graph(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
-        """Return the output of a group in a graph, computed or forecast, and store its residual if it was computed."""
+        """Return the output of a block group in a graph, computed or forecast, and store its residual if computed."""
         residuals = self.state.groups[role.group]
         present = [i for i, history in enumerate(residuals.histories) if history is not None]
         outputs = cond(self._skip, lambda: self._forecast(role), compute, present, inputs)

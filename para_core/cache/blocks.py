@@ -1,4 +1,4 @@
-"""Describe a model's stack of transformer blocks for a cache, and derive from it the role of each block."""
+"""The description of a model's transformer blocks for a cache, and the roles of the blocks derived from it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class BlockGroup:
             values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
         chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block, and gives
-            all blocks the same other arguments. A compiled graph then skips all blocks of the group at once.
+            all blocks the same other arguments. A compiled graph then skips all blocks of the group with one
+            ``torch.cond``.
         between (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as residuals of a
             ControlNet. If one of them is passed, the model computes something between its blocks although ``chained``
             is set.
-        samples (`int`, defaults to `0`): The batch dim of ``measured``: 0 for ``[B, S, C]``, 1 for ``[S, B, C]``.
+        samples (`int`, defaults to `0`): Index of the batch dim of ``measured``: 0 for ``[B, S, C]``, 1 for
+            ``[S, B, C]``.
 
     Raises:
-        TypeError, ValueError: A value is not a tuple of names, is empty, or ``measured`` is not a stream.
+        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty, or ``measured`` is
+            not a stream.
     """
 
     lists: tuple[str, ...]
@@ -55,7 +58,8 @@ class BlockGroup:
 class CachedBlocks:
     """The block stack of a model, in groups.
 
-    A new group begins where the streams change, for example where text and image tokens are concatenated.
+    A new group begins where the tensors that a block takes and returns change, for example where text and image tokens
+    are concatenated.
 
     Args:
         groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
@@ -104,10 +108,10 @@ class BlockRole:
         group: Index of the block's group.
         streams, measured, chained: The settings of the group; see :class:`BlockGroup`.
         parameters: Names of the parameters of the block's ``forward``.
-        opens: Whether this is the first block, at which the measured stream is recorded.
-        decides: Whether the step is decided after this block.
+        opens: Whether this is block 0 of the model, whose input is recorded to compute the first-block residual.
+        decides: Whether the cache decides after this block to skip or compute the rest.
         enters: Whether this is the first block of its group that may be skipped.
-        skipped: Whether this block may be skipped.
+        skipped: Whether the cache may skip this block.
         exits: Whether this is the last block of its group that may be skipped, after which the residual of the group is
             stored or added.
     """
@@ -129,14 +133,15 @@ class BlockRole:
         return tuple([arguments.get(name) for name in self.streams])
 
     def as_output(self, values: tuple[Any, ...]) -> Any:
-        """Return the streams ``values`` as the block returns them: a tensor if there is one stream, else a tuple."""
+        """Return the streams ``values`` as a block returns them: one stream as a tensor, several as a tuple."""
         return values[0] if len(self.streams) == 1 else values
 
     def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """Return the block's ``output`` as a tuple of streams.
 
         Raises:
-            ValueError: Their number or shapes differ from those of ``inputs``.
+            ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams passed to
+                the block.
         """
         outputs = as_tuple(output)
         before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
@@ -165,7 +170,8 @@ def roles_of(
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
     Args:
-        first_blocks, last_blocks: Numbers of blocks at the start and at the end of the stack that always run.
+        first_blocks, last_blocks: Number of blocks at the start, and at the end, of the stack that always run. They
+            have no hook, except those that measure the first-block residual.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.

@@ -17,10 +17,10 @@ from para_core.user_warnings import CacheWarning, warn_user
 
 # The arguments that identify branches if the user names none. Those that the model does not have are ignored.
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
-# Maximum number of branches with stored state. A pipeline has two or three.
+# Maximum number of branches whose residuals are stored. A pipeline has two or three.
 MOST_BRANCHES = 8
-# Number of calls with different conditions after which, if none was repeated, the conditions are considered to change
-# from step to step, so that they cannot identify branches.
+# If no conditions were repeated after more than this number of calls, they are considered to change from step to step,
+# so they cannot identify branches.
 _MOST_NEW = 4
 
 
@@ -45,7 +45,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     return blocks.conditions
 
 
-# Number of first calls in which arguments that alternate between calls are looked for.
+# The cache looks for arguments that alternate between branches in this number of calls at the start.
 _MOST_COMPARED = 6
 
 
@@ -57,7 +57,8 @@ class _Branch:
 
 
 class _FirstCalls:
-    """The arguments of the first calls of a model, to detect CFG branches that the conditions do not tell apart.
+    """The arguments of the first calls of a model, to detect CFG branches that the conditions (the arguments that
+    should identify a branch) do not tell apart.
 
     A pipeline may create new tensors with the same text or latents for each call. Tensors in different memory are
     therefore compared by value, for which the host waits for the device.
@@ -75,8 +76,8 @@ class _FirstCalls:
         have the same latents, the next call has new latents, and the text of an earlier call comes back.
 
         Args:
-            branch: The name of the branch that the conditions gave the call.
-            arguments: The other arguments of the call by name.
+            branch: The name of the call's branch according to the conditions.
+            arguments: The arguments of the call, except the conditions, by name.
         """
         if self._over:
             return []
@@ -115,7 +116,7 @@ class _Leaf:
         if type(x) is type(y) and isinstance(x, (bool, int, float, str)):
             return bool(x == y)
         if not (self.is_plain and other.is_plain) or not _form_is_same(x, y):
-            # Do not compare values: comparing a deferred tensor (see para_core.cfg) would compute it.
+            # Only compare the objects: comparing the values of a deferred tensor (see para_core.cfg) would compute it.
             return x is y
         if x.is_meta or _place_of(x) == _place_of(y):
             return self.version == other.version
@@ -149,18 +150,23 @@ class Branches:
         self._branches: list[_Branch] = []
         self._count = 0
         self._first_calls = _FirstCalls()
-        # A tuple with the name of the next call's branch, if :meth:`announce` has determined it.
+        # If :meth:`announce` was called, a tuple with the branch name of the next call; the name may be None.
         self._announced: tuple[str | None] | None = None
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Determine the branch of the next call from its arguments. Another rank may run this call."""
+        """Identify the branch of the next model call from its arguments, and keep its name for :meth:`name_of`.
+
+        With CFG parallelism all ranks call this for every model call, also if another rank runs the model, so that the
+        branches get the same names on all ranks.
+        """
         self._announced = (self._name_of(arguments),)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch of a call: ``branch 0`` for the first branch, ``branch 1`` for the next one.
+        """Return the name of the branch of a model call: ``branch 0`` for the first conditions, ``branch 1`` for the
+        next.
 
-        Return None if branches cannot be identified. The host waits for the device only if the conditions are new
-        tensors, and then once.
+        Return None if branches cannot be identified. The host waits for the device at most once, to compare the values
+        of conditions that are new tensors.
         """
         announced, self._announced = self._announced, None
         name = self._name_of(arguments) if announced is None else announced[0]
@@ -182,7 +188,7 @@ class Branches:
             )
 
     def why_unknown(self, model: str) -> str:
-        """Return the text of the warning to show if :meth:`name_of` returned None."""
+        """Return the text of the warning to show after :meth:`name_of` returned None."""
         return (
             f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be "
             "identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
@@ -193,7 +199,8 @@ class Branches:
         if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
             return None
         leaves = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
-        # Include all bools and strings: some pipelines call the model a third time per step, with some layers left out.
+        # Include all bools and strings: some pipelines call the model a third time per step with some layers left out,
+        # and tell it so by such an argument.
         leaves += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
         branch = self._find(leaves)
         if branch is not None:
@@ -228,7 +235,7 @@ class Branches:
 
 
 def _may_be_equal(before: list[Any], now: list[Any]) -> bool:
-    """Whether the lists are equal if the values of tensors (but not shapes, dtypes and devices) are ignored."""
+    """Whether two lists are equal if tensors are compared by shape, dtype and device, not by value."""
     return len(before) == len(now) and all(map(_form_is_same, before, now))
 
 

@@ -1,4 +1,4 @@
-"""Run ``torch.cond`` with branches whose outputs may be None and may have symbolic shapes."""
+"""A ``torch.cond`` whose branches may return None, and tensors of symbolic shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cond(
         condition: A bool tensor with one element. If it is on an accelerator, the host waits for it at each call.
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
-        inputs: Tensors with the shapes of the outputs.
+        inputs: Tensors with the shapes of the outputs, which the flat results are reshaped to.
     """
 
     def flattened(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:
@@ -41,9 +41,9 @@ def cond(
 def _flat_copy(x: Tensor | None) -> Tensor:
     """Return a contiguous copy of ``x`` with one dim.
 
-    ``torch.cond`` requires outputs that are no views of other tensors and have equal strides in both branches. If a
-    size is symbolic, ``torch.cond`` derives the strides of the result from the sizes, and fails if a dim has size 1 or
-    if the branches have different expressions for the same size. A tensor with one dim always has stride 1.
+    ``torch.cond`` requires that its outputs are not views, and that both branches return equal strides. If a size is
+    symbolic, ``torch.cond`` derives the strides of the result from the sizes, and fails if a dim has size 1 or if the
+    branches have different expressions for the same size. A tensor with one dim always has stride 1.
     """
     if x is None:
         raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")

@@ -1,4 +1,4 @@
-"""Decide whether a step is skipped, with Python numbers in eager code and with tensors in a graph."""
+"""The decision whether to skip a step, with Python numbers in eager code and with tensors in a graph."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Verdict(IntEnum):
 
     HIT = 0
     MISS = 1
-    # Computed, because it is the first step of a branch, or one of its warmup_steps.
+    # The step was computed, because it is the first step of a branch, or one of its warmup_steps.
     WARMUP = 2
-    # Computed, because max_consecutive_hits or max_hits was reached.
+    # The step was computed, because max_consecutive_hits or max_hits was reached.
     LIMIT = 3
-    # Computed, because it is before start or after end, the last step (always_compute_last), or in compute_steps.
+    # The step was computed, because it is before start or after end, the last step (always_compute_last), or in
+    # compute_steps.
     SCHEDULE = 4
-    # Computed, because the difference was not finite.
+    # The step was computed, because the difference was not finite.
     NOT_FINITE = 5
-    # Skipped, because the step is not in compute_steps.
+    # The step was skipped, because compute_steps is set and does not contain it.
     MASKED = 6
 
     @property
@@ -47,9 +48,10 @@ class Step:
     """The position of a model call in the denoising schedule. Calls without a schedule use the defaults.
 
     Args:
-        index, total: Index of the step, and number of steps in the schedule.
+        index: Index of the step in the schedule.
+        total: Number of steps in the schedule.
         time: The timestep, on the scale of the schedule.
-        forced: The verdict, if the options determine it for this step; else None, and the step is compared.
+        forced: The verdict, if the options determine it for this step; None if the step must be compared.
     """
 
     index: int = 0
@@ -59,7 +61,10 @@ class Step:
 
 
 def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
-    """Return the step ``index`` of ``total``, with its verdict if ``options`` determine it without a comparison."""
+    """Return the :class:`Step` with this index, number of steps and timestep.
+
+    ``forced`` is set if ``options`` determine it.
+    """
     if options.compute_steps is not None:
         return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
     outside = not options.start <= index / total < options.end
@@ -68,12 +73,12 @@ def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
 
 
 class DecisionParams(NamedTuple):
-    """The numbers of a step and of the options on which the decision of a call depends.
+    """The numbers of a step and of the options that decide whether a call is skipped.
 
-    In a graph they are 0-dim float64 tensors, so that the graph is not compiled again for other values.
+    In a graph they are 0-dim float64 tensors, so that other values do not cause a recompilation.
     """
 
-    forced: Number  # The number of a Verdict; 0 if the difference decides.
+    forced: Number  # The number of a Verdict, or 0 if the step must be compared.
     time: Number
     step: Number
     num_steps: Number
@@ -97,9 +102,10 @@ class BranchCounters(NamedTuple):
     """Counters of the calls of one CFG branch in a generation.
 
     Args:
-        calls, hits: Number of all calls, and of skipped calls.
-        hits_in_a_row: Number of skipped calls since the last computed one.
-        times: Timesteps of the last computed steps, newest first, filled up with 0 while there are too few.
+        calls, hits: Number of calls, and of skipped calls among them.
+        hits_in_a_row: Number of skipped calls since the last computed call.
+        times: Timesteps of the last computed steps, newest first, one per residual that the options store. Zeros stand
+            for steps that do not exist yet.
     """
 
     calls: Number
@@ -112,7 +118,7 @@ class BranchCounters(NamedTuple):
         return self.calls - self.hits
 
     def after(self, skip: Any, time: Number, where: Where) -> BranchCounters:
-        """Return the counters after one more call, at timestep ``time``, which was skipped if ``skip``."""
+        """Return the counters after one more call, at timestep ``time``. ``skip`` is whether that call was skipped."""
         return BranchCounters(
             self.calls + 1,
             where(skip, self.hits + 1, self.hits),
@@ -130,7 +136,7 @@ def _where(condition: bool, a: Any, b: Any) -> Any:
 
 
 def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, where: Where) -> Number:
-    """Return the number of the verdict if it does not depend on the difference; 0 if the difference decides."""
+    """Return the number of the verdict if limits, warm-up or the schedule determine it; 0 if the step is compared."""
     verdict: Number = where(counts.hits_in_a_row >= params.max_consecutive_hits, _LIMIT, 0.0)
     verdict = where(counts.hits >= params.max_hits, _LIMIT, verdict)
     verdict = where(counts.calls < params.warmup_steps, _WARMUP, verdict)
@@ -141,10 +147,10 @@ class DecisionOutcome(NamedTuple):
     """The outcome of a decision, for the report. Its values are tensors if a graph decided.
 
     Args:
-        differences: The difference of each sample; None if the verdict did not depend on it (in eager code).
+        differences: The difference of each sample; in eager code None if the verdict did not depend on it.
         verdict: A :class:`Verdict`, or its number as a tensor.
         computed: Number of computed steps of the branch before this call, whose residuals a forecast can use.
-        samples: Number of samples in the call, summed over ranks if these share the batch.
+        samples: Number of samples in the call, over all ranks that share the batch.
     """
 
     differences: Any
@@ -153,24 +159,24 @@ class DecisionOutcome(NamedTuple):
     samples: int
 
     def outside_graph(self) -> DecisionOutcome:
-        """Return a copy of this value with copied tensors, because the next replay of a CUDA graph overwrites them."""
+        """Return a copy of this outcome with cloned tensors. The next CUDA graph replay overwrites the originals."""
         values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
         return DecisionOutcome(*values)
 
 
 @dataclass(frozen=True)
 class DecisionInput:
-    """The inputs of the decision of one call.
+    """The inputs of the decision whether to skip one call.
 
     Args:
         sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually some channels of the
             first-block residual. Each sample of the batch is compared with its own earlier value. If one difference is
             large, the whole batch is computed, because a graph cannot skip a part of it.
         options: The options of the cache, with its rule and policy.
-        params: The numbers of the call; in a graph, a tensor that contains them.
+        params: The numbers of the step and the options; in a graph, a tensor ``[8]`` that contains them.
         mesh: The ranks that hold parts of one sequence, which decide together; None for a single rank.
-        sharing: The ranks that share the samples of the batch in equal parts, if there are any. They decide together,
-            too, from all samples, as one device would.
+        sharing: The mesh dim along which the batch is split in equal parts, if it is split. These ranks also decide
+            together, from all samples, as one device would.
     """
 
     sample: Tensor
@@ -181,18 +187,19 @@ class DecisionInput:
 
     @property
     def samples(self) -> int:
-        """The number of samples in the call, summed over the ranks that share the batch."""
+        """The number of samples in the call, over all ranks that share the batch."""
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return the difference between each sample of the call and its value in ``first``, measured by the rule.
+        """Return how much each sample differs from its values ``first`` in the last computed step, measured by the
+        rule.
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """
         rule = rule_of(self.options.rule)
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
-        # Gather and then add, so that all ranks add the same numbers in the same order: different rounding could make
-        # their decisions differ.
+        # Gather the sums and add them on each rank, so that all ranks add in the same order: different rounding could
+        # make their decisions differ.
         for dim in () if self.mesh is None else self.mesh.dims:
             if dim.size > 1:
                 sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
@@ -202,7 +209,8 @@ class DecisionInput:
         return differences
 
     def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
-        """Return whether the policy or, if there is none, the threshold allows to skip a step.
+        """Return whether the step may be skipped, according to the user's policy or, without a policy, to the
+        threshold.
 
         ``largest`` is the largest difference of all samples.
         """
@@ -214,25 +222,25 @@ class DecisionInput:
 
 
 class Decider(Protocol):
-    """An object that decides the steps of one CFG branch. It is created in the first call of the branch.
+    """The interface of an object that decides the steps of one CFG branch. The first call of the branch creates it.
 
     Attributes:
-        first: The values of the last computed step with which the next step is compared.
+        first: The compared values of the last computed step (of its first-block residual or modulated input).
     """
 
     first: Tensor
 
     def decide(self, inputs: DecisionInput) -> tuple[Any, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. This updates the counters and ``first``."""
+        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
         """Return the weights of the stored residuals in the forecast for this call, newest first.
 
-        Call it after :meth:`decide`.
+        Call :meth:`decide` first, because it updates the counters on which the weights depend.
         """
 
     def leave_graph(self) -> None:
-        """Replace stored tensors that a graph returned by copies: the next replay of a CUDA graph overwrites them."""
+        """Clone the stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
 
 
 class NumberDecider:
@@ -280,7 +288,7 @@ class TensorDecider:
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
-        # One tensor holds calls, hits, hits in a row, then the times (steps) of the stored residuals.
+        # One tensor holds the numbers of calls, hits and hits in a row, then the timesteps of the stored residuals.
         counters = self.first.new_tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         later = torch.zeros(inputs.options.num_residuals - 1, dtype=torch.float64, device=self.first.device)
         params: Any = inputs.params
@@ -317,7 +325,7 @@ class TensorDecider:
 
 
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
-    """Return the number of blocks that run before a step is decided.
+    """Return the number of blocks that run before a step is decided: 0 if the rule compares the input of block 0.
 
     Args:
         model: The name of the model class, for error messages.

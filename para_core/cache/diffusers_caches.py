@@ -19,7 +19,7 @@ _MODULES = (
 
 
 def foreign_cache(module: nn.Module) -> str | None:
-    """Return the class name of diffusers' cache on ``module``; None if there is none."""
+    """Return the config or hook class name of diffusers' cache on ``module``; None if no such cache is enabled."""
     config: Any = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__

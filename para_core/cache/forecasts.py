@@ -83,10 +83,10 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
 def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
-    Heun's method averages the slopes at the last computed step and at the predicted step; by eq. 6 the second one is
-    the slope of the prediction. If both were the slope between the last two residuals, the result would be the Taylor
-    forecast of order 1. The slope at the last computed step is therefore that of the parabola through three residuals.
-    Arguments and result are those of :func:`forecast_weights`, with n = 3.
+    Heun's method averages the slope at the last computed step and the slope at the predicted step. By eq. 6 the latter
+    is the slope of the prediction, which is that between the last two residuals. If the former were this slope too, the
+    result would be the Taylor forecast of order 1. It is therefore the slope of the parabola through the last three
+    residuals. Arguments and result are those of :func:`forecast_weights`, with n = 3.
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)

@@ -44,7 +44,11 @@ torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Return the sums of :func:`para_core.kernels.residual_reference.change`, with the fastest implementation."""
+    """Return ``[B, 2]`` sums that compare ``now`` with ``before``, computed by Triton on a GPU and by PyTorch
+    elsewhere.
+
+    See :func:`para_core.kernels.residual_reference.change`.
+    """
     if needs_plain(now, before):
         return residual_reference.change(now, before)
     sums: Tensor = torch.ops.para_core.residual_change.default(now, before)
@@ -52,7 +56,7 @@ def change(now: Tensor, before: Tensor) -> Tensor:
 
 
 def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return ``entry`` plus the weighted sum of ``residuals``, with the fastest implementation.
+    """Return ``entry`` plus the weighted sum of ``residuals``, computed by Triton on a GPU and by PyTorch elsewhere.
 
     See :func:`para_core.kernels.residual_reference.forecast`.
     """

@@ -55,7 +55,7 @@ FIRST_BLOCK = Rule(
     source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
 )
 
-# The difference is the same ratio of the modulated input of block 0.
+# The difference is mean|now - before| / mean|before| of the input of block 0 after its normalization and modulation.
 MODULATED_INPUT = Rule(
     "modulated_input",
     change,
@@ -104,13 +104,13 @@ class Observation:
     hits_in_a_row: Number
 
 
-# A user's function that returns whether a step may be skipped.
+# A policy is a user's function that returns whether a step may be skipped.
 Policy = Callable[[Observation], "bool | Tensor"]
 
 
-# Options that need the schedule of a pipeline.
+# These options need the schedule of a pipeline.
 SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast", "compute_steps")
-# Options that would have no effect if compute_steps is set, so that setting both is an error.
+# These options have no effect if compute_steps is set, so setting both is an error.
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
 
@@ -249,7 +249,7 @@ class CacheOptions:
         return skip
 
     def as_text(self) -> dict[str, str]:
-        """Return all options by name, as strings that ranks can compare."""
+        """Return all options as ``{name: text}``, which ranks can compare."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
         names = {"policy": policy, "rule": self.rule_name, "forecast": self.chosen_forecast.name}
@@ -275,7 +275,7 @@ class CacheOptions:
         return self.chosen_forecast.num_residuals
 
     def on_schedule(self) -> CacheOptions:
-        """Return these options for a pipeline with a schedule, where ``forecast_order`` defaults to 1."""
+        """Return these options for a pipeline with a schedule, in which ``forecast_order`` defaults to 1."""
         unset = self.forecast is None and self.forecast_order is None
         return replace(self, forecast_order=1) if unset else self
 
@@ -327,7 +327,7 @@ def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:
 
     Args:
         function: The name of the function, for error messages.
-        kwargs: Its keyword arguments.
+        kwargs: The keyword arguments of the call, by name.
 
     Raises:
         TypeError, ValueError: An option is unknown, the threshold is missing, or a value is invalid.

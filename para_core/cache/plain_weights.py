@@ -1,8 +1,8 @@
 """Support linear layers with quantized weights inside ``torch.cond``.
 
 The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor wrapper
-subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch, a linear layer
-therefore takes the plain tensors inside such a weight as arguments, and rebuilds the weight from them.
+subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch, ``F.linear`` is
+therefore replaced by a function that takes the plain tensors inside such a weight, and rebuilds the weight from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from para_core.instance_patching import original_class
 from para_core.modes.interceptor import call_original, inside_branch
 from para_core.torch_internals import no_frame_of_its_own
 
-# The names of the attributes that lead from a weight to one of its plain tensors.
+# A path is the names of the attributes that lead from a weight to one of the plain tensors inside it.
 Path = tuple[str, ...]
 
 
@@ -43,10 +43,10 @@ class WrappedLinear(NamedTuple):
 
 
 def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
-    """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses.
+    """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
 
-    ``before`` is the previous result for this block. Its values are reused if they are still valid, because compiled
-    graphs guard on them.
+    ``before`` is the previous result for this block. Entries that are still valid are returned again, because compiled
+    graphs guard on these objects.
     """
     earlier = {id(layer.module): layer for layer in before}
     layers = []
@@ -74,7 +74,7 @@ class GroupBlocks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Search the blocks again for wrapped weights, because weights may have been quantized since."""
+        """Search the blocks again for quantized weights, because the user may have quantized the blocks since."""
         self._layers = [
             wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
@@ -84,7 +84,7 @@ class GroupBlocks:
             yield partial(_call_in_branch, layers, call, block)
 
     def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``call(block, *args, **kwargs)`` for one of the blocks, with plain tensors in place of its weights."""
+        """Return ``call(block, *args, **kwargs)``. Linear layers with quantized weights compute with plain tensors."""
         layers = next(layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block)
         return _call_in_branch(layers, call, block, *args, **kwargs)
 
@@ -131,7 +131,7 @@ class _WeightStructure(NamedTuple):
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
-    # The names and structures of the tensors inside. The structure of a plain tensor is None.
+    # Each tensor inside has a name and a structure; the structure of a plain tensor is None.
     inner: tuple[tuple[str, _WeightStructure | None], ...]
 
 
@@ -152,7 +152,10 @@ def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
 
 
 def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
-    """Rebuild a weight with this ``structure`` from plain tensors, which are taken off the front of ``tensors``."""
+    """Rebuild a weight of this ``structure`` from plain ``tensors``.
+
+    The tensors that are used are removed from the list.
+    """
     inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in structure.inner}
     cls: Any = structure.cls
     return cls.__tensor_unflatten__(inner, structure.context, structure.size, structure.stride)

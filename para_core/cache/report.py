@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedStep:
-    """One step of one CFG branch, as a row of a :class:`CacheReport`.
+    """A row of a :class:`CacheReport`: one step of one CFG branch.
 
     Args:
         step: Index of the step in the schedule.
         branch: The name of the branch.
         difference: The difference that was compared with the threshold, the largest of all samples; None if the
             decision did not depend on it.
-        threshold: The threshold at the time of the call.
-        verdict: Why the step was skipped or computed.
+        threshold: The threshold during the call, which the user may change between calls.
+        verdict: The reason why the step was skipped or computed.
         seconds: Duration of the model call, which may have contained several branches.
         call: Index of the model call. Branches that ran in one call have the same index.
         samples: The difference of each sample of this branch.
@@ -58,9 +58,9 @@ class CachedStep:
 
 
 class Stopwatch:
-    """A timer from its construction to :meth:`stop`. On a CUDA device it uses events.
+    """A timer of the time from its construction to :meth:`stop`. On a CUDA device it measures with CUDA events.
 
-    Only reading :attr:`seconds` waits for the device.
+    The host waits for the device only when it reads :attr:`seconds`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,10 +94,10 @@ class StepRecord:
         step: Index of the step in the schedule.
         branch: The name of the branch, or one name for all branches in the batch.
         num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if unknown.
-        threshold: The threshold at the time of the call.
-        outcome: The decision.
-        room: Maximum number of residuals that a forecast uses.
-        stopwatch: The duration of the call.
+        threshold: The threshold during the call.
+        outcome: The verdict of the call, and the differences it was decided by.
+        room: Maximum number of stored residuals, and therefore of residuals in a forecast.
+        stopwatch: The stopped timer of the call.
     """
 
     step: int
@@ -110,8 +110,9 @@ class StepRecord:
     stopwatch: Stopwatch
 
 
-# Maximum number of model calls that are kept for the report. A pipeline clears them before every generation, but in a
-# loop that never calls reset_cache they, and their tensors on a GPU, would otherwise accumulate without limit.
+# Maximum number of model calls whose records are kept for the report. A pipeline clears the records before every
+# generation, but a loop that never calls reset_cache would otherwise accumulate them, and their tensors on a GPU,
+# without limit.
 MOST_READINGS = 4096
 
 
@@ -141,7 +142,7 @@ class Readings:
 
 
 def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
-    """Convert the records of model calls to rows, one per call and branch. This may wait for the device."""
+    """Convert the records of model calls to rows, one per call and branch. The host may wait for the device."""
     return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
 
 
@@ -151,7 +152,7 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     branches = _branches_of(reading, samples)
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
-        # Leave the differences out, because they did not decide. A graph computes them anyway.
+        # The differences did not decide this step, but a graph computes them anyway. Leave them out of the report.
         differences = [None] * samples
     each = len(differences) // len(branches)
     of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(branches)}
@@ -174,8 +175,12 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
 
 
 def _branches_of(reading: StepRecord, samples: int) -> list[str]:
-    """Return the names of the branches in a call with ``samples`` samples, which they share in equal parts."""
-    # Scale the number of branches, because a plan may give this rank only a part of the batch.
+    """Return the names under which the report lists the CFG branches of one model call.
+
+    A call of n branches in one batch gives ``name/0`` to ``name/n-1``, each for an equal part of the ``samples``
+    samples, in order. A call of one branch gives its own name.
+    """
+    # A plan may give this rank only a part of the batch, which contains fewer of the branches.
     held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
     if held <= 1 or samples % held != 0:
         return [reading.branch]

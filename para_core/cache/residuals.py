@@ -1,4 +1,4 @@
-"""Store the residuals of one CFG branch, and forecast outputs of skipped blocks from them."""
+"""The stored residuals of one CFG branch, and forecasts of the outputs of skipped blocks from them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 from para_core.cache.decision import Decider
 from para_core.cache.operators import forecast
 
-# The inputs or outputs of a block group, one per stream. A stream for which the blocks return None is None.
+# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return None for
+# a stream, its item is None.
 Streams = tuple[Tensor | None, ...]
 
 
 class Residuals:
-    """The residuals of one group's skippable blocks (output minus input) at the last computed steps.
+    """The residuals (output minus input) of one group's skippable blocks at the last computed steps.
 
     Args:
         room: Maximum number of residuals per stream.
 
     Attributes:
-        histories: For each stream, its residuals, newest first, or None for a stream that is None. The list is empty
-            until a step was computed.
+        histories: For each stream, the list of its residuals, newest first; None if the blocks return None for the
+            stream. Empty before the first computed step.
     """
 
     def __init__(self, room: int) -> None:
@@ -30,7 +31,7 @@ class Residuals:
         self.histories: list[list[Tensor] | None] = []
 
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
-        """Store the residuals of a computed step. If there are more than ``self.room``, the oldest are dropped.
+        """Store the residuals of a computed step. The last ``self.room`` residuals of each stream are kept.
 
         Args:
             entries: The inputs of the group.
@@ -51,7 +52,7 @@ class Residuals:
                 del history[self.room :]
 
     def store_unless(self, skip: Tensor, entries: Streams, outputs: Streams) -> None:
-        """Store the residuals in a graph, in place, unless the bool tensor ``skip`` is True."""
+        """Store the residual ``outputs - entries`` in place, in a graph, unless the bool tensor ``skip`` is True."""
         for history, x, entry in zip(self.histories, outputs, entries, strict=True):
             residual = _residual(x, entry)
             if history is None or residual is None:
@@ -77,8 +78,8 @@ class CacheState:
 
     Attributes:
         groups: The residuals of each block group.
-        decider: Decides whether steps are skipped; a ``TensorDecider`` if a graph created it. None until a step was
-            computed.
+        decider: The object that decides whether steps are skipped; a ``TensorDecider`` if a graph created it. None
+            before the first step.
         signature: The shapes, dtypes and devices of the model's arguments, for which the residuals are valid.
     """
 
@@ -91,7 +92,7 @@ class CacheState:
     def leave_graph(self) -> None:
         """Replace all tensors that a graph returned by copies: the next replay of a CUDA graph overwrites its outputs.
 
-        This is needed once per branch and generation. Later graphs change the copies in place.
+        This is needed once per branch and generation, because later calls of the graph change the copies in place.
         """
         if self.decider is not None:
             self.decider.leave_graph()

@@ -1,4 +1,4 @@
-"""Deferred tensors: placeholders for results that other ranks are still computing, and for operators on these."""
+"""Deferred tensors: placeholders for outputs that other ranks are computing, and for results of operators on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from para_core.torch_internals import disabled_torch_function, make_wrapper_subc
 class Expected:
     """The expected shape, strides, dtype and device of a tensor that has no data yet."""
 
-    like: Tensor  # A meta tensor with the shape, strides and dtype.
+    like: Tensor  # On the meta device: it has a shape, strides and a dtype, but no data.
     device: torch.device
 
     @property
@@ -30,7 +30,8 @@ class Expected:
 class DeferredOp:
     """A postponed call of an operator on deferred tensors.
 
-    It runs as soon as the round of these tensors ends, before they can be changed in place.
+    The call is made as soon as these tensors have data, when their *round* of model calls ends (see
+    :class:`PendingRound`), before anything can change them in place.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -47,10 +48,10 @@ class DeferredOp:
 
 
 class LiveDeferred:
-    """The deferred tensors of one pipeline call that are still referenced.
+    """Weak references to all deferred tensors of one pipeline call.
 
-    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the pipeline call ends, each of
-    these objects becomes an ordinary tensor, so that no deferred tensor outlives the call.
+    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the pipeline call ends, every
+    deferred tensor that is still alive becomes an ordinary tensor.
     """
 
     def __init__(self) -> None:
@@ -66,19 +67,22 @@ class LiveDeferred:
     def become_tensors(self) -> None:
         """Turn each deferred tensor that still exists into an ordinary tensor, in place.
 
-        A tensor whose round never ended is filled with NaN (with 0 if its dtype has no NaN).
+        If the round of a tensor never ended, because the call failed, the tensor is filled with NaN (with 0 if its
+        dtype has no NaN).
         """
         alive = [x for ref in self._refs if (x := ref()) is not None]
-        self._refs.clear()  # swap_tensors refuses tensors with weak references.
+        # Drop the weak references, because swap_tensors refuses tensors that have any.
+        self._refs.clear()
         for x in alive:
             value = x.value().detach() if x.is_ready else _lost(x)
-            # A tensor to which a user holds a weak reference cannot be swapped. It stays a Deferred with data.
+            # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a Deferred that has
+            # its data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
 
 
 def _lost(x: Deferred) -> Tensor:
-    """Return a tensor like ``x`` filled with NaN (or 0), for a round that never ended because the call failed."""
+    """Return a tensor like ``x`` filled with NaN (0 if the dtype has no NaN), because ``x`` never got its data."""
     fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
     return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
 
@@ -86,7 +90,7 @@ def _lost(x: Deferred) -> Tensor:
 class PendingRound(Protocol):
     """A round of model calls, at the end of which the ranks exchange their results."""
 
-    # Postponed calls of operators on this round's deferred tensors, in order.
+    # Operator calls on this round's deferred tensors, postponed to its end, in the order of the calls.
     later: list[DeferredOp]
     # All deferred tensors of the pipeline call.
     live: LiveDeferred
@@ -96,17 +100,18 @@ class PendingRound(Protocol):
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether some ranks have no model call to compute in this round yet."""
+        """Whether fewer model calls than ranks are in this round, so that some ranks have nothing to compute yet."""
 
     def finish(self) -> None:
-        """End the round: exchange the results of its calls. This is a collective call."""
+        """End the round: give all ranks the results of its model calls. This is a collective call."""
 
 
 class Deferred(Tensor):
-    """A tensor whose values are known when its round ends. An operation that needs the values earlier ends the round.
+    """A tensor that gets its data when its round of model calls ends. An operator that needs the data earlier ends the
+    round.
 
-    If possible, operators on a deferred tensor return deferred tensors, too. Their other tensor arguments are copied,
-    because pipelines may change them (such as latents) in place.
+    Where possible, an operator on a deferred tensor returns a deferred tensor, too. Its ordinary tensor arguments are
+    then copied, because pipelines may change these (latents, for example) in place.
     """
 
     of: PendingRound
@@ -114,7 +119,10 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Return a deferred tensor like ``expected``. After the round ``get()`` returns its data."""
+        """Return a deferred tensor of the ``expected`` form.
+
+        When the round ``of`` has ended, ``get()`` returns its data.
+        """
         like = expected.like
         deferred: Deferred = make_wrapper_subclass(
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -129,13 +137,13 @@ class Deferred(Tensor):
         return self.of.is_over
 
     def value(self) -> Tensor:
-        """Return an ordinary tensor with the data. This ends the round if it has not ended."""
+        """Return an ordinary tensor with the data. If the round has not ended, end it, which is a collective call."""
         if not self.of.is_over:
             self.of.finish()
         data: Tensor = self._get()
         return data
 
-    # These methods read data without the dispatcher, so __torch_dispatch__ does not see them.
+    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.value().numpy(*args, **kwargs)
@@ -164,7 +172,7 @@ class Deferred(Tensor):
 def materialize(tree: Any) -> Any:
     """Return ``tree`` with each deferred tensor replaced by an ordinary tensor with its data.
 
-    ``tree`` may consist of any containers that pytree knows. This ends the rounds of the deferred tensors.
+    ``tree`` may consist of any containers that pytree knows. Rounds that have not ended are ended.
     """
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
@@ -176,11 +184,12 @@ def _known_values(tree: Any) -> Any:
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of the operator ``func`` can and should be postponed until the round ends.
+    """Whether the call ``func(*args, **kwargs)`` can and should be postponed until the round ends.
 
-    The result must be the same then. If some tensor arguments are not deferred, the operator must be pointwise (as
-    those that pipelines run between two branches are), and the round must wait for another model call. Other operators
-    may take weights, which should not be copied.
+    Its result must not depend on when it runs: the operator must neither draw random numbers nor change its arguments.
+    If some tensor arguments are ordinary tensors, the operator must also be pointwise, as are those that pipelines run
+    between two branches, and some ranks must still wait for a model call of this round. Operators that are not
+    pointwise may take weights, which should not be copied.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     deferred = [x for x in tensors if isinstance(x, Deferred)]
@@ -192,7 +201,8 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         and kwargs.get("device") in (None, *devices)
         and not schema_of(func).is_mutable
         and (not others or (torch.Tag.pointwise in func.tags and deferred[0].of.waits_for_more))
-        # Random numbers must be drawn in the same order as on a single device.
+        # An operator that draws random numbers must not wait, because the order of draws must be that of a single
+        # device.
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
 
@@ -200,7 +210,7 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     """Postpone a call of the operator ``func``, and return its results as deferred tensors.
 
-    Return None, and postpone nothing, if the shapes of the results depend on values, or if not all results are tensors.
+    Return None and postpone nothing if the shapes of the results depend on data, or if some result is not a tensor.
     """
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     outputs = run_without_data(func, args, kwargs)
@@ -228,8 +238,8 @@ def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
-        # Either the operator has no meta kernel, or the shapes of its results depend on values, or the arguments are
-        # invalid. The caller then runs it on data, which raises the right error for invalid arguments.
+        # Either the operator has no meta kernel, or the shapes of its results depend on data, or the arguments are
+        # invalid. The caller then runs the operator on data, which raises the right error for invalid arguments.
         return None
 
 

@@ -1,16 +1,17 @@
 """CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
-Each model call is computed by the ranks with one index along the ``batch`` mesh dim. The other ranks get a deferred
-tensor (:class:`~para_core.cfg.deferred.Deferred`) and continue. When its values are needed, usually after the call of
-the next branch, one exchange gives every rank the results of all branches. The calls between two exchanges are a
-*round*.
+Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The other ranks
+get a deferred tensor (:class:`~para_core.cfg.deferred.Deferred`) and continue. When the values of a deferred tensor are
+needed, usually after the call of the next branch, one exchange gives every rank the results of all branches. The calls
+between two exchanges are a *round*.
 
-A call that is alone in its round is also computed by the ranks of one index only. Computing it on all ranks would not
-be faster, and a cache, which decides by the branches that its rank has computed, would decide differently on the ranks.
+If a round has a single call, this call, too, is computed by the ranks of one index only. Computing it on all ranks
+would not be faster. First Block Cache, which decides by the branches that its rank has computed, would moreover decide
+differently on the ranks.
 
-The other ranks must know the *form* of the output (shapes, dtypes, containers). It is predicted without data, or known
-from an earlier call that all ranks computed. At the end of a round with new forms, the ranks compare the predictions
-with each other and with the outputs.
+The other ranks must know the *form* of the output (shapes, dtypes, containers). The form is predicted on the meta
+device, or known from an earlier call that all ranks computed. At the end of a round with new forms, the ranks compare
+the predictions with each other and with the outputs.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 
-# A function predict(model, args, kwargs) that returns the output of a call with meta tensors, or None if it cannot be
-# predicted. Its result may only depend on values that are equal on all ranks.
+# A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this is
+# impossible. The result must only depend on values that are equal on all ranks.
 PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a model's output, without data. The leaves of an output are tensors or None.
+    """The form of a model's output: its containers, and the shapes, dtypes and devices of its tensors.
 
     Args:
         leaves: The shape, dtype and device of each tensor.
-        spec: The containers of the output.
-        is_tensor: For each leaf of ``spec``, whether it is a tensor; otherwise it is None.
+        spec: The pytree structure of the output. Its leaves are tensors or None.
+        is_tensor: For each leaf of ``spec``, whether it is a tensor (True) or None (False).
     """
 
     leaves: list[Expected]
@@ -51,9 +52,9 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """A description that is equal for equal forms, on every rank.
+        """A description of the form. Equal forms have equal texts on all ranks, so ranks can compare them.
 
-        It does not contain strides, because results arrive on other ranks as contiguous tensors.
+        Strides are left out, because results arrive on other ranks as contiguous tensors.
         """
         tensors = iter([f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves])
         return f"{self.spec} of {', '.join([next(tensors) if is_tensor else 'None' for is_tensor in self.is_tensor])}"
@@ -69,9 +70,9 @@ class _Call:
     """One model call of the current round.
 
     Args:
-        owner: The index along the mesh dim of the ranks that compute the call; None if all ranks compute it.
+        owner: The ranks with this index along the mesh dim compute the call; None if all ranks compute it.
         expected: The shapes, dtypes and devices of the output's tensors.
-        leaves: The tensors, if this rank computed them; otherwise empty.
+        leaves: The output's tensors, if this rank computed the call; otherwise empty.
         failure: The exception that this rank raised while computing the call, if any.
     """
 
@@ -83,7 +84,10 @@ class _Call:
 
 @dataclass
 class _Round:
-    """The model calls between two exchanges, which are distributed over ``size`` ranks. ``finish`` ends the round."""
+    """The model calls between two exchanges, which are distributed over ``size`` ranks.
+
+    Calling ``finish`` ends the round.
+    """
 
     size: int
     finish: Callable[[], None]
@@ -91,7 +95,7 @@ class _Round:
     calls: list[_Call] = field(default_factory=list)
     # The output tensors of each call; None before the exchange.
     results: list[list[Tensor]] | None = None
-    # Postponed operators on deferred tensors, in the order in which they were called.
+    # Operator calls on deferred tensors, postponed to the end of the round, in the order of the calls.
     later: list[DeferredOp] = field(default_factory=list)
 
     @property
@@ -112,12 +116,13 @@ class _Round:
 
 
 class Guidance:
-    """The distribution of model calls over the ranks of ``dim``, for eager code in one thread.
+    """CFG parallelism of one pipeline: distributes its model calls over the ranks of a mesh dim. For eager code in one
+    thread.
 
     Args:
-        dim: The mesh dim.
-        predict: A function that predicts the form of an output. Without it, all ranks compute the first call with each
-            combination of input shapes, to learn the form of its output.
+        dim: The mesh dim over which calls are distributed.
+        predict: A function that predicts the form of a model's output without running it. Without it, all ranks compute
+            the first call with each combination of input shapes, to learn the form of its output.
     """
 
     def __init__(self, dim: MeshDim, predict: PredictOutput | None = None) -> None:
@@ -126,11 +131,12 @@ class Guidance:
         self._predict = predict
         self._live = LiveDeferred()
         self._round = self._begin()
-        # The known or predicted form of the output, by the model and the signature of its inputs.
+        # The known or predicted form of a model's output. The key is the model and the shapes, dtypes, bools and
+        # strings of its inputs.
         self._forms: dict[Any, _Form] = {}
-        # Forms that the ranks have not compared yet, by the same keys; None if the form was not predicted.
+        # The forms, by the same keys, that the ranks have not compared yet; None if a form was not predicted.
         self._unverified: dict[Any, _Form | None] = {}
-        # Keys whose prediction was wrong.
+        # The keys whose prediction was wrong, so that the form is not predicted again.
         self._mispredicted: set[Any] = set()
         # Whether model calls are currently distributed.
         self.active = False
@@ -141,7 +147,7 @@ class Guidance:
     def generation(self) -> Iterator[None]:
         """Distribute model calls over ranks inside the ``with`` block.
 
-        At its end every deferred tensor becomes an ordinary tensor.
+        When the block ends, every deferred tensor becomes an ordinary tensor.
         """
         self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
@@ -155,7 +161,9 @@ class Guidance:
             self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)`` with deferred tensors. Only some of the ranks compute it.
+        """Return the output of ``compute(*args, **kwargs)`` as deferred tensors. Only the ranks of one index run it.
+
+        If the form of the output is neither known nor predicted, all ranks run it.
 
         Calls whose arguments have equal shapes, dtypes, devices, bools and strings must return outputs of the same
         form.
@@ -166,12 +174,12 @@ class Guidance:
 
         Raises:
             TypeError: The output contains something besides tensors and None.
-            RuntimeError: The form of the output was predicted wrongly. Raised on all ranks when the round ends.
+            RuntimeError: The form of the output was predicted wrongly. This is raised on all ranks when the round ends.
         """
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, Deferred) and x.of is self._round for x in leaves):
-            # An argument is the result of an earlier call. End the round on all ranks, also on those that have the
-            # result, because this is a collective call.
+            # An argument is the result of a call in this round, so end the round. Do this even on ranks that have
+            # computed that result, because ending a round is a collective call.
             self.finish()
         args, kwargs = materialize((args, kwargs))
         # Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left
@@ -193,8 +201,9 @@ class Guidance:
                     self._mispredicted.add(key)
                     raise RuntimeError(_misprediction(model, form, actual))
             except Exception as error:
-                # If the form is unverified, the ranks exchange records at the end of the round, so keep the error until
-                # then: all ranks will raise it. Otherwise there is no such exchange.
+                # If the form is unverified, the ranks compare their records when the round ends, so keep the error
+                # until then, to raise it on all ranks. Otherwise there is no such comparison, and only this rank raises
+                # the error.
                 if key not in self._unverified:
                     raise
                 failure = error
@@ -202,7 +211,10 @@ class Guidance:
         return form.with_tensors(self._round.deferred(len(self._round.calls) - 1))
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls. This is a collective call."""
+        """End the round: give all ranks the results of its calls, then run the postponed operators.
+
+        This is a collective call.
+        """
         if not self._round.calls:
             return
         done, self._round = self._round, self._begin()
@@ -228,7 +240,7 @@ class Guidance:
         self._forms[key] = self._unverified[key] = form
 
     def _verify(self, calls: list[_Call]) -> None:
-        """Raise on all ranks if a call failed on any rank, or if the ranks predicted different forms."""
+        """Raise on all ranks if a call of the round failed on any rank, or if the ranks predicted different forms."""
         failure = next((call.failure for call in calls if call.failure is not None), None)
         predicted = [None if form is None else form.text for form in self._unverified.values()]
         try:
@@ -246,7 +258,10 @@ class Guidance:
         self._unverified = {}
 
     def _exchange(self, calls: list[_Call]) -> list[list[Tensor]]:
-        """Return the output tensors of each call on all ranks, with one all-gather of bytes."""
+        """Return, on all ranks, the output tensors of each call of the round.
+
+        The ranks exchange them as bytes in one all-gather.
+        """
         distributed = [call for call in calls if call.owner is not None]
         if not distributed:
             return [call.leaves for call in calls]
@@ -265,7 +280,7 @@ class Guidance:
                 *parts, received[call.owner] = received[call.owner].split(
                     [*num_bytes, received[call.owner].numel() - sum(num_bytes)]
                 )
-                # Clone the parts, because view(dtype) demands an aligned offset.
+                # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
                 leaves = [
                     part.clone().view(x.like.dtype).view(x.like.shape)
                     for part, x in zip(parts, call.expected, strict=True)
@@ -287,7 +302,7 @@ def _computed(
 
 
 def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
-    """Return the nested structure of ``output``, with ``expected(tensor)`` in place of each tensor, and its tensors."""
+    """Return ``(form, tensors)`` of ``output``. ``form.leaves`` has ``expected(x)`` for each tensor x."""
     leaves, spec = pytree.tree_flatten(output)
     tensors = [x for x in leaves if x is not None]
     return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors

@@ -1,1 +1,4 @@
-"""Opt-in attention that is not exact, or not to all keys. Exact attention imports it only if an option needs it."""
+"""Opt-in attention that is not exact: each head attends to some of the keys, or tensors are sent in 8 bits.
+
+Exact attention imports this package only if one of these options is set.
+"""

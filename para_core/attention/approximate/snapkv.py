@@ -8,8 +8,8 @@ pooled over neighbouring keys.
 Per call, the ring ranks exchange the observed queries, one lse per observed query and one vote per key: B · H · (w · (D
 + 1) + S_k) elements for w observed queries. After that only kept keys and values are sent and computed.
 
-The host waits for the device once per call, to read how many keys each block keeps. If instead a mask hides the other
-keys (see :func:`sparse_attention`), the host does not wait.
+The host waits for the device once per call, to read how many keys of each ring block are kept. It does not wait if all
+keys are sent and a mask hides those that are not kept (see :func:`sparse_attention`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def select_keys(
 ) -> Tensor:
     """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
-    It is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query gets no vote from
-    this query. Except for ``kept``, the arguments are those of :func:`~para_core.attention.ring.ring_attention`.
+    The result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query gets no
+    vote from this query. Except for ``kept``, the arguments are those of
+    :func:`~para_core.attention.ring.ring_attention`.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -68,14 +69,21 @@ def select_keys(
 
 
 def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``key`` with one head per query head: head ``heads[i]`` for query head i, or evenly grouped heads."""
+    """Return ``key``, ``[B, H_k, S, D]``, expanded to one head per query head.
+
+    Query head i gets key head ``heads[i]``. If ``heads`` is None, equally many consecutive query heads share each key
+    head, as in grouped-query attention.
+    """
     if heads is not None or key.shape[1] == query.shape[1]:
         return expand(key, heads)
     return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
 def _most(votes: Tensor, number: int) -> Tensor:
-    """Return a bool tensor, True for the ``number`` largest votes along the last dim; of equal ones the first."""
+    """Return a bool tensor that is True at the ``number`` largest votes along the last dim.
+
+    Of equal votes the first wins.
+    """
     chosen = votes.sort(dim=-1, descending=True, stable=True).indices[..., :number]
     return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, chosen, True)
 
@@ -92,9 +100,9 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return lists of integers of equal length as one int64 tensor on ``device``.
+    """Return ``rows``, lists of integers of equal length, as a 2-dim int64 tensor on ``device``.
 
-    The host does not wait for the device, as it would with ``torch.tensor(rows, device=device)``.
+    The copy is non-blocking, because ``torch.tensor(rows, device=device)`` would make the host wait for the device.
     """
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
@@ -117,16 +125,22 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
 
 
 def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
-    """Return for each position in ``wanted`` its index in ``held``, a tensor of positions that contains all of them."""
+    """Return the index in ``held`` of each position in ``wanted``. All wanted positions must be in ``held``."""
     ascending, order = held.sort()
     return order[torch.searchsorted(ascending, wanted)]
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """Gather the rows of ``x``, ``[B, H, S_block, …]``, at ``positions`` of the whole sequence on all ring ranks."""
+    """Return the rows of ``x`` at ``positions`` of the whole sequence, gathered from all ring ranks.
+
+    Args:
+        x: ``[B, H, S_block, …]``, with a row for each query that this rank holds.
+        positions: n positions in the whole sequence. The result, ``[B, H, n, …]``, is equal on all ring ranks.
+    """
     dim, layout = plan.dim, plan.spec.query_layout
     runs = sharded_runs(layout, plan.spec.mesh, dim.index)
-    if dim.index == 0:  # All ranks hold the replicated tokens, so only one rank contributes them.
+    # All ranks hold the replicated tokens, so only the first rank contributes them to the sum below.
+    if dim.index == 0:
         runs = [*runs, *layout.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
@@ -160,11 +174,11 @@ def sparse_attention(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`~para_core.attention.ring.ring_attention` over the kept keys only.
+    """Return ``(out, lse)`` as :func:`~para_core.attention.ring.ring_attention` does, but attend to the kept keys only.
 
-    Usually only kept keys are sent and computed. All keys are sent, and a mask hides those that are not kept, if
-    ``save`` is True (a gradient is needed), if one key head serves several query heads (which keep different keys), if
-    the call is causal, or if the mask has a row per query.
+    Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and a mask
+    hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a key head but
+    keep different keys, the call is causal, or the mask has a row per query.
     """
     is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
     hidden = hide(mask, is_kept)
@@ -197,8 +211,9 @@ def _kept_blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values only.
 
-    The mask is needed because heads keep different numbers of keys of a block. The next block is in flight while the
-    caller computes. Received buffers that autograd has to follow are appended to ``received``.
+    Heads may keep different numbers of keys of a block. Shorter ones are filled up with other keys, which the yielded
+    mask hides. The next block is in flight while the caller computes. Received buffers through which gradients must
+    flow are appended to ``received``.
     """
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
@@ -225,12 +240,12 @@ def _kept_blocks(
 def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
     """Return for each block the offsets of the keys that each head keeps, ``[B, H, n]``.
 
-    n is the largest number of keys that a head keeps of the block. For a head that keeps fewer, the remaining offsets
-    are those of other keys, which the mask must hide. The host waits for the device once, to read all n.
+    n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of other keys
+    at the end, which the mask must hide. The host waits for the device once, to read n for all blocks.
 
     Args:
         is_kept: Bool ``[B, H, S_k]``.
-        blocks: The positions of the keys of each block.
+        blocks: For each block, the positions of its keys in the whole sequence.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
     filled = [block for block in flags if block.numel()]
@@ -244,7 +259,7 @@ def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _take(x: Tensor, chosen: Tensor) -> Tensor:
-    """Return the rows of ``x``, ``[B, H, S, D]``, at the offsets ``chosen``, ``[B, H, n]``: ``[B, H, n, D]``."""
+    """Return the rows of ``x``, ``[B, H, S, D]``, at the offsets ``chosen``, ``[B, H, n]``, as ``[B, H, n, D]``."""
     return x.gather(2, chosen[..., None].expand(*chosen.shape, x.shape[3]))
 
 

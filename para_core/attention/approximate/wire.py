@@ -1,7 +1,7 @@
 """The option ``comm_dtype``: send tensors in 8 bits, with one scale per token and head. Not exact; forward only.
 
 A vector ``[D]`` of one token and head is sent as D + 4 bytes (:mod:`para_core.kernels.exchange_reference`). With
-Triton, rounding and packing is one launch, and unpacking is one launch, for any number of ranks.
+Triton, one kernel launch rounds and packs the tensors for all ranks, and one unpacks them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ register("pack_8_bits", "unpack_8_bits")
 
 @dataclass(frozen=True)
 class RoundedWire:
-    """A :class:`~para_core.attention.hooks.WireFormat` that rounds to ``dtype``, with a scale per token and head."""
+    """A :class:`~para_core.attention.hooks.WireFormat` of 8-bit ``dtype``, with a scale per token and head."""
 
     dtype: torch.dtype
 
     def row_size(self, head_dim: int) -> int:
-        """Return the number of bytes that are sent per token and head: the values and their scale."""
+        """Return the number of bytes sent per token and head: one per value, and 4 for the scale."""
         return head_dim + SCALE_BYTES
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
