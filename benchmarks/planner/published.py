@@ -51,7 +51,9 @@ def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine
 
 
 def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
-    """Return the machine with the slowdown for which one device takes as long as was published."""
+    """Return the machine with the slowdown for which one device takes as long as was published; if known."""
+    if table.one is None:
+        return machine
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -117,8 +119,9 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
         for row in checked:
             error = f"{row.error:+.0%}" if abs(row.error) <= 0.2 else f"**{row.error:+.0%}**"
             meshes.append(f"{name_of(row.shape)}: {row.published:,.2f} {error}")
-        fit = f"{table.one:,.2f} ({slowdown:.2f})"
-        name = f"[{table.name}]({table.source})" + f"; assumed: {table.assumed}" * bool(table.assumed)
+        fit = "–" if table.one is None else f"{table.one:,.2f} ({slowdown:.2f})"
+        name = f"[{table.name}]({table.source})" if table.source else table.name
+        name += f"; assumed: {table.assumed}" * bool(table.assumed)
         rows.append([name, table.device, fit, "; ".join(meshes)])
     return markdown_table(["table", "device", "one device, s (×)", "mesh: published, s, and error"], rows)
 

@@ -34,7 +34,9 @@ class Published:
     """One table.
 
     Args:
-        one: seconds of one device, on which it is fitted; ``fitted_on``: where they stand, if not in this table.
+        source: address of the page, empty if the figure was passed on without one.
+        one: seconds of one device, on which it is fitted, None if they were not published; ``fitted_on``: where they
+            stand, if not in this table.
         rows: seconds by mesh.
         sizes: what differs from the published generation of the model.
         denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device
@@ -46,7 +48,7 @@ class Published:
     model: str
     device: str
     runtime: Runtime
-    one: float
+    one: float | None
     rows: tuple[tuple[MeshShape, float], ...]
     sizes: tuple[tuple[str, int], ...] = ()
     link: str | None = None
@@ -232,18 +234,30 @@ TABLES = (
         assumed="eager; the transformer of CogVideoX-5B, from which ConsisID was fine-tuned, without the face encoder",
         later=True,
     ),
+    Published(
+        "SGLang, Wan 2.2 A14B 1280 × 720 × 81, 27 steps, SageAttention, compiled",
+        "",
+        "Wan 2.2 A14B",
+        "H100",
+        replace(SGLANG_RUNTIME, compiled=True),
+        None,
+        ((MeshShape(batch=2, ulysses=4), 94.2),),
+        (("steps", 27),),
+        fitted_on="nothing: seconds of one device are not published",
+        assumed="batch 2, ulysses 4; attention at the speed of 16 bits",
+        later=True,
+    ),
 )
 
 # Published tables that are not predicted: what, seconds of one and of several devices, and why.
 NOT_PREDICTED = (
-    (f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})", "17.55", "2, 4, 8: 8.37, 5.60, 3.99", "linear attention"),
-    ("vLLM-Omni, Cosmos 3 Nano", "98.5", "4: 33.6", "sizes of the model unknown to the planner"),
-    ("vLLM-Omni, HunyuanVideo 1.5, B300", "21.8", "2: 15.5", "sizes of the model and B300 unknown to the planner"),
-    ("vLLM-Omni, Wan 2.2 I2V 832 × 480", "27.6", "2: 18.9", "device, frames and steps are not published"),
     (
-        "SGLang, Wan 2.2 A14B 1280 × 720 × 81, H100, SageAttention",
-        "–",
-        "8: 94.2",
-        "no row of one device to fit; the mesh is not published",
+        f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})",
+        "17.55",
+        "2, 4, 8: 8.37, 5.60, 3.99",
+        "linear attention, which the planner does not count",
     ),
+    ("vLLM-Omni, Cosmos 3 Nano", "98.5", "4: 33.6", "size, frames and steps are not published"),
+    ("vLLM-Omni, HunyuanVideo 1.5, B300", "21.8", "2: 15.5", "size, frames and steps are not published"),
+    ("vLLM-Omni, Wan 2.2 I2V 832 × 480", "27.6", "2: 18.9", "device, frames and steps are not published"),
 )
