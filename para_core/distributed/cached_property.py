@@ -13,10 +13,10 @@ Value = TypeVar("Value")
 class cached_property(Generic[Value]):
     """A replacement for ``functools.cached_property``, which on Python 3.11 takes a lock that Dynamo cannot trace.
 
-    While a graph is traced, the value is not cached, because it may contain symbolic lengths.
+    While Dynamo traces a graph, values are not cached, because they may contain symbolic lengths.
     """
 
-    # TODO: when Python 3.12 is the minimum, use functools.cached_property, which then has no lock.
+    # TODO: Use functools.cached_property when Python 3.12 is the minimum, because that version has no lock.
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
         self._compute = compute

@@ -1,7 +1,7 @@
 """All-to-all and all-gather with uneven sizes, as direct calls in eager code and as operators in graphs.
 
-This is the only module that names torch's collectives. These two kinds are enough, and every backend has them for every
-device (gloo has no point-to-point for CUDA tensors).
+Attention, plans and sharded rows of images use no other kinds of collectives, because every backend has these two for
+every device (gloo has no point-to-point for CUDA tensors).
 
 **Order in a graph.** A compiler may reorder independent operators, for example to save memory. Ranks whose parts differ
 in size would then run their collectives in different orders, and hang. Therefore every collective of a graph, forward
@@ -24,14 +24,15 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
-# Sleep 0.05 s at exit, which releases the GIL: gloo's threads need it to free the tensors of the last collective,
-# shortly after this ends. A script that exits right after a collective otherwise aborts in one of four runs ("terminate
-# called without an active exception", pytorch/pytorch#190489), because a finished interpreter has no GIL to give.
+# Sleep 0.05 s at exit. The sleep releases the GIL, which gloo's threads need to free the tensors of a collective
+# shortly after it ends. A script that exits right after a collective otherwise aborts in one of four runs ("terminate
+# called without an active exception", pytorch/pytorch#190489), because these threads can no longer get the GIL when the
+# interpreter has finished.
 atexit.register(time.sleep, 0.05)
 
 
 class Travelling(NamedTuple):
-    """A collective that was started: the tensor that it fills, and a handle to wait for it (None if it has ended)."""
+    """A collective that was started: the buffer it fills, and a handle to wait for (None if the collective ended)."""
 
     buffer: Tensor
     work: dist.Work | None
@@ -46,12 +47,12 @@ def start_all_to_all(
     this function returns.
 
     Args:
-        x: A contiguous tensor, flat unless ``even``.
+        x: A contiguous tensor; 1-dim unless ``even``.
         send_sizes: Number of elements of ``x`` that are sent to each rank of ``dim``, in order.
         receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the
             senders.
-        even: Whether all ranks know that all sizes are equal. The first dim of ``x`` is then split into equal parts,
-            which is faster, because the backend needs no sizes.
+        even: Whether all ranks know that all sizes are equal. Then the first dim of ``x`` is split into equal parts,
+            and the sizes are not passed to the backend, which is faster.
     """
     if _needs_operator(x):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -63,15 +64,15 @@ def start_all_to_all(
     return Travelling(received, group_of(dim).alltoall_base(received, x, *sizes, _ALL_TO_ALL))
 
 
-# Options for ProcessGroup.alltoall_base. Calling this method directly, and not dist.all_to_all_single, halves the host
+# Pass these options to ProcessGroup.alltoall_base. Calling this method, and not dist.all_to_all_single, halves the host
 # time.
 _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Start to send the flat ``x`` to the rank ``distance`` positions after this one, around the ring.
+    """Start a ring shift: send the 1-dim ``x`` to the rank ``distance`` positions after this one.
 
-    ``receive_size`` elements are received from the rank ``distance`` positions before this one.
+    At the same time ``receive_size`` elements arrive from the rank ``distance`` positions before this one.
     """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
@@ -81,7 +82,10 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
 
 
 def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
-    """Start an all-gather of the flat ``x``, which has the same length on all ranks of ``dim``, in rank order."""
+    """Start an all-gather of the 1-dim ``x``, which must have the same length on all ranks of ``dim``.
+
+    :func:`wait` returns the concatenation in rank order.
+    """
     if _needs_operator(x):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
@@ -89,7 +93,7 @@ def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
 
 
 def wait(travelling: Travelling) -> Tensor:
-    """Wait for a collective that was started, and return the tensor that it filled."""
+    """Wait until a started collective has ended, and return the tensor that it filled."""
     if travelling.work is not None:
         travelling.work.wait()
     return travelling.buffer
@@ -100,7 +104,7 @@ def _needs_operator(x: Tensor) -> bool:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``. In a graph ``dim`` only has the name of the group, which is looked up."""
+    """Return the process group of ``dim``. A dim read in a graph has only the name of its group, which is looked up."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
@@ -139,10 +143,10 @@ def define_collective(
     """Define an operator that runs a collective. A compiler neither removes it nor changes the order of such operators.
 
     The last argument of the operator, ``after``, is an optional tensor. The last result is a token, a tensor with one
-    element (:func:`done`). While a graph is traced, the token of the previous collective is passed as ``after``: a data
-    dependency, which no compiler pass can cut. The graph waits for the token of the last collective. This is a side
-    effect; without it, a rank whose result has no elements would drop the collective, and the other ranks would hang.
-    The token is stored on the tracer, so it lives as long as the tracing of the graph.
+    element (:func:`done`). While a graph is traced, the token of the previous collective is passed as ``after``. No
+    compiler pass can remove this data dependency. The graph also waits for the last token. This wait is a side effect
+    that a compiler must keep; without it, a rank whose result has no elements would drop the collective, and the other
+    ranks would hang. The last token is stored on the tracer while the graph is traced.
 
     Args:
         signature: The schema of the operator, whose last argument is ``Tensor? after=None``.
@@ -165,12 +169,13 @@ def _chained(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwarg
     # Pass the token as a positional argument: a keyword costs the host a microsecond more in each call of the graph.
     outputs = mode.__torch_dispatch__(func, types, (*args[:num_before], token), kwargs)
     mode.__torch_dispatch__(WAIT_TENSOR, types, (outputs[-1],))
-    wait_node = next(iter(reversed(tracer.graph.nodes)))  # In torch 2.11 reversed() returns no iterator.
+    # torch 2.11 needs iter(), because reversed() of its node list returns no iterator.
+    wait_node = next(iter(reversed(tracer.graph.nodes)))
     if last_wait is not None and last_wait.meta.get(_PART) == wait_node.meta.get(_PART):
         tracer.graph.erase_node(last_wait)
     elif last_wait is not None:
-        # This is the first collective of a backward. Tag the wait that ends the forward, so that the partitioner does
-        # not copy it into the backward.
+        # This is the first collective of the backward. Tag the wait at the end of the forward, so that the partitioner
+        # does not copy that wait into the backward.
         last_wait.meta[_PART] = "must_be_in_forward"
     tracer._para_core_last_collective = outputs[-1], wait_node
     return outputs
@@ -180,7 +185,7 @@ _PART = "partitioner_tag"
 
 
 def done(x: Tensor) -> Tensor:
-    """Return the token for the next collective: an uninitialised tensor with one element on the device of ``x``."""
+    """Return a token that orders this collective before the next: an uninitialised ``[1]`` tensor on ``x.device``."""
     return x.new_empty(1, dtype=torch.float32)
 
 
@@ -228,7 +233,6 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` uses NCCL for tensors on ``device``."""
     try:
         return bool(backend_of(group, device).name() == "nccl")
     except RuntimeError:  # A process group written in Python, such as that of para_core.verify, has no backend.
@@ -245,7 +249,7 @@ def _all_gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _all_gather_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    """Return the gradient of this rank's rows, which is the sum of the gradients of their copies on all ranks."""
+    """Return the gradient of this rank's rows: the sum of the gradients of their copies, over all ranks."""
     ranks = len(ctx.sizes)
     grads, _ = torch.ops.para_core.all_to_all(grad, ctx.sizes, [ctx.own] * ranks, ctx.group_name)
     return grads.unflatten(0, (ranks, ctx.own)).sum(0), None, None, None
@@ -269,13 +273,14 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Run an all-to-all of the rows of ``x`` (its first dim). It is differentiable, in eager code and in graphs.
+    """Exchange the rows of ``x`` (along its first dim) by an all-to-all. It is differentiable, in eager code and in
+    graphs.
 
     Args:
         x: A tensor whose rows are sent in order: the first ``send_sizes[0]`` rows to rank 0 of ``dim``, and so on.
         send_sizes: Number of rows for each rank of ``dim``.
         receive_sizes: Number of rows that each rank of ``dim`` sends to this one.
-        dim: The mesh dim.
+        dim: The mesh dim whose ranks exchange rows.
 
     Returns:
         The received rows, in the order of the senders; ``x`` itself if ``dim`` has one rank.
@@ -293,17 +298,18 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     """
     if dim.size == 1:
         return x
-    if x.dtype == torch.bool:  # gloo cannot send bool tensors.
+    # Send bool tensors as bytes, because gloo does not support bool.
+    if x.dtype == torch.bool:
         return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
 
 
 class HostGroups:
-    """A cache of the process groups that send CPU tensors among the ranks of a mesh.
+    """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
 
-    A caller that exchanges bytes often passes this object in place of the mesh to the functions of
-    :mod:`para_core.distributed.consistency`. The groups are looked up at the first exchange.
+    A caller that often exchanges bytes passes this object in place of the mesh to the functions of
+    :mod:`para_core.distributed.consistency`, which look up the groups in the first exchange.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
@@ -314,12 +320,12 @@ class HostGroups:
 def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
     """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
-    The host waits for the other ranks, but not for the device, because the group of
-    :func:`~para_core.distributed.mesh.host_group` is used.
+    The host waits for the other ranks, but not for the device, because the bytes are sent between CPUs, by the group
+    that :func:`~para_core.distributed.mesh.host_group` returns.
 
     Args:
         x: A uint8 CPU tensor that has the same length on all ranks.
-        dim: The mesh dim.
+        dim: The mesh dim whose ranks exchange bytes.
         by_dim: The cached groups of :class:`HostGroups`. A missing group is looked up and added.
     """
     if dim.group is None:
@@ -332,18 +338,18 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
     gathered = x.new_empty(dim.size * x.numel())
     _all_gather_into(gathered, x, group=group)
     if group is not dim.group:
-        # torch sorts the ranks of a new group. Restore the order of the ranks in dim.group, which may differ.
+        # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of dim.group.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Return the ``x`` of the first rank of ``mesh`` on all of its ranks. For eager code only.
+    """Broadcast ``x`` from the first rank of ``mesh``, and return it on all ranks of ``mesh``. For eager code only.
 
     Args:
         x: A uint8 CPU tensor that has the same length on all ranks.
-        mesh: The ranks.
+        mesh: The ranks, all of which must call this function.
     """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
@@ -352,7 +358,7 @@ def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
 
 def tensor_bytes(x: Tensor) -> Tensor:
     """Return the bytes of ``x`` as a 1-D uint8 tensor, in C order of the elements."""
-    # Set the stride to 1: a dim of size 1 counts as contiguous with any stride (as after t.expand(1)), flatten() keeps
-    # this stride, and view(uint8) refuses it.
+    # Set the stride to 1, because view(uint8) refuses other strides. A dim of size 1 counts as contiguous with any
+    # stride (as after t.expand(1)), and flatten() keeps its stride.
     x = x.resolve_conj().resolve_neg().contiguous().flatten()
     return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)

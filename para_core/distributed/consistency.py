@@ -1,8 +1,8 @@
 """Compare small records between ranks before tensors are sent, so that invalid input raises on every rank.
 
-A rank that raises alone would leave the others in a collective until the group's timeout, and with gloo, parts of
-unexpected sizes abort the process. In eager code every decision to raise is therefore computed from data that all ranks
-have.
+A rank that raises alone would leave the others in a collective until the group's timeout. With gloo, tensors of
+unexpected sizes even abort the process. In eager code all ranks therefore exchange what they need to make the same
+decision to raise.
 
 **Protocol.** Values that must be equal on all ranks form a record of JSON values. Records are compared by digest:
 
@@ -11,8 +11,8 @@ have.
    ``MAX_EXTRAS`` integers that may differ between ranks, for example the sizes of a local mask. If no rank reports an
    error and all digests are equal, the check ends here.
 2. Otherwise the ranks gather the records themselves, padded to the longest one. All ranks have the same headers, so
-   either all of them or none reach this step. Every rank then raises the same error, or finds that the values are equal
-   and only their JSON differs (1 and 1.0).
+   either all ranks reach this step or none. Every rank then raises the same error, or finds that only the JSON differs
+   (1 and 1.0), but not the values, and continues.
 
 A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the signature::
 
@@ -47,7 +47,7 @@ from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
 
 MAX_EXTRAS = 5
-# The format of a header: digest, length, extras.
+# A header contains a digest, the length of the record, and the extras.
 _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 
 Record = dict[str, Any]
@@ -56,21 +56,24 @@ RequireEqual = Callable[[Mapping[str, Any]], None]
 
 
 class Unanswered(RuntimeError):
-    """The error that is raised if another rank did not take part in an exchange."""
+    """The error that is raised if another rank did not take part in an exchange before the timeout, or has died."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A record that must be equal on all ranks, as JSON, and its 16-byte digest. :func:`signature` creates it."""
+    """A record that must be equal on all ranks, encoded as JSON, with its 16-byte digest.
+
+    :func:`signature` creates it.
+    """
 
     encoded: bytes
     digest: bytes
 
 
 def signature(record: Record) -> Signature:
-    """Convert ``record``, a dict of JSON values to the argument of :func:`check_consistent`.
+    """Convert ``record``, a dict of JSON values of any size, to a :class:`Signature` for :func:`check_consistent`.
 
-    The record may be of any size. Callers that compare the same record repeatedly should keep the result.
+    Callers that compare the same record repeatedly should keep the result.
     """
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
@@ -80,9 +83,10 @@ _NOTHING_WRONG = signature({})
 
 
 def differing_fields(records: list[Record]) -> list[str]:
-    """Return one phrase for each field in which a rank differs from rank 0, with the values of both.
+    """Return a phrase for each field of the records that differs between rank 0 and another rank, with both values.
 
-    ``records`` are those of all ranks, of which at least one differs. Only the first rank that differs is described.
+    ``records`` are those of all ranks, and at least one must differ from the first. If several ranks differ from rank
+    0, only the first of these is described.
     """
     first = records[0]
     rank, other = next((rank, record) for rank, record in enumerate(records) if record != first)
@@ -94,7 +98,7 @@ def differing_fields(records: list[Record]) -> list[str]:
 
 
 def first_difference(records: list[Record]) -> str:
-    """Return a sentence that names the first field in which a rank differs from rank 0, with the values of both."""
+    """Return a sentence on the first field that differs between rank 0 and another rank, with both values."""
     return f"the ranks of one mesh disagree about {differing_fields(records)[0]}."
 
 
@@ -112,7 +116,7 @@ def check_consistent(
     Args:
         local: The signature that must be equal on all ranks, or the exception that this rank would otherwise raise
             alone (a ``TypeError``, ``ValueError`` or ``RuntimeError``).
-        mesh: The ranks.
+        mesh: The ranks to compare, or their cached groups.
         extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
             all ranks with the same signature.
         explain: A function that returns the error message if the records differ, given the records of all ranks in
@@ -122,8 +126,9 @@ def check_consistent(
         The ``extras`` of every rank, in rank order.
 
     Raises:
-        ValueError: Two ranks differ.
-        TypeError, ValueError, RuntimeError: The exception of the first rank that passed one, with its rank.
+        ValueError: The signatures of two ranks differ.
+        TypeError, ValueError, RuntimeError: The exception of the first rank that passed an exception. The message names
+            this rank.
     """
     failed = isinstance(local, Exception)
     if isinstance(local, Exception):
@@ -137,7 +142,7 @@ def check_consistent(
     records = _all_gather_records(local.encoded, max(abs(row[1]) for row in headers), mesh)
     try:
         raise_first_error(records)
-        # Compare the values, because equal values may have different JSON: 1 and 1.0.
+        # Compare values, not digests, because equal values may have different JSON: 1 and 1.0.
         if any(record != records[0] for record in records):
             raise ValueError(explain(records))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -146,7 +151,8 @@ def check_consistent(
     return [row[2 : 2 + len(extras)] for row in headers]
 
 
-# An attribute that is set on an exception that was raised on all ranks of a mesh: the names of its process groups.
+# An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's process
+# groups.
 _RAISED_ON = "_para_core_raised_on"
 
 
@@ -156,15 +162,19 @@ def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
 
 @contextmanager
 def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
-    """Return a context that raises an exception of one rank on every rank of ``mesh``. Every rank must enter it.
+    """Return a context manager that raises an exception of one rank on every rank of ``mesh``.
 
-    ``what`` is the prefix of the message. Contexts over the same ranks may be nested: an exception that an inner
-    exchange has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, it takes
-    part in the exchange with which the other ranks end that context.
+    Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner context
+    has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its exchange at
+    the end of the outer context meets the exchange with which the other ranks end the inner one.
+
+    Args:
+        mesh: The ranks.
+        what: The prefix of the error message.
 
     Raises:
-        TypeError, ValueError, RuntimeError: The exception of the rank, with its type. An exception of any other type
-            becomes a RuntimeError.
+        TypeError, ValueError, RuntimeError: The exception of the rank that failed. Exceptions of other types become a
+            RuntimeError.
     """
     try:
         yield
@@ -179,10 +189,10 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
 
 
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
-    """Return the records, dicts of JSON values, of all ranks of ``mesh``, in rank order.
+    """Return the records of all ranks of ``mesh`` in rank order. A record is a dict of JSON values.
 
-    This costs two all-gathers per mesh dim. To check that records are equal, use :func:`check_consistent`, which only
-    costs one.
+    The exchange costs two all-gathers per mesh dim. To check that records are equal, use :func:`check_consistent`,
+    which costs one all-gather.
     """
     encoded = json.dumps(record).encode()
     lengths = struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(encoded)), mesh))
@@ -197,7 +207,7 @@ def _all_gather_records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMe
 def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes:
     """Return the concatenation of ``row`` from all ranks of ``mesh``, in rank order. All rows have the same length."""
     by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
-    # Leave torch.func transforms, because these bytes are not an input of the function that is being transformed.
+    # Disable torch.func transforms, because the function being transformed does not depend on these bytes.
     with DisableTransforms():
         rows = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         for dim in mesh.dims:
@@ -211,7 +221,7 @@ def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -
 
 
 def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
-    """Return a message for a collective over ``dim`` that failed with ``error``: the likely reason, and what to do."""
+    """Return a message for a failed collective over ``dim``: the likely reason for ``error``, and what to do."""
     if not is_closed_connection(error):
         return (
             f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
@@ -229,9 +239,10 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
 
 
 def raise_first_error(records: list[Record]) -> None:
-    """Raise the first error among the ``records`` of all ranks, if there is one. The message names its rank.
+    """Raise the first error among the ``records`` of all ranks, if there is one. The message names the rank that
+    failed.
 
-    Errors are records that :func:`error_record` returned. All ranks have the same records, so all raise.
+    A record is an error if :func:`error_record` returned it. All ranks have the same records, so all ranks raise.
     """
     for rank, record in enumerate(records):
         if record.get("error") is not None:
@@ -240,21 +251,23 @@ def raise_first_error(records: list[Record]) -> None:
 
 
 def error_record(error: Exception) -> Record:
-    """Convert ``error`` to a record, from which :func:`raise_first_error` raises it on every rank."""
+    """Convert ``error`` to a record. Given this record, :func:`raise_first_error` raises the error on every rank."""
     return {"error": str(error), "kind": type(error).__name__}
 
 
 class ComparesInputs(Protocol):
-    """A handler of model calls that compares their arguments between ranks, unless ``inputs_verified`` is True."""
+    """A hook on model calls that compares their arguments between ranks, unless its ``inputs_verified`` is True."""
 
     inputs_verified: bool
 
 
 @contextmanager
 def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]:
-    """Set ``inputs_verified`` of all ``handlers`` inside the ``with`` block, and restore it afterwards.
+    """Set ``inputs_verified`` of all ``handlers`` to True inside the ``with`` block, and restore the attribute
+    afterwards.
 
-    Use it if the caller has verified that the arguments are equal on all ranks. Handlers that are None are ignored.
+    Use this if the caller has already verified that the arguments are equal on all ranks. Handlers that are None are
+    ignored.
     """
     before = [(handler, handler.inputs_verified) for handler in handlers if handler is not None]
     for handler, _ in before:

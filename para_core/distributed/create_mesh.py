@@ -72,7 +72,7 @@ def choose_mesh_shape(
     batch = largest_divisor(num_ranks, max_batch_dim_size or 1)
     remaining = num_ranks // batch
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
-        # Choose a divisor of ranks_per_host, so that each group of neighbouring ranks is on one host.
+        # Choose a divisor of ranks_per_host, so that no Ulysses group, whose ranks are consecutive, spans two hosts.
         max_ulysses_dim_size = gcd(remaining, ranks_per_host)
     ring = largest_divisor(remaining, max_ring_dim_size) if max_ring_dim_size else 1
     remaining //= ring
@@ -100,15 +100,15 @@ def _require_maximum(name: str, maximum: int | None) -> None:
 def ranks_per_host() -> int | None:
     """Return the number of consecutive ranks on each host, from the environment variables of torchrun or Slurm.
 
-    Return None if they are not set or do not fit. The result is equal on all ranks. Ranks are assumed to be numbered
-    host by host, as torchrun does, and Slurm without ``--distribution=cyclic``.
+    Return None if the variables are not set or do not describe this job. The result is equal on all ranks. Ranks are
+    assumed to be numbered host by host, as by torchrun, and by Slurm without ``--distribution=cyclic``.
     """
     ranks = dist.get_world_size()
     # Do not use LOCAL_WORLD_SIZE: hosts with different numbers of ranks would then choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # If the number of ranks differs, the variables describe the job of a launcher that started these ranks itself,
-        # so ignore them.
+        # If the number of ranks differs, the variables describe a job whose processes started these ranks themselves,
+        # so ignore the variables.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             return ranks // int(hosts) if ranks % int(hosts) == 0 else None
     return None
@@ -181,15 +181,16 @@ def init_context_parallel_mesh(
     if max_pipe_dim_size is not None:
         shape, names = (pipe, *shape), (PIPE_DIM, *names)
     mesh = _mesh_of_shape(device_type, shape, names)
-    # Check only now, because init_device_mesh chooses the GPU of this rank if it has not used one before.
+    # Check this last, because init_device_mesh sets the current GPU of a rank that has not used a GPU before.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks with this ``shape``.
+    """Return a mesh of all ranks with this ``shape`` and these dim ``names``.
 
-    All dims of size 1 share one group. ``init_device_mesh`` would create a group per rank for each of them.
+    All dims of size 1 share one process group of this rank alone. ``init_device_mesh`` would create a group for each of
+    these dims on each rank.
     """
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
@@ -200,14 +201,15 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 
 
 def _group_of_this_rank() -> ProcessGroup:
-    """Return a process group of this rank alone, for all mesh dims of size 1: a DeviceMesh needs a group for each dim.
+    """Return a process group of this rank alone, for mesh dims of size 1, because a DeviceMesh needs a group for each
+    dim.
 
-    It is created once, without communication, and without an NCCL communicator.
+    The group is created once, without communication, and without an NCCL communicator.
     """
     return find_or_make_group(
         "para_core: this rank alone",
         [dist.get_rank()],
-        # gloo would need a store, which PyTorch's fake backend does not have.
+        # With PyTorch's fake backend there is no store, which gloo would need.
         backend="fake" if dist.get_backend() == "fake" else "gloo",
     )
 
@@ -215,14 +217,14 @@ def _group_of_this_rank() -> ProcessGroup:
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
     """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL refuses.
 
-    If the ranks use NCCL, this is one small exchange over the CPU. Otherwise, and inside a compiled function, it does
-    nothing.
+    If the ranks use NCCL, the check is one small exchange between CPUs. Otherwise, and inside a compiled function, this
+    function does nothing.
 
     Args:
         mesh: The mesh of the user.
         ranks: The result of :func:`~para_core.distributed.mesh.guided_mesh` or ``sequence_mesh`` for ``mesh``.
     """
-    # Only a DeviceMesh has one device type; a process group may support both.
+    # A DeviceMesh has one device type, so a mesh of CPUs needs no check. A process group may support CPU and GPU.
     on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"
     if torch.compiler.is_compiling() or on_cpu or not any(_is_nccl(dim.group) for dim in ranks.dims):
         return
@@ -238,14 +240,14 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
 
 
 def _is_nccl(group: ProcessGroup | None) -> bool:
-    """Whether ``group`` uses NCCL for tensors on a GPU. False for None."""
+    """Whether ``group`` sends GPU tensors over NCCL. False if ``group`` is None."""
     if group is None or all(device.type != "cuda" for device in group_devices(group)):
         return False
     return bool(backend_of(group, torch.device("cuda")).name() == "nccl")
 
 
 def _current_gpu() -> tuple[str, str] | None:
-    """Return the names of this host and of this rank's current GPU; None if the process has not used a GPU."""
+    """Return the host name and the UUID of this rank's current GPU; None if the process has not used a GPU."""
     if not torch.cuda.is_initialized():
         return None
     index = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""Compute fingerprints of tensors, by which ranks compare inputs: 64 bits per tensor, computed on its device."""
+"""Fingerprints of tensors, by which ranks compare their inputs: 64 bits per tensor, computed on the tensor's device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from para_core.distributed.collectives import tensor_bytes
 
 _WORD_BYTES = 8
-# Maximum number of 64-bit words that are processed at a time (128 MiB, and as much again for intermediate results). A
-# single tensor may have more.
+# Process at most this number of 64-bit words at a time (128 MiB, and as much again for intermediate results), unless a
+# single tensor has more.
 _MAX_WORDS = 1 << 24
 # Constants of SplitMix64 (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195): the step between
 # positions, and the shifts and factors of its output function, which is Stafford's variant 13 of the finalizer of
@@ -22,14 +22,14 @@ _LAST_SHIFT = 31
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the fingerprint of each tensor, 16 hexadecimal digits that depend on its bytes in C order.
+    """Return the fingerprint of each tensor: 16 hexadecimal digits that depend on its bytes in C order.
 
-    Strides and the device of a tensor do not matter, and neither do its shape and dtype. Each 8 bytes are mixed with
-    their position to 64 random-looking bits, which are added up. Two tensors of equal size with different bytes have
-    the same fingerprint with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs with the same
-    bits are equal. All devices return the same digits, because the mixing is integer arithmetic.
+    The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their position to 64
+    random-looking bits, and these are summed. Two tensors of equal size with different bytes have the same fingerprint
+    with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs with the same bits are equal. All
+    devices return the same digits, because the mixing is integer arithmetic.
 
-    The host waits for each device once, for 8 bytes per tensor.
+    The host waits once for each device, to read 8 bytes per tensor.
     """
     indices_on: dict[torch.device, list[int]] = {}
     for index, x in enumerate(tensors):
@@ -55,7 +55,7 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     steps = torch.arange(1, max(sizes) + 1, device=words.device) * _signed(_STEP)
     parts = words.split(sizes)
     for part, row in zip(parts, rows, strict=True):
-        # Copy the bytes, because view(torch.int64) demands an aligned offset and a multiple of 8 bytes.
+        # Copy the bytes, because view(torch.int64) requires an aligned offset and a multiple of 8 bytes.
         part.view(torch.uint8)[: row.numel()].copy_(row)
         part.add_(steps[: part.numel()])
     for shift, factor in _ROUNDS:

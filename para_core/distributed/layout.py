@@ -1,14 +1,14 @@
 """Layouts: which tokens of a sequence each rank holds. They are plain values, without tensors or torch.distributed.
 
 Under ``torch.compile`` lengths are symbolic. This file therefore only adds, subtracts, multiplies and floor-divides
-lengths, and never branches on one.
+lengths, and never branches on a length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Consecutive tokens, as (start, length).
+# A run is a number of consecutive tokens, as (start, length).
 Run = tuple[int, int]
 
 
@@ -16,7 +16,7 @@ Run = tuple[int, int]
 class Segment:
     """Consecutive tokens of one kind (such as text or image) in a sequence, sharded over ranks or replicated on each.
 
-    They are sharded like :func:`torch.tensor_split`: the first ``total % ranks`` ranks hold one token more. If there
+    Tokens are sharded as by :func:`torch.tensor_split`: the first ``total % ranks`` ranks hold one token more. If there
     are fewer tokens than ranks, the last ranks hold none.
 
     >>> Segment("image", 10).sizes(ranks=4)
@@ -41,10 +41,10 @@ class Segment:
     """
 
     name: str
-    total: int  # Number of tokens over all ranks, >= 0; symbolic under torch.compile.
+    total: int  # Number of tokens over all ranks, at least 0; symbolic under torch.compile.
     replicated: bool = False
     balanced: bool = False
-    together: int = 1  # Number of consecutive tokens that stay on one rank; divides ``total``.
+    together: int = 1  # Length of groups of tokens that stay on one rank; divides ``total``.
 
     def __post_init__(self) -> None:
         if self.replicated and self.balanced:
@@ -61,7 +61,7 @@ class Segment:
             return (self.total,) * ranks
         if self.together != 1:
             return tuple([self.size(rank, ranks) for rank in range(ranks)])
-        # Do not call size() for each rank, because Dynamo needs time for each Python call that it traces.
+        # Do not call size() for each rank, because Dynamo takes time to trace each Python call.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
         return tuple(
@@ -69,7 +69,7 @@ class Segment:
         )
 
     def size(self, rank: int, ranks: int) -> int:
-        """Return the number of this segment's tokens that ``rank`` of ``ranks`` ranks holds."""
+        """Return the number of this segment's tokens on ``rank``, if ``ranks`` ranks share the segment."""
         if self.replicated:
             return self.total
         if self.balanced:
@@ -79,10 +79,7 @@ class Segment:
         return _part_size(self.total, rank, ranks)
 
     def runs(self, rank: int, ranks: int) -> tuple[Run, ...]:
-        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` within this segment.
-
-        The runs are in the order in which the rank holds them.
-        """
+        """Return the tokens that ``rank`` holds, in order, as runs ``(start, length)`` of positions in this segment."""
         if self.replicated:
             return ((0, self.total),)
         if self.together != 1:
@@ -111,8 +108,7 @@ def _part_start(total: int, part: int, num_parts: int) -> int:
 class SequenceLayout:
     """The segments of one sequence, in order, and the number of ranks that share it.
 
-    Each rank holds its part of every sharded segment and all tokens of every replicated segment, in the order of the
-    segments.
+    Each rank holds its part of every sharded segment and all tokens of every replicated segment, segment by segment.
 
     >>> layout = SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2)
     >>> layout.sizes(), layout.total
@@ -157,7 +153,7 @@ class SequenceLayout:
         return sum([segment.size(rank, self.ranks) for segment in self.sharded])
 
     def runs(self, rank: int, *, replicated: bool | None = None) -> tuple[Run, ...]:
-        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` within the whole sequence.
+        """Return the tokens that ``rank`` holds, as runs ``(start, length)`` of positions in the whole sequence.
 
         The runs are in the order in which the rank holds them.
 
@@ -181,6 +177,7 @@ class SequenceLayout:
 def even_layout(total: int, ranks: int, *, balanced: bool = False) -> SequenceLayout:
     """Return the layout of a sequence of ``total`` tokens that are divided over ``ranks`` as evenly as possible.
 
-    With ``balanced`` each rank has tokens of both halves, which balances the work of causal attention.
+    If ``balanced`` is True, each rank holds one part of each half of the sequence, so that all ranks have equal work in
+    causal attention.
     """
     return SequenceLayout((Segment("sequence", total, balanced=balanced),), ranks)

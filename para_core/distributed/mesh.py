@@ -24,16 +24,16 @@ from para_core.torch_internals import (
 )
 
 MESH_DIMS = ("batch", "ring", "ulysses")
-# The last mesh dim if there is tensor parallelism. Its ranks hold different heads of the same tokens.
+# The name of the last mesh dim if there is tensor parallelism. Its ranks hold different heads of the same tokens.
 TENSOR_DIM = "tensor"
-# The first mesh dim if there are pipeline stages. Its ranks hold different transformer blocks for the same tokens.
+# The name of the first mesh dim if there are pipeline stages. Its ranks hold different transformer blocks.
 PIPE_DIM = "pipe"
-# The prefix of the descriptions (group_desc) of all process groups that this package creates.
+# Descriptions (group_desc) of process groups that this package creates begin with this prefix, by which they are found.
 _OURS = "para_core: "
 
 
 def require_process_group(caller: str) -> None:
-    """Raise ``RuntimeError`` if torch.distributed is not initialised. ``caller`` is a name for the message."""
+    """Raise ``RuntimeError`` if torch.distributed is not initialised. The message begins with ``caller``."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{caller} needs a process group, and none is initialised. Start with `torchrun --nproc_per_node=N …` and "
@@ -45,8 +45,8 @@ def require_process_group(caller: str) -> None:
 class MeshDim:
     """One mesh dim as this rank sees it.
 
-    ``index`` is the position of this rank along the dim. ``group_name`` identifies the process group in functional
-    collectives. A dim of size 1 has no group; its ``group_name`` is "".
+    ``index`` is the position of this rank along the dim. ``group_name`` is the process group's name, by which graphs
+    look the group up. A dim of size 1 has no group; its ``group_name`` is "".
     """
 
     name: str
@@ -94,12 +94,12 @@ def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:
-    """Return a group for CPU tensors among the ranks of ``dim``: its own group, or a gloo group of the same ranks.
+    """Return a process group for CPU tensors among the ranks of ``dim``: the dim's own group, or a gloo group.
 
-    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors through the device and wait
-    for all work that was started there. It is created once per NCCL group, at its first use, so every rank of ``dim``
-    must call this function. torch's table of groups owns it: it is found there by its description, and
-    ``destroy_process_group()`` removes it.
+    A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors to the device and wait for
+    all work that was started there. The gloo group is created at the first use of an NCCL group, so every rank of
+    ``dim`` must call this function. torch.distributed owns the group: it is looked up by its description, and
+    ``destroy_process_group()`` destroys it.
 
     Raises:
         ValueError: ``dim`` has one rank.
@@ -129,7 +129,7 @@ def find_or_make_group(
 ) -> ProcessGroup:
     """Return the process group with this ``description``; create it if it does not exist.
 
-    Unlike ``dist.new_group``, only the members, ``ranks``, call this function, and they may have created different
+    Unlike for ``dist.new_group``, only the member ``ranks`` call this function, and they may have created different
     numbers of groups before.
     """
     for group in process_groups():
@@ -143,15 +143,15 @@ def find_or_make_group(
 class SequenceMesh:
     """The ``ring`` × ``ulysses`` ranks that share one sequence, as this rank sees them.
 
-    The sequence rank is ring index × Ulysses size + Ulysses index, so the ranks of a Ulysses group hold neighbouring
-    parts of the sequence.
+    The ``rank`` in the sequence is ring index × Ulysses size + Ulysses index, so the ranks of a Ulysses group hold
+    neighbouring parts of the sequence.
     """
 
     ring: MeshDim
     ulysses: MeshDim
     device_type: str
-    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores them. They are created in advance,
-    # because Dynamo treats strings as constants, but may treat numbers as variables.
+    # The JSON forms of this mesh and of :meth:`alone`, from which read_mesh restores the meshes. They are created in
+    # advance, because Dynamo treats strings as constants, but may treat numbers as variables.
     text: str = ""
     alone_text: str = ""
 
@@ -161,7 +161,7 @@ class SequenceMesh:
 
     @property
     def dims(self) -> tuple[MeshDim, ...]:
-        """The mesh dims, innermost first: neighbouring ranks differ in the first one."""
+        """The mesh dims, innermost first: neighbouring ranks differ in their index along the first dim, ``ulysses``."""
         return (self.ulysses, self.ring)
 
     @property
@@ -173,7 +173,7 @@ class SequenceMesh:
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """Return a mesh of this rank only, for calls without communication.
+        """Return a sequence mesh of this rank only, for calls without communication.
 
         Its ``rank`` is still the position of this rank in the sequence.
         """
@@ -191,15 +191,17 @@ def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> Sequenc
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(ring: tuple[int, int, str], ulysses: tuple[int, int, str], device_type: str, ranks: int) -> str:
-    # This function is a constant for Dynamo, which cannot trace the JSON encoder. A mesh is a constant of a graph.
+    # Dynamo cannot trace the JSON encoder, so treat the result of this function as a constant. That is valid because a
+    # mesh is a constant of a graph.
     return json.dumps({"ring": ring, "ulysses": ulysses, "device_type": device_type, "ranks": ranks})
 
 
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
-    """Return the mesh that ``text`` describes, and the number of ranks over which a sequence is sharded.
+    """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share a
+    sequence.
 
-    The mesh has the names of its process groups, not the groups. The number counts all ranks of the sequence, also if
-    the mesh is that of this rank alone (:meth:`SequenceMesh.alone`).
+    The mesh has the names of its process groups, not the groups. If ``text`` describes the mesh of this rank alone
+    (:meth:`SequenceMesh.alone`), the number still counts all ranks that share the sequence.
     """
     fields = json.loads(text)
     dims = []
@@ -230,8 +232,8 @@ class GuidedMesh:
 
     batch: MeshDim
     sequence: SequenceMesh
-    # These fields have no defaults: modes may be created inside compiled functions, and Dynamo of torch 2.11 cannot
-    # trace defaults of our own classes.
+    # The fields have no defaults, because modes may be created inside compiled functions, and Dynamo of torch 2.11
+    # cannot trace a default that is an instance of our own classes.
     tensor: MeshDim
     pipe: MeshDim
 
@@ -260,7 +262,7 @@ def one_guided_rank(device_type: str) -> GuidedMesh:
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:
     """Convert a user's ``mesh`` to a :class:`GuidedMesh`.
 
-    It may be anything that :func:`sequence_mesh` accepts, and a DeviceMesh may also have only ``batch``, ``tensor`` and
+    ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``, ``tensor`` and
     ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
     """
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
@@ -283,7 +285,7 @@ def one_rank(device_type: str) -> SequenceMesh:
 
 
 def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
-    """Return the sequence mesh of a rank that belongs to these two groups.
+    """Return the sequence mesh whose dims have these two groups, to which this rank belongs.
 
     The groups need not be registered with torch.distributed.
     """

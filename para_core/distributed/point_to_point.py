@@ -1,4 +1,4 @@
-"""Point-to-point transfers between ranks of one mesh dim, in eager code. They overlap with computation."""
+"""Point-to-point transfers between ranks of one mesh dim, in eager code. The transfers overlap with computation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from para_core.torch_internals import (
     process_groups,
 )
 
-# A directed connection between two ranks: (index of the sender, index of the receiver) along the mesh dim.
+# An edge is a directed connection between two ranks: (index of the sender, index of the receiver) along the mesh dim.
 Edge = tuple[int, int]
-# Seconds that a rank that failed waits, on NCCL, for transfers that other ranks may still complete. Then it aborts.
+# On NCCL, a rank that failed waits for this number of seconds for transfers that other ranks may still complete, before
+# it aborts the communicators.
 _GRACE = 5.0
 
 
 class IncomingTensor:
-    """A tensor that another rank is sending. :meth:`wait` returns it, and may be called repeatedly."""
+    """A tensor that another rank is sending. :meth:`wait` returns the tensor, and may be called repeatedly."""
 
     def __init__(self, links: Links, transfer: _Transfer, device: torch.device) -> None:
         self._links, self._buffer, self._device = links, transfer.tensor, device
@@ -41,8 +42,8 @@ class IncomingTensor:
         """Wait until the tensor has arrived, and return it.
 
         Raises:
-            RuntimeError: The tensor did not arrive within the timeout of the group (with gloo; NCCL ends the process),
-                or its sender died.
+            RuntimeError: The sender died, or the tensor did not arrive within the timeout of the gloo group. (After its
+                own timeout NCCL ends the process.)
         """
         if self._transfer is not None:
             start = time.perf_counter()
@@ -55,7 +56,8 @@ class IncomingTensor:
 def _new_number() -> int:
     """Return a number that was never returned before in this job, on any rank."""
     if dist.get_backend() == "fake":
-        return 1  # The store of the fake backend cannot count, and nothing is sent.
+        # The store of the fake backend cannot count. Any number will do, because that backend sends nothing.
+        return 1
     number: int = default_store().add("para_core: links", 1)
     return number
 
@@ -81,16 +83,18 @@ class _Transfer:
 
 
 class Links:
-    """Connections between ranks of ``dim``, along ``edges`` (sender, receiver). Every rank of ``dim`` creates them.
+    """Point-to-point connections between ranks of ``dim``, along ``edges`` (sender, receiver).
+
+    Every rank of ``dim`` creates an object with the same edges.
 
     ``dim`` has more than one rank. Tensors that are sent along one edge arrive in order. On NCCL each edge has its own
-    communicator, and therefore its own stream: otherwise a transfer that waits for one neighbour would delay the
+    communicator, and therefore its own stream: on a common stream, a transfer that waits for one neighbour would delay
     transfers to another neighbour.
 
-    **After a failure** there may be tensors that were sent and never received, or the reverse. :meth:`mark_broken`
-    records the failure on this rank. :meth:`begin`, which every rank calls before the next generation, compares the
-    numbers of transfers of each edge over the CPU. If a rank has failed, or two numbers differ, all ranks continue with
-    a tag (gloo) or with communicators (NCCL) that were never used before.
+    **After a failure** there may be sends that were never received, and receives that were never sent.
+    :meth:`mark_broken` records the failure on this rank. :meth:`begin`, which every rank calls before the next
+    generation, compares the numbers of transfers of each edge over the CPU. If a rank has failed, or two numbers
+    differ, all ranks continue with a tag (gloo) or with communicators (NCCL) that were never used before.
     """
 
     def __init__(self, dim: MeshDim, edges: Iterable[Edge]) -> None:
@@ -102,13 +106,13 @@ class Links:
         self._edges = sorted(set(edges))
         self._groups: dict[Edge, ProcessGroup] = {}
         self._tag = 0
-        # The connections count as broken, so that the first begin() creates tags and communicators.
+        # Begin with broken connections, so that the first begin() creates tags and communicators.
         self._broken = True
-        # Number of transfers that were started on each edge with the current tag or communicators.
+        # Number of transfers started on each edge since its current tag or communicator was created.
         self._started: Counter[Edge] = Counter()
         self._leaving: deque[_Transfer] = deque()
         self._arriving: dict[tuple[Edge, int], _Transfer] = {}
-        # Totals since this object was created. On NCCL the host does not wait, so seconds_waited is meaningless.
+        # Totals since this object was created. On NCCL seconds_waited means nothing, because the host does not wait.
         self.sent = self.bytes_sent = 0
         self.seconds_waited = 0.0
         self.begin()
@@ -116,7 +120,7 @@ class Links:
     def begin(self) -> None:
         """Check that both ranks of every edge have started equally many transfers; otherwise replace the connections.
 
-        Every rank of the dim calls this before each generation. It is one exchange over the CPU.
+        Every rank of the mesh dim calls this method before each generation. It costs one exchange between CPUs.
 
         Raises:
             RuntimeError: A rank did not answer within the timeout.
@@ -147,14 +151,15 @@ class Links:
     def mark_broken(self) -> None:
         """Record that a generation failed on this rank, so that transfers in flight may never end.
 
-        The next :meth:`begin` replaces the connections.
+        The next :meth:`begin` replaces the connections. On NCCL this rank waits up to 5 s for transfers in flight, then
+        aborts.
         """
         self._broken = True
         if self._nccl_device is None:
             return
-        # On NCCL a transfer without a counterpart is a kernel that runs for ever, so anything that waits for the device
-        # (such as cudaFree) would hang. But do not abort at once: transfers with a counterpart end by themselves, and a
-        # peer that did not fail may need them.
+        # On NCCL a transfer without a counterpart on the other rank is a kernel that runs for ever, so that anything
+        # that waits for the device (such as cudaFree) would hang. Do not abort at once, though: transfers with a
+        # counterpart end by themselves, and a rank that did not fail may need them.
         start = time.monotonic()
         transfers = [*self._leaving, *self._arriving.values()]
         while not all(transfer.work.is_completed() for transfer in transfers):
@@ -166,13 +171,14 @@ class Links:
         self._arriving.clear()
 
     def _is_broken(self) -> bool:
-        # Other Links between the same ranks share the communicators, and may have destroyed them.
+        # Other Links between the same ranks share the communicators, and may have destroyed these.
         return self._broken or not all(map(is_registered, self._groups.values()))
 
     def _end_transfers(self, matched: dict[Edge, int]) -> None:
-        """Wait for the first ``matched[edge]`` transfers of each edge, which both ranks have started. Drop the others.
+        """Wait for the first ``matched[edge]`` transfers of each edge, which both of its ranks have started. Drop the
+        others.
 
-        On NCCL all transfers are aborted.
+        On NCCL all transfers are aborted instead.
         """
         if self._nccl_device is None:
             for transfer in [*self._leaving, *self._arriving.values()]:
@@ -191,18 +197,20 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number of the newest communicator of ``edge`` in this process; 0 if there is none.
+        """Return the number in the description of the newest communicator of ``edge`` in this process; 0 if there is
+        none.
 
-        The descriptions of communicators contain numbers. Other ``Links`` may have created the communicator.
+        Another ``Links`` object between the same ranks may have created this communicator.
         """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
         return max((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), default=0)
 
     def _connect(self, edge: Edge, number: int) -> None:
-        """Set the process group of ``edge``; create it if needed. Both of its ranks call this, in the order of edges.
+        """Set the process group of ``edge``, whose communicator has this ``number``; create the group if needed.
 
-        With gloo all edges use the group of the mesh dim.
+        Both ranks of the edge call this, and a rank of several edges in the sorted order of its edges. With gloo all
+        edges use the group of the mesh dim.
         """
         if self._nccl_device is None:
             self._groups[edge] = self._group
@@ -212,25 +220,29 @@ class Links:
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
-            # Use the group once, which creates the communicator; for this the host waits for the other rank. Here all
-            # ranks use the same order of edges, so no cycle of ranks can wait for each other. In the middle of a
-            # generation one could.
+            # Use the new group once, because the first use creates the communicator, for which the host waits for the
+            # other rank. Here all ranks go through the edges in the same order, so no cycle of ranks can wait for each
+            # other, as might happen in the middle of a generation.
             x = torch.zeros(1, device=self._nccl_device)
             transfer = self._send if self.dim.index == edge[0] else self._receive
             transfer(edge, x).work.wait()
             x.item()
 
     def _abort(self) -> None:
-        """Abort the NCCL communicators of the edges, with all transfers on them, and remove them. gloo has none."""
+        """Abort and remove the NCCL communicators of the edges, with all transfers on them.
+
+        With gloo there are none.
+        """
         groups = [group for group in self._groups.values() if group is not self._group and is_registered(group)]
         self._groups = {}
         abort_groups(groups)
 
     @property
     def _timeout(self) -> timedelta | None:
-        """The timeout for waiting on the host; None on NCCL, where the host does not wait.
+        """The time after which a wait on the host fails; None on NCCL, where the host does not wait.
 
-        It is read for each wait, because users may change it. gloo needs it, because it has no default for a send.
+        It is read again for each wait, because users may change the group's timeout, and it must be passed to gloo,
+        which has no default timeout for a send.
         """
         if self._nccl_device is not None:
             return None
@@ -248,10 +260,10 @@ class Links:
         return _Transfer(edge, self._started[edge] - 1, work, buffer)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Start to send ``x`` to the rank with index ``to``. ``x`` must not be changed until it was sent."""
+        """Start to send ``x`` to the rank with index ``to``. Do not change ``x`` until :meth:`drain` has returned."""
         while self._leaving and self._leaving[0].work.is_completed():
             self._leaving.popleft()
-        # gloo can only send CPU tensors.
+        # Copy the tensor to the CPU for gloo, which can only send CPU tensors.
         x = x.detach().to(self._host_or_own(x)).contiguous()
         self._leaving.append(self._send((self.dim.index, to), x))
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
@@ -259,9 +271,9 @@ class Links:
     def receive(self, like: Tensor, source: int) -> IncomingTensor:
         """Start to receive a tensor from the rank with index ``source``; ``like`` gives its shape, dtype and device.
 
-        On NCCL this is a kernel that runs until the tensor has arrived. If that tensor depends on data from this rank,
-        send the data first. Otherwise the host may have to wait for the device before it can send (to load a kernel, or
-        to allocate memory), and then both ranks wait for ever.
+        On NCCL this starts a kernel that runs until the tensor has arrived. If the sender needs data from this rank
+        first, send the data before calling this method. Otherwise the host may have to wait for the device before it
+        can send (to load a kernel, or to allocate memory), and then both ranks wait for ever.
         """
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
         transfer = self._receive((source, self.dim.index), buffer)
@@ -272,9 +284,9 @@ class Links:
         return torch.device("cpu") if self._nccl_device is None else x.device
 
     def drain(self, count: int | None = None) -> None:
-        """Wait until the first ``count`` tensors that were ever sent have left this rank; None means all of them.
+        """Wait until the first ``count`` tensors that were ever sent have left this rank (all if ``count`` is None).
 
-        Do not call it after an exception, because another rank may never receive them.
+        Do not call this method after a failure, because the other ranks may never receive these tensors.
         """
         first = self.sent - len(self._leaving)
         for _ in range(len(self._leaving) if count is None else min(count - first, len(self._leaving))):
@@ -294,7 +306,7 @@ class Links:
     def from_rank(self, x: Tensor, source: int) -> Tensor:
         """Broadcast ``x`` from the rank with index ``source``, and return it on all ranks of the dim.
 
-        On the other ranks ``x`` only gives the shape, dtype and device.
+        On the other ranks ``x`` only gives the shape, dtype and device, and is not changed.
         """
         x = (
             x.detach().contiguous()
@@ -313,7 +325,7 @@ class Links:
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
     """Return the device whose tensors ``group`` sends over NCCL; None if it does not use NCCL.
 
-    A group may have a different backend for each device, so the name of its backend does not tell.
+    A group may have a different backend for each device, so the name of the group's default backend does not say this.
     """
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

@@ -1,8 +1,9 @@
 """Set the timeouts of process groups temporarily, for several pipelines that may share the groups.
 
-A group has the timeout that was set last and is not undone yet. When all are undone, it has the timeout from before the
-first one. Pipelines may undo their timeouts in any order. If the user sets another timeout on the group in the
-meantime, undoing does not change it.
+Each call of :func:`override_timeouts` sets a timeout and returns a function that undoes it. A group has the timeout of
+the last call that is not undone yet. When all calls are undone, it has the timeout from before the first call again.
+Calls may be undone in any order. If the user sets another timeout on the group in the meantime, undoing a call does not
+change that timeout.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class _Override:
 
 @dataclass
 class _Overrides:
-    """The timeouts that were set on one group and are not undone yet, the latest one last.
+    """The timeouts that were set on one group and are not undone yet, the latest last.
 
-    ``initial`` is the timeout of the group before the first of them.
+    ``initial`` is the group's timeout before the first of them was set.
     """
 
     initial: timedelta
@@ -39,8 +40,8 @@ class _Overrides:
         return self.active[-1].timeout if self.active else self.initial
 
 
-# The timeouts that were set on each group. They are stored here, because a process group cannot have new attributes. An
-# entry exists as long as its group.
+# The overrides of each group are stored here, because attributes cannot be set on a process group. An entry exists as
+# long as its group.
 _OVERRIDES: WeakKeyDictionary[ProcessGroup, _Overrides] = WeakKeyDictionary()
 
 
@@ -64,13 +65,13 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
 def override_timeouts(
     groups: Collection[ProcessGroup], timeout: timedelta, ranks: Collection[int]
 ) -> Callable[[], None]:
-    """Set the timeout of ``groups``, and return a function that undoes this, as the module docstring describes.
+    """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's docstring.
 
     Args:
         groups: The process groups of the mesh.
         timeout: The timeout to set.
-        ranks: The ranks of the mesh. If this package creates other groups of these ranks in the meantime, they inherit
-            the timeout. Undoing then gives them the timeout that the first of ``groups`` has afterwards.
+        ranks: The ranks of the mesh. Groups that this package creates among these ranks in the meantime inherit the
+            timeout. Undoing gives these groups the timeout that the first of ``groups`` has afterwards.
     """
     override = _Override(timeout)
     own: list[ProcessGroup] = []
@@ -80,7 +81,8 @@ def override_timeouts(
         for group in alive:
             overrides = _OVERRIDES.get(group, _Overrides(timeout))
             if override not in overrides.active:
-                continue  # An earlier call of undo() has finished this group, but failed at a later one.
+                # An earlier call of undo() has restored this group, but failed at a later group.
+                continue
             remaining = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
             if group_timeout(group) == overrides.timeout:
                 set_group_timeout(group, remaining.timeout)
