@@ -1,5 +1,5 @@
-"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. Knows nothing of
-modules or attention.
+"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. This code works
+on tensors only; :mod:`~para_core.plans.region` calls it around modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RuleExecutor:
 
     Args:
         mesh: The ranks that hold the sequence.
-        coarse: Names of segments of image rows or frames, each of which stands for several tokens
+        coarse: Names of segments that consist of image rows or frames; one row or frame stands for several tokens
             (:func:`~para_core.plans.plan.coarse_segments`).
     """
 
@@ -38,8 +38,8 @@ class RuleExecutor:
         self.mesh = mesh
         self._coarse = coarse
         self.segments: dict[str, Segment] = {}
-        # For each block mask its sharded mask and the layouts used, kept because a model passes the same mask to every
-        # block.
+        # A cache from block mask to (query layout, key layout, sharded mask), because a model passes the same mask to
+        # every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -76,8 +76,8 @@ class RuleExecutor:
         return tuple(positional), named
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """Return ``value`` after applying the rule ``cut``: to the value itself, or to each tensor of a list, tuple or
-        dict.
+        """Apply the rule ``cut`` to an argument or output, and return the result. In a list, tuple or dict, apply it to
+        each entry.
 
         ``name`` is used in error messages.
         """
@@ -128,8 +128,8 @@ class RuleExecutor:
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
         """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in this order.
 
-        At most one of ``names`` may be a segment that this call has not sharded. It is taken as replicated, with the
-        tokens that the other segments leave.
+        At most one of ``names`` may be a segment that this call has neither sharded nor replicated so far. It counts as
+        replicated, with the remaining tokens.
         """
         sharded = [self.segments.get(name) for name in names]
         rest = total - sum([segment.total for segment in sharded if segment is not None])
@@ -186,17 +186,18 @@ class RuleExecutor:
 
     def new_segment(self, name: str, total: int) -> Segment:
         """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
-        # An if statement instead of replicated=(total < …), because that comparison of symbolic lengths is not a bool.
+        # Branch on the comparison instead of passing it as ``replicated``, because for symbolic lengths it is not a
+        # bool.
         if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
         return Segment(name, total)
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return how many tokens each rank must get at least for the segment ``name`` to be sharded: 1 for rows or
-        frames, else 2.
+        """Return the least number of tokens per rank with which the segment ``name`` is sharded: 1 for rows or frames,
+        else 2.
 
-        Models such as all of Hugging Face transformers treat a sequence of one token as a decoding step, and pass
-        ``is_causal=False``.
+        A single token is too few, because Hugging Face transformers treat a sequence of one token as a decoding step,
+        and pass ``is_causal=False``.
         """
         return 1 if name in self._coarse else 2
 
@@ -246,8 +247,8 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its tensors gathered: the i-th tensor by ``gathers[i]``, where None leaves it
-        as it is.
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``. A tensor whose entry is None is not
+        gathered.
 
         Args:
             output: A tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.

@@ -16,10 +16,11 @@ from para_core.modes.recomputation import Bind
 
 @contextmanager
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
-    """Wrap with ``bind`` each function that diffusers' activation checkpointing runs again in the backward.
+    """Replace each function that diffusers' activation checkpointing recomputes in the backward by ``bind(function)``,
+    whose recomputation runs under the plan.
 
-    This applies to checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if
-    ``bind`` is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.
+    Affects the checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if ``bind``
+    is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.
     """
     checkpointing = _checkpointing(module) if bind is not None else []
     for submodule, checkpoint in checkpointing:
@@ -34,8 +35,8 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
 def refuse_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of ``module`` is on and gradients are enabled.
 
-    Call it for plans with linear attention or halos: the recomputation in the backward intercepts attention only, so it
-    would miss the sums and the halo exchange over ranks.
+    For plans with linear attention or halos: the recomputation in the backward intercepts attention only, so it would
+    miss the sums over ranks and the halo exchange.
     """
     if _checkpointing(module):
         raise RuntimeError(

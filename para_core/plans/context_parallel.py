@@ -1,4 +1,4 @@
-"""Context parallelism with the function names and arguments of diffusers and MindONE. It applies a plan to a module."""
+"""Apply a plan to a module with functions that have the names and arguments of those in diffusers and MindONE."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def interception_of(module: nn.Module) -> Interception | None:
 def attention_is_skipped(module: nn.Module) -> None:
     """Allow the current eager call of ``module`` to end without an intercepted attention call.
 
-    Otherwise such a call raises. A cache that skips all blocks calls no attention, and PipeFusion computes the
-    attention of patches itself.
+    Without this, a call that shards tokens and never calls attention raises. A cache that skips all blocks calls no
+    attention, and PipeFusion computes the attention of patches itself.
     """
     interception = interception_of(module)
     if interception is not None:

@@ -30,15 +30,15 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # Within a Ulysses group the ends wrap around. So the group's first rank has received the group's last rows, which
+    # The exchange within a Ulysses group wraps around: the group's first rank has received the group's last rows, which
     # the next group needs, and its last rank the group's first rows, which the previous group needs. A second exchange,
-    # over the ring, passes these on.
+    # over the ring, passes these rows on.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)
         before, behind = from_before if first else before, from_behind if last else behind
-    # The outermost ranks also received rows, which they cut off here. They cannot skip the exchange, because every rank
-    # must take part in its collective in the backward as well.
+    # The first and the last rank of the sequence received rows of the opposite end, which are cut off here. These ranks
+    # cannot skip the exchange, because every rank must take part in its collective in the backward as well.
     start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, behind], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)

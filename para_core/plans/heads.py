@@ -1,4 +1,4 @@
-"""All-to-all of tokens for heads around a self-attention module that each rank runs on all tokens and some of the
+"""Exchange tokens for heads by all-to-all, so that each rank runs a self-attention module on all tokens and some of the
 heads.
 """
 
@@ -21,8 +21,8 @@ from para_core.plans.plan import AttentionByHeads
 class HeadExchange:
     """The two exchanges in one call of a module: ``[B, S_local, H * D]`` to ``[B, S, H_local * D]``, and back.
 
-    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. :attr:`own` is the first
-    head of this rank and the number of its heads.
+    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. The attribute ``own`` is
+    (first head, number of heads) of this rank.
 
     Args:
         attention: The plan entry of the module.
@@ -58,8 +58,8 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Exchange the output ``x`` of a projection, for this rank's tokens and all heads, and return it for all tokens
-        and this rank's heads. Collective.
+        """Return the output of a projection for all tokens and this rank's heads, given ``x``, its output for this
+        rank's tokens and all heads. Collective.
         """
         self._entered += 1
         for dim, tokens, heads in self._steps:
@@ -67,8 +67,8 @@ class HeadExchange:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Exchange the attention output ``x``, for all tokens and this rank's heads, and return it for this rank's
-        tokens and all heads. Collective.
+        """Return the attention output for this rank's tokens and all heads, given ``x``, the output for all tokens and
+        this rank's heads. Collective.
 
         Raises:
             RuntimeError: The module did not call each of its projections exactly once, for example because they are
@@ -96,7 +96,8 @@ class HeadExchange:
     def own_caches(
         self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the module's ``args`` and ``kwargs``, with its key-value caches narrowed to this rank's heads.
+        """Return the module's ``args`` and ``kwargs``, with the key-value caches among them narrowed to this rank's
+        heads.
 
         The narrowed tensors are views, so what the module writes reaches the caller's caches.
 

@@ -34,7 +34,7 @@ class _Before:
 class CachesOfCall:
     """A snapshot of the key-value caches among a call's arguments, taken before the call.
 
-    :attr:`hold_tokens` is whether any of them already holds tokens.
+    The attribute ``hold_tokens`` says whether any of these caches already holds tokens.
 
     Args:
         arguments: Values of the call's arguments.
@@ -105,7 +105,8 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
             f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
             "cache (use_cache=False)."
         )
-    # Only the last tokens are new and gathered. The earlier ones are already complete and equal on all ranks.
+    # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on all
+    # ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
     for name, old in (("keys", before.keys), ("values", before.values)):
         part = getattr(layer, name)

@@ -16,8 +16,8 @@ from para_core.torch_internals import no_frame_of_its_own
 
 
 class SumsOverRanks(TorchFunctionMode):
-    """Mode for one call of a linear attention module. The sums over tokens that the plan names are added up over all
-    ranks.
+    """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are added up
+    over all ranks.
 
     A call of ``scaled_dot_product_attention`` under this mode raises ``RuntimeError``, because its output would miss
     the tokens of other ranks.

@@ -24,8 +24,8 @@ class ModuleRules:
         gathers: The rule for each tensor of the output; None leaves the tensor as it is.
         attention: The segments of the submodule's attention calls, or another description of its attention.
         halo: The rows of neighbouring ranks that the submodule needs.
-        exchange: For the projections of an :class:`AttentionByHeads`: ``"enter"`` exchanges the submodule's output to
-            all tokens and some heads, ``"leave"`` exchanges its input back.
+        exchange: The exchange of tokens for heads at a projection of an :class:`AttentionByHeads`: ``"enter"`` applies
+            it to the submodule's output, ``"leave"`` undoes it in the submodule's input. None for other submodules.
     """
 
     name: str = ""
@@ -115,7 +115,7 @@ def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
 
-# How many values of ``*args`` get a name.
+# Maximum number of values of ``*args`` that get a name. The signature does not say how many a call passes.
 _MOST_VARIADIC = 16
 
 

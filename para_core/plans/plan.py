@@ -119,7 +119,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class SplitMask:
-    """A rule that shards a ``BlockMask`` of flex attention, made for all tokens, to this rank's queries.
+    """A rule that shards a ``BlockMask`` of flex attentionof all tokens to the rows of this rank's queries.
 
     Args:
         queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded before is
@@ -131,13 +131,14 @@ class SplitMask:
     keys: tuple[str, ...] | None = None
 
 
-# A Gather is usually the rule of an output. It is the rule of an input if the module needs all tokens.
+# Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for an input.
 ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The segments of one call of ``scaled_dot_product_attention``, in their order along its tokens.
+    """The segments of the queries and keys in one call of ``scaled_dot_product_attention``, in the order in which their
+    tokens are concatenated.
 
     A segment that the current model call did not shard counts as replicated, with any length. If all keys are
     replicated, attention needs no communication.
@@ -175,8 +176,8 @@ class OneForEach:
 class LinearAttention:
     """Attention of a module that sums products of keys and values over tokens, and multiplies queries with the sums.
 
-    The sums of this rank's tokens are added up over all ranks. They are ``[B, H, D, D]``, however many tokens there
-    are.
+    Each rank sums over its own tokens, and these sums are added up over all ranks. Their shape ``[B, H, D, D]`` does
+    not depend on the number of tokens.
 
     Args:
         segment (`str`): The segment over whose tokens the module sums.
@@ -192,10 +193,10 @@ class LinearAttention:
 class AttentionByHeads:
     """Attention of a self-attention module that each rank runs on all tokens of ``segment`` and some of the heads.
 
-    For a module that packs or pads tokens between its projections and its attention, makes a mask from them, or keeps
-    their keys for later calls: such code needs all tokens. Tokens are exchanged for heads over all sequence ranks,
-    including those of a ring, so there must be at least as many heads as ranks. Other arguments of the module, such as
-    positions, are not sharded.
+    Use it for a module that needs all tokens between its projections and its attention, because it packs or pads
+    tokens, makes a mask from them, or keeps their keys for later calls. Tokens are exchanged for heads over all
+    sequence ranks, including those of a ring, so there must be at least as many heads as ranks. Other arguments of the
+    module, such as positions, are not sharded.
 
     Args:
         segment (`str`): The segment of the tokens.
@@ -225,7 +226,7 @@ def attention_calls(
 ) -> tuple[Attention, ...]:
     """Return the segments of each attention call that a module makes when it is called with ``args`` and ``kwargs``.
 
-    The last entry stands for all further calls.
+    The last entry also applies to all further calls.
     """
     if isinstance(attention, AttentionByHeads):
         return (Attention((attention.segment,)),)

@@ -36,10 +36,11 @@ BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[
 
 
 class PreparedAttention:
-    """The :class:`MeshAttention` for each pair of a plan entry and its segments, kept between the calls of a model.
+    """A cache of :class:`MeshAttention` objects, keyed by (plan entry, segments), that is kept between the calls of a
+    model.
 
-    An object instead of a plain dict, because a graph with a dict argument is traced again whenever the length of the
-    dict changes.
+    It is a class instead of a plain dict, because a graph with a dict argument is traced again whenever the length of
+    the dict changes.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,8 @@ class PlannedAttention:
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
-        # Results of _find for the current segments, by the id of the plan entry: hashing an Attention on every call
-        # costs more.
+        # Results of _find for the current segments, by the id of the plan entry, because hashing an Attention on every
+        # call costs more.
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
@@ -135,7 +136,7 @@ class PlannedAttention:
             return over_mesh(call.with_tensors(query, key, value, attn_mask))
         valid = attn_mask.diagonal(dim1=-2, dim2=-1)
         out = over_mesh(call.with_tensors(query, key, value, valid[..., None, :]))
-        # An invalid token must not attend to anything, so its output is zero.
+        # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
     def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -191,8 +192,8 @@ def layouts_on_one_device(
     num_queries: int, num_keys: int, ordered: bool = True
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """Return the layouts of queries and keys for attention on one device, which holds all of them."""
-    # Replicated segments, because mesh.alone() keeps this rank's index, and a sharded segment of one rank has no part
-    # for it.
+    # Use replicated segments, because mesh.alone() keeps this rank's index in the full mesh, and a segment that is
+    # sharded over one rank has no part for that index.
     queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
     return SequenceLayout((queries,), 1), SequenceLayout((keys,), 1)
 

@@ -88,7 +88,7 @@ class Region:
         self.plan, self.mesh, self.batch = plan, mesh, batch
         self.attn_func = unintercepted(attn_func)
         self.require_equal, self._around = require_equal, around
-        # Set while the caller has already verified that all ranks pass equal arguments (consistency.inputs_verified).
+        # True while the caller has already verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
@@ -113,7 +113,7 @@ class Region:
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
         # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph does not
-        # look up _call_impl again, so it would not see the wrapper.
+        # look up _call_impl again, so it would bypass the wrapper, and call_outer shards outside of it.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
@@ -134,7 +134,7 @@ class Region:
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options from the next call on.
 
-        A compiled module is compiled once for each pair of arguments, and keeps the graphs.
+        A compiled module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
 
         Args:
             options: Attention options.
@@ -227,8 +227,8 @@ class Region:
                     output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
-                # Compiled parts set `intercepted` as well, because a graph replays the attributes that the handler set
-                # while traced.
+                # Compiled parts set `intercepted` as well, because a graph replays the attributes that were set while
+                # it was traced.
                 sharded = any(not segment.replicated for segment in self._executor.segments.values())
                 if self.mesh.ranks > 1 and sharded and not planned.intercepted[0]:
                     raise RuntimeError(
@@ -287,7 +287,7 @@ class Region:
         """
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
             return False
-        # A mode would see calls before the dispatcher does, and could hide them from it.
+        # An active function mode sees calls before the dispatcher does, and could hide them from the dispatcher.
         if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
@@ -302,7 +302,9 @@ class Region:
                 )
 
     def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
-        """Start to intercept attention if one of ``rules``, which were just applied, defines a segment."""
+        """Start to intercept attention if one of ``rules``, which have just been applied, has split the tokens of a
+        segment.
+        """
         interception = self.interception
         if interception is not None and any(
             isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules
@@ -333,7 +335,7 @@ class Region:
             groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
         for (rules, parameters, heads), submodules in groups.items():
             # Wrap __call__, so that the wrapper stays outside of the graph if the submodule is compiled, before or
-            # after this.
+            # after it is wrapped.
             hook = self._submodule_hook(rules, parameters, heads)
             wrap_alike(submodules, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
@@ -407,12 +409,14 @@ class Region:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
     def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a projection, and exchange its output to all tokens and this rank's heads."""
+        """Run a projection on this rank's tokens, and return its output for all tokens and this rank's heads."""
         output = call(projection, *args, **kwargs)
         return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Exchange the input of the output projection back to this rank's tokens and all heads, and run it."""
+        """Run the output projection for this rank's tokens and all heads, given ``x`` for all tokens and this rank's
+        heads.
+        """
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
 """Run convolutional models, such as VAEs and UNets, with the rows of an image sharded over ranks.
 
-A mode intercepts torch functions, and fetches the rows and statistics of other ranks that they need.
+A mode intercepts torch functions, and exchanges the rows and statistics that a function needs from other ranks.
 """

@@ -1,4 +1,6 @@
-"""Rules for convolutions and pools over sharded rows. Their windows need rows of neighbouring ranks."""
+"""Rules that run convolutions, pools and ``stft`` on sharded rows. Windows at the edge of a rank's rows need rows of
+neighbouring ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ from para_core.spatial.rows import Layout
 from para_core.spatial.tag import RowTag, rows_of, tagged
 
 Function = Callable[..., Any]
-# run(x, padding) computes the operator on the local rows x, with ``padding`` rows of padding at either end.
+# A function run(x, padding) that computes an operator on the local rows ``x``, with ``padding`` rows of padding at
+# either end.
 Run = Callable[[Tensor, int], Tensor]
 
 
 def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.conv1d``, ``F.conv2d`` or ``F.conv3d`` on this rank's rows, with one collective.
 
-    Each rank fetches ``extent // 2`` rows from each neighbour, where ``extent`` is the kernel size with dilation. Rows
-    that need no halo are computed while the halo is in flight.
+    Each rank fetches the rows of its neighbours that its windows reach, up to half a dilated kernel on each side. With
+    an odd kernel, the output rows that need no such row are computed during the exchange.
     """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
@@ -57,8 +60,8 @@ def windowed(
     *,
     fill: float = 0.0,
 ) -> Tensor:
-    """Return this rank's rows of an operator with windows, such as a convolution or a pool, and fetch the halo it
-    needs.
+    """Return this rank's output rows of an operator with windows, such as a convolution or a pool. Fetches the rows of
+    other ranks that the windows need.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.
@@ -93,8 +96,8 @@ def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
 
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
-    """Return the tag of ``x``, and the index of its sharded dim among the ``spatial`` last dims; None if the batch is
-    sharded.
+    """Return the tag of ``x``, and the index of the sharded dim among the last ``spatial`` dims. The index is None if
+    the batch dim is sharded.
 
     Raises:
         MixesRows: If the channels are sharded, or one dim contains the rows of several frames.
@@ -128,8 +131,8 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: RowTag) ->
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.conv_transpose1d`` to ``F.conv_transpose3d``: each rank fetches the input rows that its output rows
-    depend on.
+    """Run ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d``. Each rank fetches the input rows
+    that its output rows depend on.
     """
     parameters = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0}
     x, weight, bias, stride, padding, extra, groups, dilation = bind(
@@ -148,7 +151,8 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
     start, stop = plans.held(plan.layout)[ranks.index]
-    first = plan.wanted[ranks.index][0] * step - inset  # first row of ``out``, in rows of the full image
+    # The first row of ``out``, counted in output rows of the full image.
+    first = plan.wanted[ranks.index][0] * step - inset
     return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
 
 
@@ -193,7 +197,7 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
 def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``torch.stft`` of a waveform ``[..., samples]`` that is sharded by samples, with ``center=False``.
 
-    Each rank transforms the windows whose middle sample it holds.
+    Each rank transforms the windows whose middle sample it holds, so the output is sharded by windows.
     """
     parameters = {"input": None, "n_fft": None, "hop_length": None, "win_length": None, "window": None, "center": True}
     x, size, hop, win_length, window, center, _, *rest = bind(

@@ -9,11 +9,13 @@ from para_core.spatial.tag import RowTag
 
 
 class MixesRows(RuntimeError):
-    """Raised for a function of sharded rows that has no rule, or that combines rows in a way that is not supported."""
+    """An error raised if a function is called on sharded rows and has no rule, or combines rows in a way that is not
+    supported.
+    """
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name by which the rules look up a torch function, for example ``add`` for ``Tensor.__iadd__``."""
+    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -24,10 +26,10 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def unknown(func: Callable[..., Any], rows: RowTag | None, reason: str) -> MixesRows:
-    """Return the error that ``func`` cannot run on sharded rows.
+    """Return (not raise) an error that says that ``func`` cannot run on sharded rows.
 
     Args:
-        rows: Sharding of its tensor, for the message; None if it is not known.
+        rows: The sharding of the tensor argument, for the message; None if it is not known.
         reason: What is not supported.
     """
     sharding = ""

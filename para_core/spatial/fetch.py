@@ -15,27 +15,40 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial.rows import Layout, Range, held
 from para_core.spatial.tag import RowTag
 
-# For each rank, the ranges of rows that it fetches.
+# For each rank, the ranges of rows that the rank fetches.
 Wanted = tuple[tuple[Range, ...], ...]
 
 
 @dataclass(frozen=True)
 class _RowSpan:
-    """Consecutive rows of a fetched range that are all on one rank, or all beyond the edge of the image."""
+    """Consecutive rows of a fetched range that are all on one rank, or all beyond the edge of the image.
 
-    sender: int | None  # rank that holds the rows; None beyond the edge of the image
-    start: int  # first row, counted in the rows of ``sender``
+    Args:
+        sender: The rank that holds the rows; None beyond the edge of the image.
+        start: The first row, counted in the rows of ``sender``.
+        length: Number of rows.
+    """
+
+    sender: int | None
+    start: int
     length: int
 
 
 @dataclass(frozen=True)
 class _FetchPlan:
-    """The rows that this rank sends and receives in the all-to-all of one fetch."""
+    """The rows that this rank sends and receives in the all-to-all of one fetch.
 
-    sends: tuple[tuple[tuple[int, int], ...], ...]  # for each receiving rank, (start, length) in this rank's rows
-    receives: tuple[int, ...]  # for each sending rank, its number of rows
+    Args:
+        sends: For each receiving rank, the runs (start, length) of this rank's rows that are sent.
+        receives: For each sending rank, the number of rows that this rank receives.
+        ranges: For each range that this rank fetches, the parts of which it consists.
+        is_local: Whether every rank already holds all rows that it fetches, so that nothing is exchanged.
+    """
+
+    sends: tuple[tuple[tuple[int, int], ...], ...]
+    receives: tuple[int, ...]
     ranges: tuple[tuple[_RowSpan, ...], ...]
-    is_local: bool  # whether every rank holds all rows that it needs
+    is_local: bool
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +68,7 @@ def _fetch_plan(layout: Layout, wanted: Wanted, rank: int) -> _FetchPlan:
 
 
 def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
-    """Split ``range_`` into consecutive parts, each of which one rank holds."""
+    """Split ``range_`` into consecutive parts, each held by one rank or beyond the edge of the image."""
     start, stop = range_
     total = sum(layout)
     spans = []
@@ -73,16 +86,17 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 def start_fetch(
     x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start fetching ranges of rows, with one all-to-all, or without communication if every rank holds all that it
-    needs.
+    """Start fetching ranges of rows from other ranks in one all-to-all; without communication if every rank holds all
+    of its ranges.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.
-        wanted: For each rank, the ranges that it fetches, in rows (or other units of ``rows``) of the full image.
+        wanted: For each rank, the ranges that the rank fetches, counted in rows of the full image (or in the units of
+            ``rows``).
         fill: Value of rows beyond the edge of the image.
 
     Returns:
-        A function that waits for the rows, and returns a tensor for each range of this rank.
+        A function that waits for the rows, and returns one tensor for each of this rank's ranges.
 
     Raises:
         RuntimeError: If ``x`` requires a gradient and gradients are enabled.
@@ -126,27 +140,29 @@ def start_fetch(
 
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """Return the rows in this rank's range, ``wanted[rank]``: like :func:`start_fetch` with one range per rank, but
-    waits.
+    """Fetch and return the rows in this rank's range ``wanted[rank]``. Like :func:`start_fetch` with one range per
+    rank, but waits.
     """
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part
 
 
 def relayout(x: Tensor, rows: RowTag, layout: Layout, ranks: MeshDim) -> Tensor:
-    """Return this rank's rows in another ``layout``; ``x`` itself if the layout is the same."""
+    """Exchange rows so that the ranks hold ``layout`` instead of ``rows.layout``, and return this rank's rows; ``x``
+    itself if both are equal.
+    """
     return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
 
 
 def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return all rows of ``x``, contiguous in memory, on every rank."""
+    """Return the rows of all ranks, contiguous in memory, on every rank. Collective."""
     _require_no_gradient(x)
     units = all_gather(_units_first(x, rows), rows.layout, 0, ranks)
     return _units_back([units], rows).contiguous()
 
 
 def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
-    """Return this rank's part of ``x``, which holds all rows; a view if ``rows.outer`` is 1."""
+    """Return this rank's rows of ``x``, a tensor with all rows. The result is a view if ``rows.outer`` is 1."""
     start, stop = held(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
     part: Tensor = units.flatten(rows.dim, rows.dim + 1)

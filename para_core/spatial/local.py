@@ -1,4 +1,4 @@
-"""Rules for functions that compute each row from that row only, for reductions, and for functions that create
+"""Rules for functions that compute each output row from one input row, for reductions, and for functions that create
 tensors.
 """
 
@@ -24,7 +24,8 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# Properties of a tensor other than values and shape. Bytes and strides are those of this rank's part of the rows.
+# Functions that read properties of a tensor other than its values and shape. Byte counts and strides are those of this
+# rank's part of the rows.
 METADATA = _names(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
@@ -48,7 +49,7 @@ LIKE_FIRST = _names(
     """
 )
 
-# Functions that broadcast all tensors among their arguments against each other.
+# Elementwise functions, which broadcast all tensors among their arguments against each other.
 ELEMENTWISE = _names(
     """
     add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
@@ -59,8 +60,8 @@ ELEMENTWISE = _names(
     """
 )
 
-# Functions that work along one dim and keep the shape: the position of the argument ``dim``, and its default. The
-# position is None for functions that always work along the last dims.
+# Functions that work along one dim and leave the other dims as they are, each with the position and the default of its
+# argument ``dim``. The position is None for functions that always work along the last dims.
 ALONG = {
     "softmax": (1, -1),
     "log_softmax": (1, -1),
@@ -73,7 +74,7 @@ ALONG = {
     "rms_norm": (None, None),
 }
 
-# Reductions: the positions of the arguments dim and keepdim.
+# Reductions, each with the positions of its arguments ``dim`` and ``keepdim``.
 REDUCTIONS = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "argmax", "argmin", "any", "all", "prod", "logsumexp"), (1, 2)),
     **dict.fromkeys(("max", "min"), (1, 2)),
@@ -105,7 +106,9 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
-    """Return the argument of a call that has this ``name`` or position ``index``; ``default`` if it was not passed."""
+    """Return the argument that a call passed by keyword ``name`` or at position ``index``; ``default`` if it passed
+    neither.
+    """
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
@@ -128,7 +131,7 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     """Run ``func`` on this rank's rows. If the output has the shape of the first argument, it is sharded in the same
     way.
 
-    Other tensors among the arguments may only give a dtype or a device, as in ``x.to(other)``.
+    The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)`` does.
     """
     if "out" in kwargs:
         raise unknown(func, _any_rows(args, kwargs), "it writes to out=")
@@ -143,7 +146,8 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a broadcasting function on this rank's rows, in the layout of the first sharded tensor.
 
-    Rows of tensors with another layout are exchanged; of replicated tensors this rank's part is taken.
+    Sharded tensors with another layout are exchanged to this layout. Replicated tensors are narrowed to this rank's
+    rows.
     """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
@@ -158,9 +162,11 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         return aligned(ranks, func, x, rows, dim_from_end) if isinstance(x, Tensor) else x
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
-    if isinstance(out, tuple):  # torch.where(x) returns indices.
+    # torch.where(x) returns a tuple of indices, which would count this rank's rows only.
+    if isinstance(out, tuple):
         raise unknown(func, rows, "it returns indices in this rank's rows")
-    # Comparing a tensor with another type gives NotImplemented: Wan compares a cache entry with a string.
+    # The result may be NotImplemented instead of a tensor, if a tensor is compared with another type: Wan compares a
+    # cache entry with a string.
     return tagged(out, rows.at(out.ndim + dim_from_end)) if isinstance(out, Tensor) else out
 
 
@@ -170,17 +176,18 @@ def _in_place(func: Function) -> bool:
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x``, in the layout of ``rows``.
+    """Return this rank's part of ``x``, which may be replicated or sharded, in the layout of ``rows``.
 
-    The rows are along the negative dim ``dim_from_end``. If ``x`` has size 1 along this dim, it is returned unchanged,
-    for broadcasting.
+    The rows are along the negative dim ``dim_from_end``. If ``x`` lacks this dim or has size 1 along it, ``x`` is
+    returned unchanged, for broadcasting.
 
     Raises:
         MixesRows: If ``x`` has another number of rows.
     """
     own = rows_of(x)
     if own is not None and own.dim - x.ndim != dim_from_end:
-        # x is sharded along another dim, such as the keys of an attention matrix instead of the queries. Gather it.
+        # Gather x, because it is sharded along another dim, for example the keys of an attention matrix instead of the
+        # queries.
         x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
         if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
@@ -214,10 +221,10 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a reduction.
+    """Run a reduction such as ``mean``, ``sum`` or ``argmax``.
 
-    If the sharded dim is not reduced, it runs on this rank's rows. If it is, the results of all ranks are combined,
-    which is supported for ``sum``, ``mean``, ``amax`` and ``amin``.
+    If the sharded dim is kept, the reduction runs on this rank's rows. If the sharded dim is reduced, the results of
+    all ranks are combined, which is supported for ``sum``, ``mean``, ``amax`` and ``amin``.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -226,7 +233,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     dim_position, keepdim_position = REDUCTIONS[name]
     dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
     keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
-    # In x.var(False) this argument is ``unbiased`` instead of ``dim``, so all dims are reduced.
+    # A bool at this position is ``unbiased`` instead of ``dim``, as in x.var(False), so all dims are reduced.
     dims = _dims(None if isinstance(dim, bool) else dim, x.ndim)
     if rows.dim not in dims:
         shift = 0 if keepdim else sum(dim < rows.dim for dim in dims)
@@ -236,7 +243,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     order = sorted(dims)
     if name in ("amax", "amin"):
         return untagged(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
-    # The sum of integers has dtype int64, as in torch.
+    # PyTorch sums integers in int64, so do the same.
     dtype = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
@@ -246,8 +253,8 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``torch.meshgrid``. The tensor that varies along the first dim of the outputs stays sharded; the others are
-    gathered.
+    """Run ``torch.meshgrid``. The input that varies along the first dim of the outputs stays sharded. The other inputs
+    are gathered.
     """
     tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
     lead = 1 if kwargs.get("indexing") == "xy" else 0
@@ -261,7 +268,9 @@ def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run dropout if it changes nothing: in eval mode or with probability 0. Otherwise raise :class:`MixesRows`."""
+    """Run a dropout that changes nothing, because it is in eval mode or has probability 0. Raise :class:`MixesRows` for
+    any other.
+    """
     _, rows = only_first(func, args, kwargs)
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
     if training and argument(args, kwargs, "p", 1, 0.5) > 0:
@@ -270,12 +279,16 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.new_zeros`` or a variant of it. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
+    """Run ``x.new_zeros``, ``new_ones``, ``new_empty`` or ``new_full``. The output is sharded if one of the sizes is a
+    :class:`ShardedSize`.
+    """
     return filled(ranks, partial(func, args[0]), args[1:], kwargs)
 
 
 def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.zeros`` or a variant of it. The output is sharded if one of the sizes is a :class:`ShardedSize`."""
+    """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``. The output is sharded if one of the sizes is a
+    :class:`ShardedSize`.
+    """
     shape = _shape(args, kwargs)
     sharded = sharded_dim(shape)
     if sharded is not None:
@@ -287,7 +300,8 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
             args = local_sizes(tuple(args))
         return tagged(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # This is the tokens × tokens input of a baddbmm with beta=0, which does not read it, so give it no memory.
+        # Allocate no memory for the elements: this is the tokens × tokens input of a baddbmm with beta=0, which does
+        # not read it.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
@@ -305,8 +319,8 @@ def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``repeat_interleave`` of a replicated vector with one value per frame, for this rank's tokens of each
-    frame.
+    """Run ``repeat_interleave`` of a replicated vector ``[frames]`` with the number of tokens per frame. Returns each
+    value once for each of this rank's tokens of that frame.
     """
     x, repeats = args[0], argument(args, kwargs, "repeats", 1)
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
@@ -316,8 +330,8 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Draw all rows with ``torch.randn`` or ``torch.rand``, so that the numbers equal those on one device. Returns this
-    rank's rows.
+    """Draw all rows with ``torch.randn`` or ``torch.rand``, so that the numbers equal those on one device, and return
+    this rank's rows.
     """
     shape = [int(size) for size in _shape(args, kwargs)]
     sharded = sharded_dim(_shape(args, kwargs))
@@ -340,7 +354,8 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> RowTag | None:
     flat: list[Any] = [*args, *kwargs.values()]
-    for value in flat:  # Nested lists are appended inside the loop.
+    # The loop also visits the items of nested lists, because it appends them to ``flat``.
+    for value in flat:
         rows = rows_of(value)
         if rows is not None:
             return rows
@@ -350,7 +365,7 @@ def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> RowTag | None:
 
 
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
-    """Return the first argument of ``func`` and its tag.
+    """Return the first argument of a call of ``func``, and the tag of that tensor.
 
     Raises:
         MixesRows: If the first argument is not sharded.
@@ -386,7 +401,7 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new),
 }
 
-# Functions that create a tensor from sizes, for calls in which a size is a ShardedSize and no tensor is sharded.
+# Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {
     **dict.fromkeys(("zeros", "ones", "empty", "full"), filled),
     **dict.fromkeys(("randn", "rand"), random),

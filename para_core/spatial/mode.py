@@ -1,4 +1,6 @@
-"""The mode under which a model runs on this rank's rows. It intercepts every torch function, and applies a rule."""
+"""Define the mode under which a model computes only this rank's rows. It replaces each torch function on sharded rows
+by a rule, looked up by the name of the function.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from para_core.torch_internals import (
     unwrap_transform_tensor,
 )
 
-# The rule for each function name. A function without a rule raises if one of its tensors is sharded.
+# The rule for each function name. The mode raises for a function that is not in here, if one of its tensors is sharded.
 RULES: dict[str, Any] = {
     **local.RULES,
     **views.RULES,
@@ -39,7 +41,8 @@ RULES: dict[str, Any] = {
 
 
 class SpatialShardMode(TorchFunctionMode):
-    """Mode under which a model computes this rank's rows of an image. Exact.
+    """Mode under which a model computes only this rank's rows of an image. The output equals that on one device up to
+    the order of sums.
 
     >>> with SpatialShardMode(mesh) as rows:  # doctest: +SKIP
     ...     y = rows.gather(model(rows.shard(x)))
@@ -51,8 +54,9 @@ class SpatialShardMode(TorchFunctionMode):
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh may have
             several dims.
-        compare_calls (`bool`, defaults to `False`): A debugging aid for models that hang: before each function of
-            sharded rows, ranks compare its name and the layout in a small exchange, and all raise if these differ.
+        compare_calls (`bool`, defaults to `False`): A debugging aid for models that hang: before each function on
+            sharded rows, the ranks compare the function's name and the layout in a small exchange, and all raise if
+            these differ.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
@@ -119,14 +123,16 @@ class SpatialShardMode(TorchFunctionMode):
 
 
 def _unwrapped(x: Any) -> Any:
-    """Return the tensor inside the wrappers that transforms of torch.func, such as vmap, put around it."""
+    """Return the tensor inside the wrappers of torch.func transforms such as vmap; any other value is returned
+    unchanged.
+    """
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
     return x
 
 
 def _first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
-    """Return the tag of the first sharded tensor in ``values``, including nested lists.
+    """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
 
     Without a sharded tensor, return the first :class:`ShardedSize`, or None.
     """

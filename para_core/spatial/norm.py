@@ -1,4 +1,4 @@
-"""Norms over sharded rows. Ranks exchange statistics in float32, or in float64 for float64 inputs."""
+"""Rules for norms over sharded rows. Ranks exchange statistics in float32, or in float64 for float64 inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Combine all ranks of a mesh into one mesh dim with one process group, over which rows are sharded."""
+"""Combine the ranks of all dims of a mesh into one mesh dim with one process group, because rows are sharded over all
+of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The two steps of a group norm over sharded rows as operators: Triton kernels on GPUs, plain PyTorch elsewhere."""
+"""Custom operators for the two steps of a group norm over sharded rows: Triton kernels on GPUs, plain PyTorch
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.e
 
 
 def moments(x: Tensor, groups: int) -> Tensor:
-    """Compute :func:`para_core.kernels.norm_reference.moments`, on GPUs with a Triton kernel."""
+    """Return the variance and the mean of each group of channels of ``x`` over this rank's rows, ``[2, B, groups]``.
+
+    ``x`` is ``[B, C, ...]``. The result is float32, or float64 for float64 input. On GPUs a Triton kernel computes it.
+    """
     if needs_plain(x):
         return norm_reference.moments(x, groups)
     out: Tensor = torch.ops.para_core.group_moments.default(x, groups)
@@ -60,7 +65,11 @@ def moments(x: Tensor, groups: int) -> Tensor:
 def normalized(
     x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute :func:`para_core.kernels.norm_reference.normalized`, on GPUs with a Triton kernel."""
+    """Return the group norm of this rank's rows ``x`` ``[B, C, ...]``, given the statistics of all ranks.
+
+    ``of_ranks`` ``[ranks, 2, B, groups]`` holds each rank's :func:`moments`, and ``shares`` ``[ranks]`` the fraction of
+    all rows on each rank. On GPUs a Triton kernel computes the result.
+    """
     if needs_plain(x, *_present(weight, bias)):
         return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
     out: Tensor = torch.ops.para_core.group_normalized.default(x, of_ranks, shares, groups, weight, bias, eps)

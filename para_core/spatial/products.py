@@ -1,4 +1,4 @@
-"""Rules for matrix products and attention in which rows are the tokens. Queries stay sharded; keys and values are
+"""Rules for matrix products and attention whose tokens are the sharded rows. Queries stay sharded; keys and values are
 gathered.
 """
 
@@ -21,7 +21,9 @@ Function = Callable[..., Any]
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.linear`` on this rank's rows. Raises if the sharded dim is the last one, which the product sums over."""
+    """Run ``F.linear`` on this rank's rows. Raises :class:`MixesRows` if the sharded dim is the last one, which the
+    product sums over.
+    """
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None or rows.dim == x.ndim - 1:
@@ -30,7 +32,7 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``matmul``, ``bmm`` or ``@``, with the rows of either operand or both sharded."""
+    """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
     a, b = args[0], args[1]
     return _product(ranks, func, b, a) if name_of(func) == "rmatmul" else _product(ranks, func, a, b)
 
@@ -38,8 +40,8 @@ def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``. If the rows of ``a`` are sharded, the output is too, and a sharded ``b`` is gathered.
 
-    If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. So linear attention
-    exchanges only a small matrix of channels.
+    If the dim that the product sums over is sharded in ``a``, the products of all ranks are summed. Linear attention
+    therefore exchanges a channels × channels matrix instead of all tokens.
     """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
@@ -105,7 +107,7 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run SDPA of ``[..., S, D]``: this rank's queries attend to the keys of all ranks, gathered in one collective.
 
-    The mask must have all keys, and either all queries or those of this rank.
+    The mask must cover all keys, and either all queries or this rank's queries.
     """
     parameters = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = bind(
@@ -174,13 +176,15 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
 
 
 def _fits(mask: Tensor, own: RowTag, rows_q: RowTag) -> bool:
-    """Whether a sharded mask fits this rank's queries: it has their layout, or equal rows for all tokens of a frame."""
+    """Whether a sharded mask fits this rank's queries: it is sharded like the queries, or all tokens of a frame have
+    the same mask.
+    """
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False
     if own == rows_q.at(own.dim):
         return True
-    # If columns are sharded, a frame's tokens form several runs, so the two layouts differ although the mask may fit.
-    # It does if the mask is the same for all tokens of a frame.
+    # If image columns are sharded, each frame's tokens form several runs, so the two layouts differ. The mask fits
+    # nevertheless if it is the same for all tokens of a frame.
     if rows_q.outer % own.outer or torch.compiler.is_compiling():
         return False
     frames = mask.unflatten(-2, (own.outer, -1))

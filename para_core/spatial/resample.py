@@ -1,4 +1,4 @@
-"""Rules for padding, interpolation and pixel shuffles of sharded rows."""
+"""Rules that run padding, interpolation and pixel shuffles on sharded rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.pad``. Rows are only padded at the edges of the image: by the first and the last rank."""
+    """Run ``F.pad``. Padding rows are added only at the edges of the image, by the first and the last rank."""
     x, rows = only_first(func, args, kwargs)
     _, pads, mode, value = bind(func, args, kwargs, input=None, pad=(), mode="constant", value=None)
     widths = list(pads)
@@ -50,7 +50,7 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``pixel_shuffle`` or ``pixel_unshuffle`` on this rank's rows.
 
-    Before ``pixel_unshuffle``, rows are exchanged so that each rank holds a multiple of the factor.
+    Before ``pixel_unshuffle``, rows are exchanged so that each boundary between ranks is a multiple of the factor.
     """
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
@@ -68,8 +68,8 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.interpolate``: along the sharded dim with rows fetched from other ranks, then along the other dims
-    locally.
+    """Run ``F.interpolate`` along the sharded dim, with rows fetched from other ranks, and then locally along the other
+    dims.
     """
     parameters = {"input": None, "size": None, "scale_factor": None, "mode": "nearest", "align_corners": None}
     x, size, scale, mode, align, recompute, antialias = bind(
@@ -97,7 +97,8 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         step = 1 / factor if not recompute else sum(rows.layout) / total
         out_sizes = [math.floor(count * factor) for count, factor in zip(x.shape[2:], scales, strict=True)]
     elif sizes is not None:
-        total = sizes[axis]  # a ShardedSize if it was read from the shape of a sharded tensor
+        # This is a ShardedSize if the model read it from the shape of a sharded tensor.
+        total = sizes[axis]
         factor = total // sum(rows.layout)
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
         # For these factors torch rounds in the same way for local and global sizes, so each row can be repeated
@@ -120,9 +121,10 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 class _Resampling(NamedTuple):
-    """Parameters of an interpolation along rows, for output rows ``start`` to ``stop``.
+    """The parameters of an interpolation along rows, for output rows ``start`` to ``stop - 1``.
 
-    It goes from ``total`` to ``num_rows`` rows, and consecutive output rows are ``step`` input rows apart.
+    The whole image has ``total`` input rows and ``num_rows`` output rows. Consecutive output rows are ``step`` input
+    rows apart.
     """
 
     mode: str
@@ -155,7 +157,8 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     low = source.floor()
     t = (source - low)[:, None]
     distance = torch.cat([t + 1, t, 1 - t, 2 - t], 1)
-    a = -0.75  # coefficient of torch's cubic kernel
+    # PyTorch's bicubic interpolation uses this coefficient.
+    a = -0.75
     near = ((a + 2) * distance - (a + 3)) * distance.square() + 1
     far = ((distance - 5) * distance + 8) * distance * a - 4 * a
     weights = torch.where(distance <= 1, near, far)
@@ -164,15 +167,15 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _span(resampling: _Resampling) -> tuple[int, int]:
-    """Return the range of input rows that the output rows need."""
+    """Return (first row, end) of the input rows that the output rows of ``resampling`` need."""
     index, _ = _taps(resampling)
     return int(index.min()), int(index.max()) + 1
 
 
 @kept_outside_graphs
 def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
-    """Return the indices of the input rows of each output row, ``[taps, rows]``, relative to the first input row
-    needed.
+    """Return the index of each input row that each output row combines, ``[taps, rows]``, counted from the first input
+    row that any of them needs.
     """
     index = (_taps(resampling)[0] - _span(resampling)[0]).T
     return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)
@@ -180,7 +183,7 @@ def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
 
 @kept_outside_graphs
 def _weights_on(resampling: _Resampling, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the weights of the input rows of each output row, ``[taps, rows]``."""
+    """Return the weight of each input row that each output row combines, ``[taps, rows]``."""
     weights = _taps(resampling)[1].T
     return new_table(weights.flatten().tolist(), dtype, device).view(weights.shape)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of layouts: which input rows an operator needs, and how its output rows are distributed. No tensors.
+"""Compute, from numbers only, which input rows an operator needs on each rank, and how its output rows are distributed.
 
 A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the full image;
 it may reach beyond the image's edge.
@@ -29,7 +29,7 @@ def held(layout: Layout) -> tuple[Range, ...]:
 def even(total: int, ranks: int, unit: int = 1) -> Layout:
     """Return the most even layout of ``total`` rows in multiples of ``unit``.
 
-    The rows that are left over go to the last rank.
+    If ``total`` is not a multiple of ``unit``, the last rank gets the remaining rows.
 
     >>> even(7, 2), even(50, 2, unit=8)
     ((4, 3), (24, 26))
@@ -59,10 +59,11 @@ class Windows:
 
 
 def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> Layout:
-    """Return the layout of ``total`` output rows of an operator.
+    """Return the layout of an operator's ``total`` output rows.
 
-    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would get none,
-    the layout is even instead: causal convolutions, for example, shift rows to later ranks at every layer.
+    A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would then get
+    no rows, the layout is even instead. This happens after many causal convolutions, each of which shifts rows to later
+    ranks.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
@@ -71,7 +72,8 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
 
 @lru_cache(maxsize=4096)
 def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windows:
-    """Return output layout and input ranges of a convolution whose kernel spans ``extent`` rows, including dilation.
+    """Return the output layout and the input ranges of a convolution whose kernel spans ``extent`` rows, including
+    dilation.
 
     Output row j is computed by the rank that holds the middle of its window, which is input row
     ``j · stride − padding + (extent − 1) // 2``.
@@ -90,12 +92,12 @@ def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windo
 
 @lru_cache(maxsize=4096)
 def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: int) -> Windows:
-    """Return output layout and input ranges of a transposed convolution.
+    """Return the output layout and the input ranges of a transposed convolution.
 
     Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on.
 
     Args:
-        extra: ``output_padding``: number of output rows after the last one that an input row adds to.
+        extra: The argument ``output_padding``: number of rows added at the end of the output.
 
     >>> transposed((2, 2), extent=4, stride=2, padding=1, extra=0)
     Windows(layout=(4, 4), wanted=((-1, 3), (1, 5)))
@@ -111,17 +113,18 @@ def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: in
 
 @dataclass(frozen=True)
 class Overlapped:
-    """A convolution in two steps: output rows that need no halo, computed while the halo is in flight, then those at
-    both edges.
+    """A convolution in two steps: the first runs on a rank's own rows while the halo is in flight, and the second
+    replaces the output rows at the rank's upper and lower edge, which need the halo.
 
     Args:
         layout: Number of output rows of each rank.
-        middle: For each rank, its local rows that are the middle of the window of an output row.
-        padding: Rows of padding around ``middle`` in the first step.
-        count: Number of output rows at each edge that the second step computes.
-        top: For each rank, the range of input rows that the output rows at its upper edge need; None if that is the
-            edge of the image.
-        bottom: The same for the lower edge.
+        middle: For each rank, the range of its own rows, counted from its first row, on which the first step runs. Each
+            output row has the middle of its window in this range.
+        padding: Number of rows of padding around ``middle`` in the first step.
+        count: Number of output rows at each edge that the second step replaces.
+        top: For each rank, the range of input rows of the full image that the output rows at its upper edge need. None
+            if the upper edge of the rank is the edge of the image.
+        bottom: Like ``top``, for the lower edge.
     """
 
     layout: Layout
@@ -134,10 +137,10 @@ class Overlapped:
 
 @lru_cache(maxsize=4096)
 def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
-    """Return the two steps of :func:`convolution`; None if it cannot be computed in two steps.
+    """Return the two steps of the :func:`convolution` with these arguments; None if it cannot be computed in two steps.
 
-    That is the case if ``extent`` is even or 1, if a rank has only rows that need a halo, or if the padding is wider
-    than half a window.
+    It cannot if ``extent`` is even or 1, if on some rank all output rows need a halo, or if the padding is wider than
+    half a window.
 
     >>> plan = overlapped((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom
@@ -153,7 +156,7 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
         if begin < first or end > last:  # The padding is wider than half a window.
             return None
         middle.append((begin - first, end - first))
-        # At the edge of the image the operator pads as on one device, so this rank needs no halo there.
+        # At the edge of the image the operator pads as on one device, so the rank needs no halo there.
         top.append(None if begin == 0 else (begin - half, begin - half + (count - 1) * stride + extent))
         bottom.append(None if end == sum(layout) else (end + half - (count - 1) * stride - extent, end + half))
     return Overlapped(output, tuple(middle), half, count, tuple(top), tuple(bottom))

@@ -1,4 +1,6 @@
-"""Tags that mark a tensor as a part of sharded rows, and sizes that carry a layout."""
+"""The tag that marks a tensor as this rank's part of sharded rows, and an int for its full size that carries the
+layout.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,13 @@ def rows_of(x: Any) -> RowTag | None:
 
 
 def tagged(x: Tensor, rows: RowTag) -> Tensor:
-    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return it."""
+    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself."""
     setattr(x, _TAG, rows)
     return x
 
 
 def untagged(x: Tensor) -> Tensor:
-    """Remove the mark of :func:`tagged` from ``x``, and return it."""
+    """Remove the mark of :func:`tagged` from ``x``, and return ``x`` itself."""
     if hasattr(x, _TAG):
         delattr(x, _TAG)
     return x
@@ -56,9 +58,10 @@ def untagged(x: Tensor) -> Tensor:
 class ShardedSize(int):
     """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries the layout.
 
-    Model code that reads it computes and decides as on one device, equally on every rank. If it is an argument of a
-    view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a :class:`ShardedSize`
-    again, and so is a quotient if the number of each rank is divisible; any other result is a plain number.
+    Model code that reads this size computes and branches as on one device, equally on every rank. If the size is an
+    argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a
+    :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible; any other result is a
+    plain number.
 
     >>> rows = ShardedSize((3, 4), rank=0)
     >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5

@@ -1,8 +1,8 @@
 """Distribute the tiles of an image over ranks, without changing the code for tiling and blending.
 
-That code computes one tile after the other, and reads none before all are computed. So each rank computes only its own
-tiles, and every tile is represented by a :class:`Pending`, whose value this rank may not have. The first read of a tile
-exchanges all of them.
+Such code computes all tiles before it reads the first one. Each rank therefore computes only its own tiles, and
+represents every tile by a :class:`Pending`, a tensor whose value it may not have yet. The first read of a tile
+exchanges all tiles.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ class Tiles(TorchFunctionMode):
         self.ranks, self.mesh = ranks, mesh
         self.tile = -1
         self.fresh = True
-        self._values: dict[int, Any] = {}  # outputs that this rank has, by number of the call
+        # The outputs that this rank has computed or received, by number of the call.
+        self._values: dict[int, Any] = {}
         self._owners: list[int] = []
-        self._num_exchanged = 0  # number of calls whose outputs every rank has
+        # Number of calls whose outputs every rank has.
+        self._num_exchanged = 0
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
-        """Make the next call start a new tile, even if it gets a ``feat_cache``."""
+        """Make the next call start a new tile, even if its argument ``feat_cache`` says that it continues the current
+        one.
+        """
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
@@ -66,7 +70,8 @@ class Tiles(TorchFunctionMode):
             return value.value()
         if isinstance(value, tuple):
             return tuple([self.materialize(item) for item in value])
-        if isinstance(value, dict):  # a ModelOutput of diffusers
+        # A ModelOutput of diffusers is a dict whose class takes its entries as keyword arguments.
+        if isinstance(value, dict):
             return type(value)(**{name: self.materialize(item) for name, item in value.items()})
         return value
 
@@ -90,7 +95,8 @@ class Tiles(TorchFunctionMode):
     def _value(self, number: int) -> Any:
         """Return the output of call ``number``.
 
-        If it was not exchanged yet, all new outputs are exchanged. Every rank does so at the same read.
+        If this output was not exchanged yet, all new outputs are exchanged. Every rank must make this read at the same
+        point.
         """
         if number >= self._num_exchanged:
             self._exchange(range(self._num_exchanged, len(self._owners)))
@@ -99,7 +105,7 @@ class Tiles(TorchFunctionMode):
 
     def _exchange(self, numbers: range) -> None:
         local = {n: _tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
-        # Keep the strides, because a convolution rounds differently if channels come last in memory.
+        # Send the strides as well, because a convolution rounds differently if channels come last in memory.
         shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in local.items()}
         sample = next(iter(local.values()), None)
         dtype = None if sample is None else str(sample.dtype).removeprefix("torch.")
@@ -125,8 +131,8 @@ def _tensor(value: Any) -> Tensor:
 
 
 class Pending:
-    """A tensor that this rank may not have yet. Torch functions of it return pending tensors; other uses exchange the
-    values.
+    """A tensor whose value this rank may not have yet. Torch functions return another pending tensor; any other use
+    exchanges the values.
 
     Args:
         get: Returns the value, after an exchange if necessary.

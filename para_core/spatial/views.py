@@ -1,4 +1,6 @@
-"""Rules for views, indexing, splitting and concatenation, which may change the index of the sharded dim."""
+"""Rules for views, indexing, splitting and concatenation of sharded rows. Such functions may move the rows to another
+dim.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     size.
     """
     x, rows = only_first(func, args, kwargs)
-    # Other dims of size 1 keep it, because squeeze may drop them. The sharded dim must stay, even if this rank has one
-    # row.
+    # Other dims keep a size of 1, because squeeze may drop them. The sharded dim gets another size, so that squeeze
+    # keeps it even if this rank has one row.
     sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
     with torch.device("meta"):
         shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
@@ -34,7 +36,9 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes."""
+    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with each size of the full tensor replaced by this rank's
+    size.
+    """
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
@@ -46,8 +50,8 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag of the output of a reshape from the local shape ``before`` to ``after``; None if rows do not stay
-    in one dim.
+    """Return the tag of the output of a reshape from the local shape ``before`` to ``after``; None if the rows would be
+    spread over several dims.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units may become one unit.
 
@@ -84,8 +88,8 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
 
 
 def _with_elements(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both shapes with sizes of 0 replaced by positive ones, so that :func:`match` also works for tensors
-    without frames.
+    """Return both shapes with sizes of 0 replaced by positive sizes, so that :func:`match` also works for empty
+    tensors, such as a cache of zero frames.
     """
     num_before, num_after = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
     return _without_zeros(before, max(1, num_after // num_before)), _without_zeros(
@@ -99,7 +103,7 @@ def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
 
 
 def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function that splits or selects along a dim other than the sharded one."""
+    """Run ``chunk``, ``split``, ``select`` or a similar function along a dim other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     name = name_of(func)
     position = 1 if name in ("unbind", "select", "narrow", "index_select") else 2
@@ -111,8 +115,8 @@ def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, as long as every rank keeps at least
-    one.
+    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps at least one
+    row.
     """
     x, index = args
     rows = rows_of(x)
@@ -141,9 +145,10 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 def _local_index(
     func: Function, x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
 ) -> tuple[tuple[Any, ...], Layout, int | None]:
-    """Return the index for this rank's rows, and the layout and the index of the sharded dim in the result.
+    """Return (local index, layout, dim): the index to apply to this rank's rows, and in its result the number of rows
+    of each rank and the sharded dim.
 
-    The latter is None if the index does not keep consecutive rows together in one dim.
+    The returned dim is None if ``index`` does not keep consecutive rows together in one dim.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
@@ -168,7 +173,8 @@ def _local_index(
         elif isinstance(part, int):
             if dim == rows.dim:
                 return (), layout, None
-        else:  # A single index tensor with one dim leaves the order of dims as it is.
+        else:
+            # A single index tensor with one dim leaves the order of dims as it is. Refuse others.
             num_tensors += 1
             if dim == rows.dim or num_tensors > 1 or (isinstance(part, Tensor) and part.ndim != 1):
                 return (), layout, None
@@ -206,7 +212,7 @@ def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     dim = dim % (lead.ndim + stacks)
     if not stacks and dim == rows.dim:
         raise unknown(func, rows, "it appends other rows")
-    # cat accepts tensors without elements, whatever their shape, so pass them on.
+    # Pass on tensors without elements as they are, because cat accepts them whatever their shape.
     parts = [x if x.numel() == 0 else aligned(ranks, func, x, rows, rows.dim - lead.ndim) for x in tensors]
     if any(x.numel() and x.ndim == lead.ndim and x.shape[rows.dim] != lead.shape[rows.dim] for x in parts):
         raise unknown(func, rows, "one of the tensors has a single row")
@@ -241,7 +247,7 @@ def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: di
 
 
 def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``expand_as``. The output is sharded like the other tensor."""
+    """Run ``x.expand_as(other)``. The output is sharded like ``other``."""
     x, other = args
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
