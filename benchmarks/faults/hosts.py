@@ -2,13 +2,12 @@
 
     with open_hosts(2) as hosts:
         hosts.start(1, ["hostname", "-I"])        # a Popen, on the second host
-        hosts.limit(megabits=100)                  # each link, both ways: tc's token bucket
         hosts.disturb(1, delay=0.05, loss=0.01)    # the second host's link
         hosts.cut(1)                               # nothing passes any more, and nobody is told
         hosts.heal(1)
 
 Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says
-so, and a link can be neither limited nor disturbed.
+so, and a link can be neither cut nor disturbed.
 
 Delay and loss are those of a process between two bridges (:func:`carry`): ``tc``'s netem is not in every kernel.
 """
@@ -43,11 +42,7 @@ class NotAllowed(RuntimeError):
 
 
 def _ip(*arguments: str, namespace: str | None = None) -> str:
-    inside = [] if namespace is None else ["-n", namespace]
-    return _run("ip", *inside, *arguments)
-
-
-def _run(*command: str) -> str:
+    command = ["ip", *([] if namespace is None else ["-n", namespace]), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
@@ -97,20 +92,6 @@ class Hosts:
 
     # -- links
 
-    def limit(self, megabits: float | None) -> None:
-        """Let each host send and receive at most so many megabits (10^6) per second; None: as many as the kernel
-        moves.
-        """
-        self._require_namespaces("limited")
-        for host in range(self.num_hosts):
-            for namespace, device in ((self.namespace(host), "eth0"), (self._switch, f"port{host}")):
-                if megabits is None:
-                    with contextlib.suppress(RuntimeError):
-                        _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
-                    continue
-                shape = ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "limit", "8mb"]
-                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
-
     def disturb(self, host: int, *, delay: float = 0.0, loss: float = 0.0) -> None:
         """Delay each packet to and from ``host`` by ``delay`` seconds, and drop it with probability ``loss``."""
         self._require_namespaces("disturbed")
@@ -157,8 +138,8 @@ class Hosts:
         Raises:
             NotAllowed: no root, no ``ip``, or the kernel refuses.
         """
-        if shutil.which("ip") is None or shutil.which("tc") is None:
-            raise NotAllowed("`ip` and `tc` are not installed (Debian's iproute2).")
+        if shutil.which("ip") is None:
+            raise NotAllowed("`ip` is not installed (Debian's iproute2).")
         try:
             self._make()
         except RuntimeError as error:
@@ -187,10 +168,6 @@ class Hosts:
         for namespace in _known_namespaces():
             if namespace.startswith(f"{self.name}-"):
                 _remove(namespace)
-
-    def processes(self, host: int) -> list[int]:
-        """Return the process ids in the namespace of ``host``."""
-        return [int(pid) for pid in _ip("netns", "pids", self.namespace(host)).split()] if self.namespaces else []
 
 
 def _known_namespaces() -> list[str]:
@@ -262,15 +239,6 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def end_all(processes: Sequence[subprocess.Popen[str]], *, seconds: float = 0.0) -> None:
-    """Wait so long, then kill what is left with its children."""
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        _end(process)
-
-
 # -- one torchrun per host
 
 
@@ -309,7 +277,8 @@ def torchrun(
                 started.append(_start(hosts, host, output, command, ranks_per_host, options, environment or {}))
             late = _wait(started, seconds)
         finally:
-            end_all(started)
+            for process in started:
+                _end(process)
         printed = [output.read_text(errors="replace") for output in outputs]
     codes = [process.returncode for process in started]
     if late or any(codes):
