@@ -1,4 +1,4 @@
-"""Predict seconds, bytes and memory of a mesh from the operations of a model, before anything runs on that mesh."""
+"""Predictions of the seconds, bytes and memory that a model needs on a mesh, before anything runs on that mesh."""
 
 from para_core.planner.hardware import Device, Link
 from para_core.planner.mesh_plan import MeshPlan

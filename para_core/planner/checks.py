@@ -1,4 +1,4 @@
-"""Checks of ``para_core.doctor`` on each rank's own machine: versions, memory, backends, speed of device and host."""
+"""Checks of ``para_core.doctor`` on each rank by itself: versions, memory, backends, and speed of device and host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def versions(ranks: Ranks) -> Finding:
 
 
 def memory(ranks: Ranks) -> Finding:
-    """Check that all ranks have the same kind of device, with at least 80 % of a GPU's memory free."""
+    """Check that all ranks have the same kind of device, and that a GPU has at least 80 % of its memory free."""
     name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
@@ -69,9 +69,9 @@ def memory(ranks: Ranks) -> Finding:
 
 
 def backends(ranks: Ranks) -> Finding:
-    """List the SDPA backends that accept a plain call in the ranks' dtype.
+    """Return a finding that lists the SDPA backends that accept a plain call in the ranks' dtype.
 
-    On a GPU, advise if neither flash nor cuDNN is among them, or if Triton is not installed.
+    On a GPU, the finding gives advice if neither flash nor cuDNN is among them, or if Triton is not installed.
     """
     query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
     accepted = []
@@ -94,7 +94,7 @@ def backends(ranks: Ranks) -> Finding:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 10, rounds: int = 5) -> float:
-    """Return the seconds of one call ``work()``: the median over ``rounds`` of the mean of ``repeats`` calls."""
+    """Return the seconds that one call ``work()`` takes: the median of ``rounds`` means of ``repeats`` calls."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -116,7 +116,8 @@ def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
     """Measure the speed of a large matrix product and of an attention call on the slowest rank.
 
     Returns:
-        The finding, and ``{"products", "attention"}`` in floating-point operations per second.
+        The finding, and a dict with the keys ``"products"`` and ``"attention"``, in floating-point operations per
+        second.
     """
     size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
     matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
@@ -147,7 +148,7 @@ def host(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
     """Measure how long the host takes to launch one operator on the slowest rank.
 
     Returns:
-        The finding, and ``{"launch"}`` in seconds.
+        The finding, and the dict ``{"launch": seconds}``.
     """
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))

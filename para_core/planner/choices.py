@@ -1,4 +1,4 @@
-"""Choices that a plan makes besides the sizes of a mesh, and alternatives to try if no mesh fits."""
+"""A user's choices besides the sizes of a mesh, and alternatives to try if no mesh fits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from para_core.planner.prediction import SHARING, Sharing
 from para_core.planner.weights import Weights
 from para_core.weights.pipefusion import PipeFusion
 
-# Names of the schemes in adapters/weights/quantize.py, which this package must not import.
+# The names of the quantization schemes in adapters/weights/quantize.py, which para_core.planner must not import.
 QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices that a plan makes besides the sizes of a mesh. By default the planner makes them, among all exact
-    alternatives.
+    """The user's choices besides the sizes of a mesh.
+
+    The planner chooses what the user leaves at its default.
 
     Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights that are considered. ``"fsdp"`` is tried only if the
-            weights do not fit otherwise.
+        sharing (`Sequence[Sharing]`): Ways to shard weights that are considered: ``"tensor"``, ``"stages"``,
+            ``"fsdp"``. ``"fsdp"`` is tried only if the weights do not fit otherwise.
         text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to the
             default there, or to host memory if the weights do not fit otherwise.
         vae_placement (`str`, *optional*): Placement of the VAE, as in ``parallelize_pipe``. Defaults to the device, or
@@ -30,11 +31,11 @@ class Choices:
         offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
         quantize (`str`, *optional*): Scheme of quantized weights, which are not exact. Defaults to exact weights, or to
             int8 if no mesh fits otherwise.
-        pipefusion (`PipeFusion`, *optional*): Whether to include meshes with PipeFusion, which is not exact, and its
-            options.
+        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion, which is not exact. If given, meshes with
+            PipeFusion are included.
 
     Raises:
-        ValueError, TypeError: If an argument has an unknown value.
+        ValueError, TypeError: An argument has an unknown value.
     """
 
     sharing: Sequence[Sharing] = SHARING
@@ -62,9 +63,7 @@ class Choices:
             )
 
     def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
-        """Yield these choices, then alternatives to try, in this order, if no mesh fits. Quantized weights come
-        last.
-        """
+        """Yield these choices, then alternatives to try if no mesh fits: the VAE in host memory, then int8 weights."""
         in_host_memory: Literal["first", "offload"] = "first" if ranks > 1 else "offload"
         placements = [self.vae_placement]
         placements += [in_host_memory] if self.vae_placement is None and weights.vae else []

@@ -1,5 +1,4 @@
-"""Predict the seconds of one model call on a mesh, from link latency and bandwidth, and fractions of a device's peak
-speed.
+"""Prediction of the seconds of one model call on a mesh, from link latency, bandwidth and fractions of peak speed.
 
 The prediction is for the first rank, which has the most tokens and heads if they cannot be divided evenly.
 """
@@ -29,15 +28,17 @@ from para_core.planner.traffic import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# Number of multiprocessors, of 132, that communicate while the others compute (arXiv:2412.19437, section 3.2.2).
+# While communication overlaps with computation, this number of an H100's 132 multiprocessors communicates and does not
+# compute (arXiv:2412.19437, section 3.2.2).
 _SENDING_MULTIPROCESSORS = 20
 RingMethod = Literal["rotate", "all-gather", "2d"]
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the mesh dims, and how ranks along them work. Ranks along ``tensor`` are neighbours, ranks along
-    ``pipe`` are farthest apart.
+    """The sizes of the mesh dims, and what ranks along them do.
+
+    Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
 
     Args:
         batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
@@ -79,15 +80,17 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Properties of the software. The defaults describe para_core; to predict published tables, describe theirs.
+    """Properties of the software. The defaults describe para_core; other values describe the software behind published
+    tables.
 
     Args:
         compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
-        messages (`int`): Number of all-to-alls before an attention call, for queries, keys and values.
-        copies (`int`): How often the tensors of a Ulysses all-to-all are copied before it and again after it.
-        overlapped (`bool`): Whether keys of the next ring block are sent while attention to the current one is
-            computed. In Attention2D, everything is sent while attention to what has arrived is computed.
-        merge_passes (`int`): How often a partial result in float32 is read or written when it is merged.
+        messages (`int`): Number of all-to-alls that exchange queries, keys and values before an attention call.
+        copies (`int`): Number of times that the tensors of a Ulysses all-to-all are copied before it, and again after
+            it.
+        overlapped (`bool`): Whether the keys of the next ring block are sent while attention to the current block is
+            computed. In Attention2D, all tensors are sent while attention is computed with those that have arrived.
+        merge_passes (`int`): Number of times that a partial result in float32 is read or written when it is merged.
         ulysses_launches, ring_launches (`int`): Number of launches of a Ulysses attention call, and of each ring step.
         grid_launches (`int`): Number of launches of an Attention2D call with two columns of ranks.
         gathered_grid (`bool`): Whether Attention2D all-gathers queries and keys in process groups of rows and columns,
@@ -107,10 +110,10 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Predicted seconds by cause.
+    """The predicted seconds of a step or a call, by cause.
 
-    ``communication`` is the part that does not overlap with computation. ``host`` is the time in which the device waits
-    for launches.
+    ``communication`` is the part that does not overlap with computation. ``host`` is the time that the device waits for
+    the host to launch operators.
     """
 
     products: float = 0.0
@@ -139,8 +142,8 @@ class Machine:
     """The hardware and software on which a mesh runs.
 
     Args:
-        slowdown (`float`): Measured compute seconds of one device, divided by the predicted ones. All predicted compute
-            seconds are multiplied by it.
+        slowdown (`float`): Measured compute seconds of one device, divided by the predicted compute seconds. All
+            predicted compute seconds are multiplied by this factor.
     """
 
     device: Device
@@ -155,13 +158,14 @@ class Machine:
 
 
 def local_rows(tokens: tuple[Tokens, ...], ranks: int) -> int:
-    """Return the number of tokens on the first of ``ranks`` sequence ranks."""
+    """Return the number of tokens on the first of ``ranks`` sequence ranks, including replicated tokens."""
     return sum(x.held(0, ranks) + x.replicated(ranks) for x in tokens)
 
 
 def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tuple[float, float]:
-    """Return the seconds in which a rank computes a matrix product, and the bytes that it sends to sum the result over
-    the mesh dim ``tensor``.
+    """Return the seconds that a rank computes a matrix product, and the bytes that it sends to sum the product.
+
+    Products are summed over the mesh dim ``tensor`` if the tensor ranks split the weight along its input features.
     """
     rows = product.samples * local_rows(product.rows, shape.sequence)
     inner, columns, summed = product.inner, product.columns, 0.0
@@ -178,10 +182,10 @@ def product_seconds(product: Product, shape: MeshShape, machine: Machine) -> tup
 
 
 def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine) -> float:
-    """Return the compute seconds of the attention of one rank's queries to all keys.
+    """Return the seconds that a rank computes attention of its queries to all keys.
 
-    Tiles of 128 queries and one head are computed in waves, one tile per multiprocessor. An incomplete last wave takes
-    as long as a full one.
+    Tiles of 128 queries of one head are computed in waves, with one tile per multiprocessor. An incomplete last wave
+    takes as long as a full one.
     """
     device = machine.device
     sharded = any(x.sharded and x.total >= shape.sequence for x in call.keys)
@@ -205,9 +209,7 @@ def attention_seconds(call: CountedAttention, shape: MeshShape, machine: Machine
 
 
 def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
-    """Return the attention call that the first of ``tensor`` tensor ranks computes, which has only some of the
-    heads.
-    """
+    """Return the attention call that the first of ``tensor`` tensor ranks computes, with its part of the heads."""
     heads, kv_heads = shard_size(call.heads, 0, tensor), max(1, shard_size(call.kv_heads, 0, tensor))
     return replace(call, heads=heads, kv_heads=kv_heads if heads % kv_heads == 0 else 1)
 
@@ -215,7 +217,7 @@ def of_tensor_rank(call: CountedAttention, tensor: int) -> CountedAttention:
 def exchange_seconds(
     call: CountedAttention, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Return the seconds that an attention call waits for communication, and the seconds it takes to copy and merge.
+    """Return the seconds that an attention call waits for communication, and the seconds for copying and merging.
 
     ``attending`` is the call's compute time in seconds, with which part of the communication overlaps.
     """
@@ -241,9 +243,7 @@ def exchange_seconds(
 def _ring_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float
 ) -> tuple[float, float]:
-    """Return the seconds that a ring attention call waits for keys, and the seconds it takes to merge partial
-    results.
-    """
+    """Return the seconds that a ring attention call waits for keys, and the seconds for merging partial results."""
     runtime, ring = machine.runtime, shape.ring
     link = machine.topology.link(shape.tensor * shape.ulysses, ring)
     heads = heads_of_ranks(call, shape.ulysses)[0][0]
@@ -254,7 +254,7 @@ def _ring_seconds(
     merging = (ring - 1) * runtime.merge_passes * 4 * results / machine.bandwidth
     if shape.ring_method == "all-gather":
         return link.seconds(sent.around), merging
-    # A ring step sends to one peer, by an all-to-all or by send and receive. NCCL is equally fast for both.
+    # A ring step sends to one peer, by an all-to-all or by send and receive. NCCL needs the same time for both.
     hop = link.seconds(sent.around / (ring - 1), all_to_all=True)
     if not runtime.overlapped:
         return (ring - 1) * hop, merging
@@ -263,8 +263,9 @@ def _ring_seconds(
 
 
 def overlap_cost(hidden: float, machine: Machine) -> float:
-    """Return the seconds that computation loses during ``hidden`` seconds of communication, which occupies some of the
-    multiprocessors.
+    """Return the seconds that computation loses in ``hidden`` seconds of overlapping communication.
+
+    Communication occupies some of the multiprocessors, which cannot compute meanwhile.
     """
     device = machine.device
     return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0
@@ -273,11 +274,12 @@ def overlap_cost(hidden: float, machine: Machine) -> float:
 def _grid_seconds(
     call: CountedAttention, sent: AttentionBytes, shape: MeshShape, machine: Machine, attending: float, own_results: int
 ) -> tuple[float, float]:
-    """Return the seconds that an Attention2D call waits for communication, and the seconds it takes to pack and merge.
+    """Return the seconds that an Attention2D call waits for communication, and the seconds for packing and merging.
 
-    Attention2D (arXiv:2503.15758) arranges P ring ranks in √P rows, and a rank sends O(S / √P) bytes. With r rows and c
-    columns, a rank computes r · c blocks of scores: 1 of its own tokens, c - 1 more when the queries of its row have
-    arrived, (c - 1) · (r - 1) more when the keys of its column have arrived, and r - 1 while results are sent back.
+    Attention2D (arXiv:2503.15758) arranges P ring ranks in √P rows, so that each rank sends O(S / √P) bytes. With r
+    rows and c columns, a rank computes r · c blocks of scores: one block of its own tokens, c - 1 blocks when the
+    queries of its row have arrived, (c - 1) · (r - 1) blocks when the keys of its column have arrived, and r - 1 blocks
+    while results are sent back.
     """
     rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
     stride, topology, runtime = shape.tensor * shape.ulysses, machine.topology, machine.runtime
@@ -290,8 +292,8 @@ def _grid_seconds(
     packing = 2 * columns * own_results * call.element_size / machine.bandwidth
     if not runtime.overlapped or runtime.gathered_grid:
         return to_row + to_column + back, packing
-    # A rank merges the results over the keys of its column with those over its own keys, then with those of the other
-    # ranks.
+    # A rank first merges its results over the keys of its column with its results over its own keys, then with the
+    # results that the other ranks of its row send.
     merges = (rows > 1) * columns + columns - 1
     packing += merges * runtime.merge_passes * 4 * own_results / machine.bandwidth
     block = attending / shape.ring
@@ -302,7 +304,7 @@ def _grid_seconds(
 
 
 def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of one model call on a rank.
+    """Return the seconds of one model call on the first rank, by cause.
 
     Args:
         own: The operations of the call, or of this rank's part of its samples.
@@ -353,8 +355,9 @@ def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -
 
 
 def region_share(own: CallWork, ranks: int) -> float:
-    """Return which fraction of the tokens the first of ``ranks`` ranks holds, for the longest sharded sequence of a
-    call.
+    """Return the fraction of a call's tokens that the first of ``ranks`` ranks holds; 1 if no tokens are sharded.
+
+    The fraction is that of the longest sharded sequence of queries.
     """
     longest: tuple[Tokens, ...] = max(
         (x.queries for x in own.operations if isinstance(x, CountedAttention) and any(y.sharded for y in x.queries)),

@@ -1,7 +1,7 @@
 """Check a machine in one minute: versions, backends, attention over the ranks, links, host and memory.
 
-Prints a table on rank 0, and writes a JSON file that :func:`plan_mesh` accepts as ``measured=``. If a check raises, it
-is reported as broken with its error, and the next check runs.
+Prints a table on rank 0, and writes a JSON file that :func:`plan_mesh` accepts as ``measured=``. A check that raises is
+reported as broken, with its error, and the next check runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from para_core.planner.checks import backends, host, memory, speed, versions
 from para_core.planner.mesh_checks import exactness, host_per_call, links
 from para_core.planner.report import BROKEN, OK, DoctorReport, Finding, Ranks
 
-# Timeout of the process group in seconds, so that a missing rank is reported and does not hang the check.
+# The process group has this timeout in seconds, so that a missing rank is reported instead of hanging the check.
 _TIMEOUT = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m para_core.doctor``. Returns the exit code: 1 if something is broken, else 0."""
+    """Run ``python -m para_core.doctor``, and return the exit code: 1 if a check is broken, else 0."""
     parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write, for plan_mesh(measured=)")
     parser.add_argument("--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses")
     parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
     options = parser.parse_args(arguments)
-    # Raise for a wrong path now, before the checks take a minute.
+    # Reject a wrong path now, before the checks, which take a minute.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
     try:
@@ -44,17 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bool = False) -> int:
-    """Run all checks, print the table, and write the results as JSON to ``out``. Returns 1 if something is broken, else
-    0.
+    """Run all checks, print the table, and write the results as JSON to ``out``. Return 1 if a check is broken, else 0.
 
     Args:
-        out: The file to write, or None.
+        out: The file to write; None for no file.
         ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even number of
             at least 4 ranks, else 1.
         cpu: Whether to use the CPU and gloo although there is a GPU.
 
     Raises:
-        ValueError: If ``ring`` is not positive.
+        ValueError: ``ring`` is not positive.
     """
     if ring is not None and ring < 1:
         raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
@@ -84,7 +83,7 @@ def _join(*, on_cpu: bool) -> Ranks:
 
 
 def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
-    """Run all checks one after the other, and return the report. Collective."""
+    """Run all checks one after the other, and return the report. This is a collective call."""
     report = DoctorReport()
     _try(report, "versions", lambda: report.findings.append(versions(ranks)))
     _try(report, "device", lambda: report.findings.append(memory(ranks)))

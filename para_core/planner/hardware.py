@@ -1,6 +1,4 @@
-"""Speed and memory of devices, links and hosts: a table with sources. Measured figures can replace those of the
-table.
-"""
+"""Speed and memory of devices, links and hosts: a table with sources, whose figures measurements can replace."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ class Device:
         link (`str`): Name of the link to other devices of the same host, a key of ``LINKS``.
         of_products, of_attention, of_convolutions (`float`): Fractions of the peak ``products`` that matrix products,
             attention and convolutions reach.
-        of_bandwidth (`float`): Fraction of the peak ``bandwidth`` that is reached.
-        host_bandwidth (`float`): Bytes per second of a copy from pinned host memory. Defaults to what PCIe 4 with 16
-            lanes reaches.
+        of_bandwidth (`float`): Fraction of the peak ``bandwidth`` that operators reach.
+        host_bandwidth (`float`): Bytes per second of a copy from pinned host memory. Defaults to the 22 GB/s of PCIe 4
+            with 16 lanes.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Link:
     source: str = ""
 
     def seconds(self, sent: float, messages: int = 1, *, all_to_all: bool = False) -> float:
-        """Return the seconds that it takes to send ``sent`` bytes in ``messages`` messages.
+        """Return the seconds that ``messages`` messages with ``sent`` bytes in total take.
 
         >>> Link("", latency=1e-5, bandwidth=1e9).seconds(1e6, messages=2)
         0.00102
@@ -73,13 +71,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """The time that the host takes to launch operators. The defaults were measured: the 3,737 launches of 57 small FLUX
-    blocks take 21.2 ms.
+    """The time that the host takes to launch operators.
+
+    The defaults were measured: the 3,737 launches of 57 small FLUX blocks take 21.2 ms.
 
     Args:
         launch (`float`): Seconds per launch in eager code.
         compiled_launch (`float`): Seconds per launch in a compiled graph.
-        fused (`float`): Launches of a compiled graph, as a fraction of those of eager code.
+        fused (`float`): Number of launches in a compiled graph, divided by the number in eager code.
     """
 
     launch: float = 5.7e-6
@@ -90,7 +89,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Topology:
-    """The links between ranks: ``inside`` a host, which has ``per_host`` consecutive ranks, and ``between`` hosts.
+    """The links between ranks: ``inside`` a host, and ``between`` hosts with ``per_host`` consecutive ranks each.
 
     >>> topology = Topology(Link("fast", 0, 2), Link("slow", 0, 1), per_host=4)
     >>> topology.link(stride=1, size=4).name, topology.link(stride=4, size=2).name
@@ -102,7 +101,7 @@ class Topology:
     per_host: int
 
     def link(self, stride: int, size: int) -> Link:
-        """Return the link that limits communication among ``size`` ranks that are ``stride`` ranks apart."""
+        """Return the link among ``size`` ranks that are ``stride`` ranks apart: ``between`` if they span hosts."""
         return self.inside if stride * size <= self.per_host else self.between
 
     def all_to_all(self, sent: float, stride: int, size: int, messages: int = 1) -> float:
@@ -119,14 +118,14 @@ class Topology:
         near = max(1, min(size, self.per_host // stride))
         if near >= size:
             return self.inside.seconds(sent, messages, all_to_all=True)
-        # Messages inside a host and between hosts are sent at the same time, so the slower part counts.
+        # Messages inside a host and messages between hosts are sent at the same time, so the slower of both counts.
         far = sent * (size - near) / (size - 1)
         inside = self.inside.seconds(sent - far, messages, all_to_all=True)
         return max(inside, self.between.seconds(far, messages, all_to_all=True))
 
 
-# The figures of ``products`` are for dense bfloat16. Where a data sheet states the speed of sparse matrices, they are
-# half of it.
+# The figures of ``products`` are for dense bfloat16 matrices: half the figure of a data sheet that only states the
+# speed with sparsity.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _TECHPOWERUP = "https://www.techpowerup.com/gpu-specs"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf, appendix A"
@@ -140,8 +139,8 @@ _BLOG = (
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
 # Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
 _PCIE5 = 45e9
-# Positional arguments of Device: name, products, memory, bandwidth, multiprocessors, link, of_products, of_attention,
-# of_convolutions.
+# The positional arguments of Device are name, products, memory, bandwidth, multiprocessors, link, of_products,
+# of_attention and of_convolutions.
 DEVICES = {
     x.name: x
     for x in (
@@ -195,7 +194,7 @@ DEVICES = {
         Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=f"{_TECHPOWERUP}/l20.c4206"),
         Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),
         Device("RTX 4090", 165e12, 24e9, 1.008e12, 128, "pcie4 via host", 0.9, 0.85, source=_ADA),
-        # CPUs differ too much to predict seconds. These figures only serve to compare meshes.
+        # CPUs differ too much for a prediction of seconds. These assumed figures only serve to compare meshes.
         Device("CPU", 1e11, 16e9, 2e10, 1, "gloo", source="assumed"),
     )
 }
@@ -208,20 +207,21 @@ LINKS = {
     for x in (
         Link("nvlink3", 16e-6, 240e9, source=f"300 GB/s; {_NCCL}"),
         Link("nvlink4", 16e-6, 370e9, source=f"450 GB/s; {_NCCL}"),
-        # Latency and all-to-all bandwidth follow from two measurements: 419 µs on 4 ranks that each send 56.6 MB, and
-        # 251 µs on 8 ranks that each send 33.0 MB.
+        # The latency and the all-to-all bandwidth are computed from two measurements in that table: 419 µs on 4 ranks
+        # that each send 56.6 MB, and 251 µs on 8 ranks that each send 33.0 MB.
         Link("nvlink5", 16e-6, 720e9, 140e9, source=f"900 GB/s; {_NCCL}; latency, all-to-all: a table of {_BLOG}"),
         Link("pcie4", 25e-6, 22e9, source="32 GB/s on paper; NCCL reaches 22"),
         Link("pcie5", 25e-6, 45e9, source="64 GB/s on paper; NCCL reaches 45"),
-        # GeForce cards have no peer-to-peer access. Both directions together reach 19 to 21 GB/s, so one direction gets
-        # half.
+        # GeForce cards have no peer-to-peer access, so they copy through the host. Both directions together reach 19 to
+        # 21 GB/s, so one direction gets half of that.
         Link("pcie4 via host", 30e-6, 10e9, source=f"{_NCCL_TESTS}/74 (p2p disabled)"),
         Link("infiniband", 34e-6, 48e9, source=_INFINIBAND),
         Link("ethernet", 5e-5, 1.2e9, source="10 Gbit/s"),
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# For each device, the link that a name without a generation means.
+# Users may name a link without its generation, such as "nvlink". This is the generation that each device has; devices
+# that are missing here have the _DEFAULT_GENERATION.
 _GENERATIONS = {
     "nvlink": {
         **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),
@@ -232,24 +232,23 @@ _GENERATIONS = {
 _DEFAULT_GENERATION = {"nvlink": "nvlink4", "pcie": "pcie4"}
 
 
-# Words in CUDA's device names that do not distinguish variants of a device in the table.
+# These words of CUDA's device names are ignored, because they do not distinguish variants of a device in the table.
 _USUAL_WORDS = {"nvidia", "geforce", "tesla", "gpu", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "hbm3", "hbm3e"}
 _GIGABYTES = re.compile(r"(\d+)gb")
 
 
 def device_named(name: str | Device, *, memory: float | None = None) -> Device:
-    """Return the device with this name from the table. CUDA's names such as ``"NVIDIA H100 80GB HBM3"`` are accepted
-    too.
+    """Return the device with this name from the table. ``name`` may be a name that CUDA reports.
 
     Args:
-        memory (`float`, *optional*): Bytes of memory that the device reports. They replace the bytes in the table.
+        memory (`float`, *optional*): Bytes of memory that the device reports. This number replaces that of the table.
 
     >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100 40GB')
 
     Raises:
-        TypeError: If ``name`` is neither a string nor a :class:`Device`, which is returned as it is.
-        ValueError: If the table does not have this device, or not this variant of it.
+        TypeError: ``name`` is neither a string nor a :class:`Device` (which is returned unchanged).
+        ValueError: The table does not have this device, or has only other variants of it.
     """
     if isinstance(name, Device):
         return name
@@ -270,13 +269,17 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
 
 
 def _unknown_variant(device: Device, words: set[str], memory: float | None) -> str:
-    """Return how the variant named by ``words`` differs from ``device``, as part of a message; empty if it does not."""
+    """Return a phrase for an error message: how the variant that ``words`` name differs from ``device``.
+
+    The phrase is empty if the variant does not differ, or differs only in its memory and ``memory`` is given.
+    """
     left = words - set(device.name.lower().split()) - _USUAL_WORDS
     sizes = {word: int(match[1]) for word in left if (match := _GIGABYTES.fullmatch(word))}
     unknown = sorted(left - set(sizes))
     if unknown:
         return f", and the table knows no {device.name} with {' '.join(unknown)!r}"
-    # The memory in a name is rounded: a B200 with 180 GB is sold as one with 192 GB.
+    # Accept a difference of up to 10 %, because a name may state more memory than a GPU reports: a B200 is sold with
+    # 192 GB and has 180 GB.
     if memory is None and any(abs(size * 1e9 / device.memory - 1) > 0.1 for size in sizes.values()):
         return f", and the table's {device.name} has {device.memory / 1e9:.0f} GB"
     return ""
@@ -286,7 +289,7 @@ def gpu_at_hand(device: torch.device | None = None) -> Device:
     """Return the figures of a GPU of this process, by default the current one, with the memory that the GPU reports.
 
     Raises:
-        ValueError: If the table does not have this GPU.
+        ValueError: The table does not have this GPU.
     """
     index = torch.cuda.current_device() if device is None else device
     return device_named(torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory)
@@ -298,8 +301,8 @@ def link_named(name: str | Link | None, device: Device) -> Link:
     ``"nvlink"`` and ``"pcie"`` without a number mean the generation that ``device`` has.
 
     Raises:
-        TypeError: If ``name`` is neither None, a string nor a :class:`Link`, which is returned as it is.
-        ValueError: If the table does not have this link.
+        TypeError: ``name`` is neither None, a string nor a :class:`Link` (which is returned unchanged).
+        ValueError: The table does not have this link.
     """
     if isinstance(name, Link):
         return name
@@ -320,13 +323,13 @@ def link_named(name: str | Link | None, device: Device) -> Link:
 
 
 def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
-    """Return ``device``, ``link`` and ``host`` with the figures that were measured in a file.
+    """Return ``device``, ``link`` and ``host``, updated with the figures that were measured and written to a file.
 
     Args:
         path: A JSON file written by ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
 
     Raises:
-        ValueError: If the file cannot be read or is neither of these.
+        ValueError: The file cannot be read, or is neither of these.
     """
     try:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))

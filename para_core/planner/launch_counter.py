@@ -1,4 +1,4 @@
-"""Count the launches of a model call, the bytes that they read and write, and the peak bytes of tensors in memory."""
+"""A counter of the launches of a model call, of the bytes they read and write, and of the peak bytes of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from para_core.torch_internals import OpOverload, TorchDispatchMode, pytree, schema_of, storage_id
 
-# Operators besides views that launch nothing on a device, such as allocations.
+# These operators launch nothing on a device, although they are not views: allocations and a reshape.
 NO_LAUNCH = {
     "aten::_unsafe_view",
     "aten::empty",
@@ -24,9 +24,10 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::con
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Mode that counts launches, the bytes that they read and write, and the peak bytes of tensors in memory.
+    """A mode that counts launches, the bytes that they read and write, and the peak bytes of tensors in memory.
 
-    :attr:`moved` and :attr:`peak` have two entries: bytes while :attr:`is_sharded` is set, and bytes otherwise.
+    A launch is an operator that is neither a view nor an allocation. :attr:`moved` (bytes read and written) and
+    :attr:`peak` are lists of two numbers: bytes while :attr:`is_sharded` is True, and bytes otherwise.
     """
 
     def __init__(self) -> None:
@@ -68,9 +69,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Return how many bytes of memory a tensor covers. An expanded tensor covers less than its number of elements
-    suggests.
-    """
+    """Return the number of bytes of memory that ``x`` covers. It is less than ``x.nbytes`` if ``x`` is expanded."""
     return int(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()))
 
 
@@ -79,6 +78,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def is_view(func: OpOverload) -> bool:
-    """Whether ``func`` returns a view: memory of an argument, to which it does not write."""
+    """Whether ``func`` returns a view of an argument.
+
+    False for in-place operators, which return the argument they write.
+    """
     aliases = [returned.alias_info for returned in schema_of(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

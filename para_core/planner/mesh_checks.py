@@ -1,6 +1,4 @@
-"""Checks of ``para_core.doctor`` on a mesh: exactness and host time of attention, and latency and bandwidth of each
-mesh dim.
-"""
+"""Checks of ``para_core.doctor`` on a mesh: exactness and host time of attention, and speed of each mesh dim."""
 
 from __future__ import annotations
 
@@ -31,8 +29,9 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
 
 
 def exactness(ranks: Ranks, mesh: DeviceMesh) -> Finding:
-    """Check attention over all ranks, with numbers of tokens and heads that they do not divide, against float64 on one
-    device.
+    """Check attention over all ranks against float64 on one device.
+
+    The numbers of tokens and heads are not divisible by the number of ranks.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
@@ -56,7 +55,7 @@ def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, An
     """Measure an attention call over the mesh with so few tokens that only host time and latency count.
 
     Returns:
-        The finding, and ``{"call"}`` in seconds, both for the slowest rank.
+        The finding, and the dict ``{"call": seconds}``, both for the slowest rank.
     """
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
@@ -67,8 +66,9 @@ def host_per_call(ranks: Ranks, mesh: DeviceMesh) -> tuple[Finding, dict[str, An
 
 
 def links(ranks: Ranks, mesh: DeviceMesh, report: DoctorReport) -> None:
-    """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step, and add them to
-    ``report``.
+    """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step.
+
+    The findings and the figures are added to ``report``.
     """
     rows = []
     for dim in guided_mesh(mesh).dims:
@@ -112,14 +112,15 @@ def _judge_bandwidth(name: str, text: str, bandwidth: float, ranks: Ranks) -> Fi
 def _exchange(
     ranks: Ranks, group: ProcessGroup, size: int, index: int, large: int, *, ring: bool
 ) -> tuple[float, float]:
-    """Return the latency of a small exchange in seconds, and the bytes per second of a large one, both on the slowest
+    """Return the seconds of a small exchange (the latency), and the bytes per second of a large one, on the slowest
     rank.
 
     Args:
         size: Number of ranks of ``group``.
         index: Index of this rank in ``group``.
         large: Bytes that each rank sends in the large exchange.
-        ring: Whether each rank sends to the next one only. Otherwise it is an all-to-all.
+        ring: Whether the exchange is a ring step, in which each rank sends to the next rank only. Otherwise it is an
+            all-to-all.
     """
 
     def timed(sent: int) -> float:
@@ -138,6 +139,6 @@ def _exchange(
         )
 
     latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
-    # Subtract the latency only if it is clearly smaller than the measured time. Otherwise noise could make the rest
-    # negative.
+    # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
+    # difference negative.
     return latency, large / (seconds - latency if seconds > 2 * latency else seconds)

@@ -1,4 +1,4 @@
-"""The meshes for one workload, ranked by predicted seconds, with the reason why each one is slower than the best."""
+"""The meshes for one workload, ordered by predicted seconds, with reasons why they are slower than the best one."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ from para_core.planner.weights import Placement
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Bytes of device memory that the CUDA context and allocator fragmentation take, so that models cannot use them.
+# A model cannot use this number of bytes of device memory, which the CUDA context and the allocator's fragmentation
+# take.
 RESERVED = 6e9
-# Bytes of one NCCL communicator, mostly buffers. This is an assumption: the size depends on the links and on NCCL's
-# number of channels.
+# An NCCL communicator takes this number of bytes, mostly for buffers. The number is an assumption: it depends on the
+# links and on NCCL's number of channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
-# The smallest and the largest ratio of published to predicted seconds, for other software on several devices, if the
-# transformer is compiled (True) or runs eagerly (False). See benchmarks/results/planner_check.json.
+# Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
+# ratio if the transformer is compiled (True), and if it runs eagerly (False). See
+# benchmarks/results/planner_check.json.
 PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.66, 3.75)}
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Predictions for all meshes of ``ranks`` ranks, the fastest first. Meshes that do not fit into memory come after
-    those that do, and meshes that cannot run come last.
+    """Predictions for all meshes of ``ranks`` ranks, the fastest first.
 
-    ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)`` uses the best one.
+    Meshes that do not fit into memory come after those that do, and meshes that cannot run come last. To use the best
+    mesh, call ``parallelize_pipe(pipe, mesh=plan.init_mesh(), **plan.best.options)``.
 
     Args:
         rows (`tuple[MeshPrediction, ...]`): One or more predictions per mesh, with different placements of weights.
-        fewer (`Mapping[int, MeshPrediction]`): The fastest mesh that runs on fewer ranks, by number of ranks.
-        more (`MeshPrediction`, *optional*): If no mesh runs, the fastest mesh of the next larger number of ranks on
-            which one runs.
+        fewer (`Mapping[int, MeshPrediction]`): For smaller numbers of ranks, the fastest mesh, if one runs.
+        more (`MeshPrediction`, *optional*): If no mesh of ``ranks`` ranks runs, the fastest mesh of the next larger
+            number of ranks with which a mesh runs.
     """
 
     work: Workload
@@ -61,17 +63,17 @@ class MeshPlan:
 
     @property
     def printed(self) -> tuple[MeshPrediction, ...]:
-        """The first rows, the only ones that tables show."""
+        """The rows that tables show: the first 14."""
         return self.rows[:_PRINTED_ROWS]
 
     @property
     def fastest(self) -> MeshPrediction:
-        """The fastest of the meshes that run on ``ranks`` ranks or fewer."""
+        """The fastest prediction with ``ranks`` ranks or fewer."""
         return min([self.best, *self.fewer.values()], key=lambda row: row.seconds)
 
     @property
     def advice(self) -> str:
-        """A sentence that says whether it is worth using ``ranks`` ranks."""
+        """A sentence on whether using all ``ranks`` ranks is worthwhile or, if no mesh runs, on what could run."""
         fastest, best = self.fastest, self.best
         if not _runs(best, self.machine):
             return self._way_out()
@@ -91,7 +93,7 @@ class MeshPlan:
         return f"{self.ranks} ranks take {duration(best.seconds)}, one takes {duration(one)}: {speedup} (predicted)."
 
     def _way_out(self) -> str:
-        """Return a sentence that says what could run, for a plan in which no mesh runs."""
+        """Return a sentence on what could run if no mesh does: more ranks, larger devices or a smaller result."""
         least = min(self.rows, key=lambda row: (row.problem is not None, row.memory))
         if least.problem is not None:
             needed, smaller = least.problem, ""
@@ -106,7 +108,7 @@ class MeshPlan:
 
     @property
     def title(self) -> str:
-        """A title for tables and charts: the generation and the machine."""
+        """The title of tables and charts, which describes the generation and the machine."""
         device, topology = self.machine.device, self.machine.topology
         connected = topology.inside.name
         if self.ranks > topology.per_host:
@@ -115,7 +117,7 @@ class MeshPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the best mesh: whether it fits, the line of code that uses it, and what is not predicted."""
+        """Sentences about the best mesh: whether it fits, the code that uses it, and how reliable the prediction is."""
         best, notes = self.best, []
         if _runs(best, self.machine):
             held, room = best.memory / 1e9, room_of(self.machine, best.shape) / 1e9
@@ -151,7 +153,7 @@ class MeshPlan:
         return "\n\n".join([self.title, "\n".join(rows), *self.notes, self.advice])
 
     def lines(self, width: int = 80) -> list[str]:
-        """Return a text table of the first rows, as lines of at most ``width`` characters."""
+        """Return the lines of a text table of the first rows. A line has at most ``width`` characters."""
         lines = ["  seconds    step  compute  waits  GB  mesh, and why it loses"]
         for row in self.printed:
             step = row.step
@@ -167,15 +169,17 @@ class MeshPlan:
         """Create the best mesh, over all ranks of the process group, with :func:`init_context_parallel_mesh`.
 
         Args:
-            device_type: Device type of the mesh. Defaults to the default of that function.
+            device_type: Device type of the mesh. Defaults to the accelerator of this machine, or the CPU.
         """
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes that can run. Needs
-        matplotlib.
+        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes without a problem.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
         from matplotlib.figure import Figure
 
@@ -193,7 +197,7 @@ class MeshPlan:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: three digits if it is below two minutes, else two units.
+    """Return a duration as text: seconds with three digits if it is below two minutes, else in two units.
 
     >>> print(duration(9.876), duration(754), duration(5025), sep=", ")
     9.88 s, 12 min 34 s, 1 h 23 min
@@ -207,9 +211,9 @@ def duration(seconds: float) -> str:
 def communicators(shape: MeshShape) -> int:
     """Return the largest number of NCCL communicators that a rank of a mesh holds.
 
-    There is one for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair of a sender
-    and a receiver has its own. The last stage takes part in most pairs: it receives tokens from the stage before it,
-    and sends its output to all other stages.
+    There is one communicator for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair
+    of a sender and a receiver has another one. The last stage takes part in most pairs: it receives tokens from the
+    stage before it, and sends its output to all other stages.
 
     >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))
     (2, 6)
@@ -265,7 +269,7 @@ def table(rows: Sequence[MeshPrediction]) -> list[str]:
 
 
 def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
-    """Return the part of a step in which ``row`` loses most time compared with ``best``, as text."""
+    """Return a phrase that says in which part of a step ``row`` loses most time compared with ``best``."""
     parts: list[tuple[float, str]] = [
         (getattr(row.step, name) - getattr(best.step, name), text)
         for name, text in (
@@ -287,10 +291,10 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
         work: The generation to predict.
         machine: The hardware and software.
         ranks: Number of ranks.
-        choices: Choices that the user has made. Defaults to none.
+        choices: The user's choices. By default the planner chooses everything.
 
     Raises:
-        ValueError: If ``ranks`` is not a positive integer.
+        ValueError: ``ranks`` is not a positive integer.
     """
     require_ranks(ranks)
     choices = choices or Choices()
@@ -313,16 +317,16 @@ def require_ranks(ranks: Any) -> None:
 def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
     """Return the predictions for all meshes in the order of :class:`MeshPlan`, each with the reason why it is slower.
 
-    If no mesh fits, alternatives of ``choices`` are tried until one does.
+    If no mesh runs with ``choices``, their fallbacks are tried until one does.
     """
     rows = list[MeshPrediction]()
     for placed in choices.fallbacks(work.weights, ranks):
-        # Meshes that cannot run are listed for the first choices only.
+        # List meshes that cannot run only once, for the first of these choices.
         rows += [row for row in _placed_rows(work, machine, ranks, placed) if not rows or row.problem is None]
         if any(_runs(row, machine) for row in rows):
             break
-    # Among equally fast meshes, those with a small ring and tensor dim come first, because they need fewer process
-    # groups.
+    # If meshes are equally fast, list those with a small ring and a small tensor dim first, because they need fewer
+    # process groups.
     order = sorted(
         rows,
         key=lambda row: (
@@ -340,8 +344,8 @@ def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> lis
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
     """Return one or more predictions for each mesh.
 
-    The first has the default placement of weights. If it does not fit, others follow: with FSDP2, or with blocks in
-    host memory.
+    The first prediction for a mesh has the default placement of weights. If that does not fit into memory, predictions
+    with FSDP2 and with blocks in host memory follow.
     """
     rows = []
     for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
@@ -358,14 +362,18 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
 
 
 def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
-    """Return the prediction for a mesh, with the text encoders in host memory if they do not fit on the device."""
+    """Return the prediction for a mesh.
+
+    The text encoders are moved to host memory if the weights do not fit otherwise.
+    """
     usual = Placement(
         choices.text_encoders or default_text_encoders(shape),
         quantize=choices.quantize,
         vae=choices.vae_placement or "replicate",
     )
     row = predict(shape, work, machine, usual)
-    # Moving text encoders does not help a mesh that cannot run, or a pipeline without them.
+    # Keep the usual placement if the user has chosen it, or if moving text encoders does not help: the mesh cannot run,
+    # or fits already, or the pipeline has no text encoders.
     if choices.text_encoders is not None or row.problem or _fits(row, machine) or not work.weights.encoders.total:
         return row
     return predict(shape, work, machine, replace(usual, text_encoders="first" if shape.ranks > 1 else "offload"))

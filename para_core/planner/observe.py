@@ -1,7 +1,7 @@
-"""Record the operations of a model call, while the unmodified model runs on one device.
+"""A recorder of the operations of a model call, while the unmodified model runs on one device.
 
-With fake tensors the model needs neither weights nor a device. The model's plan says which tokens attention calls
-consist of, and what is sharded and gathered.
+With fake tensors the model needs neither weights nor a device. The model's plan says which tokens the queries and keys
+of attention calls consist of, and which tensors are sharded and gathered.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 class _ModelObserver(TorchFunctionMode):
-    """Mode that records the operations of one model call in :attr:`work`. The model's plan says what would be
-    sharded.
-    """
+    """A mode that records in :attr:`work` the operations of a model call, and which of their tokens the plan shards."""
 
     def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
         super().__init__()
@@ -73,21 +71,22 @@ class _ModelObserver(TorchFunctionMode):
         self._coarse = coarse_segments(plan)
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
-        # Segments whose entries are image rows or frames, which consist of many tokens each.
+        # The names of segments whose entries are image rows or frames, each of which consists of many tokens.
         self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
         self._segments: dict[str, Tokens] = {}
         self._counter = LaunchCounter()
-        # For each running module that the plan's attention names, the innermost last: its attention calls that have not
-        # been made yet. The last call stays in the list and applies to all further calls.
+        # A stack with a list for each running module for which the plan describes attention calls, the innermost module
+        # last. A list contains the descriptions of the calls that are still to come. Its last description is never
+        # removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
-        # For each running module with linear attention, the innermost last: the names of the summing functions that it
-        # has called.
+        # A stack with an entry for each running module with linear attention, the innermost module last: the names of
+        # the summing functions that the module has called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Return ``forward(**arguments)``, and record its operations in :attr:`work`."""
+        """Return ``forward(**arguments)``, and record the operations of this call in :attr:`work`."""
         self._note_rules(self._plan.inputs, arguments)
         with ExitStack() as stack:
             for module, rules in self._matches.values():
@@ -212,7 +211,7 @@ class _ModelObserver(TorchFunctionMode):
         self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), tensor_split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
-        """Return the segments whose lengths add up to ``rows``. If none do, return tokens that belong to no segment."""
+        """Return the segments whose lengths add up to ``rows``; if there are none, tokens of no segment."""
         if not self._counter.is_sharded:
             return (Tokens(rows, sharded=False, min_per_rank=1),)
         segments = self._segments.values()
@@ -220,8 +219,8 @@ class _ModelObserver(TorchFunctionMode):
             for some in combinations(segments, count):
                 if sum(x.total for x in some) == rows:
                     return some
-        # An entry of a segment of image rows or frames consists of many tokens, so look for a multiple of the number of
-        # entries.
+        # The rows may be the tokens of a segment whose entries are image rows or frames. Then their number is a
+        # multiple of the number of entries.
         coarse = self._of_many_tokens & self._segments.keys()
         return (Tokens(rows, sharded=any(rows % self._segments[name].total == 0 for name in coarse), min_per_rank=1),)
 
@@ -254,14 +253,14 @@ class _ModelObserver(TorchFunctionMode):
         if self._of_many_tokens & self._segments.keys() & set(names):
             return (Tokens(total, sharded=True, min_per_rank=1),)
         segments = tuple(self._segments[name] for name in names if name in self._segments)
-        # The plan shards no segment with the remaining tokens, so they are replicated.
+        # The remaining tokens belong to none of the plan's segments, so they are replicated.
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
     def _assign_joint_rows(self) -> None:
-        """Correct products whose rows belong to no segment, but are as many as the queries of an attention call.
+        """Set the segments of products whose rows belong to no segment, but are as many as the queries of an attention
+        call.
 
-        Their rows are those queries: the tokens of several segments, concatenated in an order that only attention
-        shows.
+        Such rows are the tokens of several segments, concatenated in an order that only the attention call shows.
         """
         joint = {
             sum(x.total for x in operation.queries): operation.queries
@@ -277,22 +276,20 @@ class _ModelObserver(TorchFunctionMode):
         self.work = self.work.map(change)
 
     def _mask_bytes(self, attention: Attention, mask: Tensor | None) -> int:
-        # If the plan shards the mask, the model's mask has this rank's keys only, and ranks gather its columns. Other
-        # masks already have all keys.
+        # If the plan shards the mask, each rank has the columns of its own keys, and must gather the others. Other
+        # masks have the columns of all keys already.
         if mask is None or mask.shape[-1] == 1 or not (attention.mask or self._shards_masks):
             return 0
         rows = mask[..., :1, :] if attention.mask == "pairs" else mask
         return rows.numel() // mask.shape[-1] * mask.element_size()
 
 
-# Arguments whose names end like this are masks of keys. Other masks select modulations, for example.
+# A mask argument whose name ends like this hides keys. Other masks have other uses, such as selecting modulations.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
 
 
 def _attention_output(call: SdpaCall) -> Tensor:
-    """Return an empty output with the layout of a fused kernel's, because SDPA on fake tensors may allocate all
-    scores.
-    """
+    """Return an empty output in the memory layout of a fused kernel. SDPA on fake tensors could allocate all scores."""
     batch, heads, queries = call.query.shape[:3]
     return call.query.new_empty(batch, queries, heads, call.value.shape[-1]).transpose(1, 2)
 
@@ -306,18 +303,19 @@ def observed(
     tensor: TensorPlan | None = None,
     is_foreseen: Callable[..., bool] = lambda *_: False,
 ) -> Iterator[list[ModelCall]]:
-    """Record the calls of ``model`` inside the ``with`` block, in the list that it yields.
+    """Yield a list, to which each call of ``model`` inside the ``with`` block is added.
 
     Args:
-        batch (`int`, defaults to `1`): Number of parts in which the samples of each call are computed, if the plan
-            permits it.
+        batch (`int`, defaults to `1`): Number of parts into which the samples of a call are split, if the plan permits
+            it. Each part is run and recorded by itself.
         tensor (`TensorPlan`, *optional*): The tensor-parallel plan of the model, which says how its linear layers are
             split.
-        is_foreseen (`Callable`, *optional*): Returns whether the size of the output is known before a call, given the
-            model, args and kwargs. Defaults to False.
+        is_foreseen (`Callable`, *optional*): A function ``is_foreseen(model, args, kwargs)`` that returns whether the
+            size of the output is known before the call. Defaults to False.
     """
     parameters, forward = parameters_of(model), model.forward
-    is_own = "forward" in vars(model)  # a hook of accelerate sets it on the instance, for example
+    # The instance may have a forward of its own already, for example from a hook of accelerate.
+    is_own = "forward" in vars(model)
     calls: list[ModelCall] = []
 
     def restore_forward() -> None:
@@ -348,9 +346,7 @@ def observed(
 
 
 def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, Any]]:
-    """Return the arguments of a call, split by samples into ``batch`` parts; as one part if the plan does not permit
-    it.
-    """
+    """Return the arguments of a call in ``batch`` parts, split by samples; in one part if the plan permits no split."""
     if batch == 1 or not plan.batched or any(arguments.get(name) is not None for name in plan.unshared):
         return [arguments]
     name, dim = next(iter(plan.batched.items()))
@@ -367,7 +363,7 @@ def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, 
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Return the output of the whole call: the outputs of all parts, concatenated tensor by tensor and list by list."""
+    """Return the output of the whole call. Tensors of the parts are concatenated along dim 0, and lists are joined."""
 
     def join(*parts: Any) -> Any:
         if isinstance(parts[0], list):
@@ -379,5 +375,5 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 def _sizes(arguments: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves(arguments)
-    # Include bools and strings, because they may decide what the model returns.
+    # Include bools and strings, because the model's output may depend on them.
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, bool, str)))

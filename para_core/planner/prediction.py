@@ -1,4 +1,4 @@
-"""Predict one mesh for one workload: seconds, bytes, memory, why the mesh cannot run, and the code that uses it."""
+"""The prediction of one mesh for one workload: seconds, bytes, memory, why it cannot run, and the code that uses it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from para_core.planner.weights import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
-# Ways to shard weights. Meshes that replicate weights are always considered.
+# These are the ways to shard weights. Meshes that replicate all weights are always considered as well.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
 
@@ -43,9 +43,9 @@ class Workload:
     """The work of one generation with a pipeline.
 
     Args:
-        calls (`Mapping[int, ModelCall]`): The operations of a transformer call, by the size of the ``batch`` mesh dim
-            (1 or 2), which splits its samples if possible.
-        branches (`int`): Number of CFG branches per step, if the pipeline calls the model once for each; else 1.
+        calls (`Mapping[int, ModelCall]`): The operations of a transformer call. The key is the size of the ``batch``
+            mesh dim (1 or 2), which splits the samples of the call if possible.
+        branches (`int`): Number of CFG branches per step, if the pipeline calls the model once per branch; else 1.
         encoder, decoder (`float`): Number of floating-point operations of the text encoders and of the VAE decoder.
         heads (`int`): Number of key heads of the transformer.
         frames (`int`): Number of frames of the result; 1 for an image.
@@ -69,14 +69,14 @@ class MeshPrediction:
     """The prediction for one mesh.
 
     Args:
-        step (`Seconds`): Seconds of one step with all CFG branches; with PipeFusion, of a step in patches.
+        step (`Seconds`): Seconds of one step with all CFG branches. With PipeFusion this is a step in patches.
         encoder, decoder (`float`): Seconds of the text encoders and of the VAE decoder, which every rank runs.
         seconds (`float`): Seconds of the whole generation.
         sent (`int`): Bytes that the first rank sends per step.
-        memory (`float`): Bytes of device memory on the rank that uses most.
-        problem (`str`, *optional*): Why the mesh cannot run. None if it can.
-        why (`str`): Why the mesh is slower than the best one; empty for the best one.
-        placement (`Placement`): Where weights are that the mesh does not shard.
+        memory (`float`): Peak bytes of device memory, of the rank that uses most.
+        problem (`str`, *optional*): The reason why the mesh cannot run; None if it can.
+        why (`str`): The reason why the mesh is slower than the best mesh; empty for the best mesh.
+        placement (`Placement`): The placement of weights that the mesh does not shard.
         host_memory (`float`): Bytes of weights that each rank keeps in host memory.
     """
 
@@ -93,7 +93,7 @@ class MeshPrediction:
     host_memory: float = 0.0
 
     def __str__(self) -> str:
-        """Return a short description: mesh dims with several ranks, how keys are exchanged, and where weights are."""
+        """Return a short description: the mesh dims with several ranks, the ring method, and where the weights are."""
         shape, placement = self.shape, self.placement
         sizes = {name: getattr(shape, name) for name in ("pipe", "batch", "ring", "ulysses", "tensor")}
         words = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one rank"]
@@ -157,11 +157,11 @@ def _arguments(named: Mapping[str, Any]) -> str:
 
 
 def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[MeshShape]:
-    """Yield every mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
+    """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
 
     Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights; meshes with ``tensor`` or ``pipe`` are included if they
-            are among these.
+        sharing (`Sequence[Sharing]`): Ways to shard weights. Meshes with a ``tensor`` dim are included if ``"tensor"``
+            is among them, meshes with a ``pipe`` dim if ``"stages"`` is.
         pipefusion (`PipeFusion`, *optional*): Options of PipeFusion. If given, meshes with PipeFusion are included.
     """
     for batch in (1, 2):
@@ -175,7 +175,7 @@ def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusio
                     for method in _ring_methods(ring):
                         yield MeshShape(batch, stages, ring, left // ring, size, method)
         if pipefusion is not None and ranks > batch:
-            # PipeFusion is planned with one rank per stage only.
+            # With PipeFusion, only plan meshes with one rank per stage.
             yield MeshShape(batch, ranks // batch, pipefusion=pipefusion)
 
 
@@ -199,7 +199,7 @@ def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:
 
 
 def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) -> str | None:
-    """Return why a mesh cannot run, or would not use all of its ranks; None if it can."""
+    """Return why a mesh cannot run, or why it would leave ranks unused; None if it can run."""
     if quantize is not None and shape.fsdp and quantize != "int8":
         return f"FSDP2 cannot gather weights in {quantize}"
     if quantize is not None and shape.tensor > 1 and quantize.endswith("-dynamic"):
@@ -225,8 +225,8 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
     """Return the predicted seconds, bytes and memory of one mesh.
 
     Args:
-        placement (`Placement`, *optional*): Where weights are that the mesh does not shard. Defaults to what
-            ``parallelize_pipe`` chooses.
+        placement (`Placement`, *optional*): The placement of weights that the mesh does not shard. Defaults to the
+            default of ``parallelize_pipe``.
     """
     if placement is None:
         placement = Placement(default_text_encoders(shape))
@@ -268,10 +268,10 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
 
 
 def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
-    """Return ``placement`` with as many blocks on the device as fit into ``room`` bytes.
+    """Return ``placement`` with as many transformer blocks on the device as fit into ``room`` bytes.
 
-    Returns None if the model does not fit even with all blocks in host memory, and for a mesh that shards weights,
-    because blocks are moved between host and device as a whole.
+    Return None if the model does not fit even with all blocks in host memory. Also return None for a mesh that shards
+    weights, because only whole blocks can be moved between host and device.
     """
     weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
     if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
@@ -296,8 +296,10 @@ def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine:
 
 
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
-    """Return the bytes that the first rank sends per step: for attention, gathered outputs and weights, sums over
-    ``tensor``, and tokens between stages.
+    """Return the bytes that the first rank sends per step.
+
+    These are the bytes of attention, gathered outputs, gathered weights, sums over ``tensor``, and tokens between
+    stages.
     """
 
     def of_rank(x: Operation) -> Operation:
@@ -306,8 +308,8 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     parts = [part.map(of_rank) for part in call.parts]
     rounds = [[replace(call, parts=parts)] * work.branches]
     sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
-    # Predict a later step as two steps minus one. The first step differs: calls with new sizes are computed by all
-    # ranks.
+    # Predict a later step, as two steps minus the first step. The first step differs, because calls with new sizes are
+    # computed by all ranks.
     two_dims = shape.ring_method == "2d"
     both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
     summed = sum(
@@ -316,7 +318,7 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
         if isinstance(x, Product)
     )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
-    # A stage computes only its share of the attention calls.
+    # The attention calls are those of all stages, and each stage makes only its share of them.
     own = (both - first) // shape.pipe
     return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
@@ -324,17 +326,17 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
 def memory_of(
     shape: MeshShape, work: Workload, own: CallWork, passes: int, placement: Placement | None = None
 ) -> float:
-    """Return the bytes of device memory that a rank uses at most: its weights, plus what a step or the text encoders
-    need.
+    """Return the peak bytes of device memory of a rank: its weights, and what a step or the text encoders need in
+    addition.
 
     A step needs memory for its activations at their peak, gathered weights, buffers of exchanges, and keys stored by
-    PipeFusion. Steps and text encoders run one after the other, so the larger need counts.
+    PipeFusion. Steps and text encoders run one after the other, so the larger of both needs counts.
     """
     if placement is None:
         placement = Placement(default_text_encoders(shape))
     weights = work.weights
-    # Tensor ranks split the activations between column- and row-sharded layers, which are about half of the peak
-    # (measured: 26 to 70 %).
+    # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
+    # about half of the peak (measured: 26 to 70 %).
     share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
     denoising = (
@@ -344,9 +346,7 @@ def memory_of(
 
 
 def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the buffers of the largest Ulysses exchange, sent and received: queries, keys, values and
-    results.
-    """
+    """Return the bytes of the send and receive buffers of the largest Ulysses exchange (q, k, v and output)."""
     if shape.ulysses == 1:
         return 0.0
     attention = [of_tensor_rank(x, shape.tensor) for x in own.operations if isinstance(x, CountedAttention)]
@@ -364,7 +364,7 @@ def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
 
 
 def as_dict(row: MeshPrediction) -> dict[str, Any]:
-    """Return ``row`` as a dict of JSON-compatible values."""
+    """Return ``row`` as a dict that can be written as JSON."""
     step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
     return {
         "mesh": str(row),

@@ -16,11 +16,11 @@ OK, CHANGE, BROKEN = "ok", "change", "broken"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, a line of the table.
+    """The result of one check, which is a line of the doctor's table.
 
     Args:
         verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
-        advice (`str`): What the user should change; empty if nothing.
+        advice (`str`): Advice on what to change; empty if there is none.
     """
 
     name: str
@@ -31,9 +31,7 @@ class Finding:
 
 @dataclass
 class DoctorReport:
-    """The results of all checks, and the measured figures that :func:`para_core.adapters.plan_mesh` takes as
-    ``measured=``.
-    """
+    """The results of all checks, and the measured figures for ``plan_mesh(measured=...)``."""
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +65,7 @@ class Ranks:
     dtype: torch.dtype
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, in rank order. Collective."""
+        """Return the ``value`` of every rank, in rank order. This is a collective call."""
         values = [value]
         if self.size > 1:
             values = [None] * self.size

@@ -1,4 +1,4 @@
-"""Count the operators that this process launches, and the bytes it sends, while a model or pipeline runs."""
+"""A counter of the operators that this process launches, and of the bytes it sends, while a model or pipeline runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from para_core.planner.launch_counter import NO_LAUNCH, is_view, tensors_in
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
-# These two launch nothing either: the first only chooses a kernel, and a wait only makes the stream wait.
+# Two more operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH = {*NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# Number of kernels that each of these operators launches on CUDA. The CPU versions may run several operators instead.
+# The number of kernels that each of these operators launches on CUDA. They are not looked into, because their CPU
+# versions may consist of several operators.
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
@@ -34,24 +35,24 @@ _WHOLE = {
 
 
 class RunCounter(TorchDispatchMode):
-    """Mode that counts launches, collectives, and the bytes that this rank sends in them.
+    """A mode that counts launches, collectives, and the bytes that this rank sends in collectives.
 
     A launch is a collective, or an operator that is neither a view nor an allocation. A fused attention kernel counts
-    as one launch; if SDPA decomposes into matrix products, as on meta tensors, each of them counts. Operators inside a
-    custom operator are counted, unless it is one of our Triton kernels. Triton kernels that Python launches outside of
-    an operator are not seen. Under a dispatch mode torch runs compiled functions as eager code, so the launches of
-    graphs cannot be counted.
+    as one launch; if SDPA decomposes into matrix products, as on meta tensors, each product counts. Operators inside a
+    custom operator are counted, unless the custom operator is one of our Triton kernels. Triton kernels that Python
+    launches outside of an operator are not counted. Under a dispatch mode torch runs compiled functions as eager code,
+    so the launches of graphs cannot be counted.
 
     An all-reduce of n ranks is taken to send ``2 * (n - 1) / n`` of its bytes, as a ring does. Exchanges of small
-    records in host memory, by which ranks agree, count as launches only.
+    records between CPUs, by which ranks compare their inputs, count as launches only.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_operator: Counter[str] = Counter()
         self.collectives = self.bytes_sent = 0
-        # Number of custom operators being run whose bytes were counted as a whole. Collectives inside them are not
-        # counted again.
+        # The number of running custom operators whose bytes were counted as a whole, so that collectives inside them
+        # must not be counted again.
         self._counted_outside = 0
 
     @property
@@ -63,7 +64,8 @@ class RunCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(_dispatches_itself(type_) for type_ in types):
-            # Let the tensor's class run the operator. The operators that it calls on plain tensors come here again.
+            # Let the tensor subclass run the operator. The operators that it calls on its inner tensors then arrive in
+            # this method.
             return NotImplemented
         name = schema_of(func).name
         sent = None if self._counted_outside else bytes_sent(func, args)
@@ -83,7 +85,7 @@ class RunCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __str__(self) -> str:
-        """Return the number of launches of each operator, the most frequent first."""
+        """Return a line with the total number of launches, and the number of each operator, the most frequent first."""
         parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
         return f"{self.launches} launches: {', '.join(parts)}"
 
@@ -95,7 +97,7 @@ def _dispatches_itself(type_: type) -> bool:
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
-    Returns None if it is not a collective, or only exchanges records in host memory.
+    Return None if ``func`` is not a collective, or only exchanges records between CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name in ("all_to_all", "all_gather"):

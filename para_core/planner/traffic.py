@@ -1,4 +1,4 @@
-"""Values that describe the operations of a model call, and the bytes that each rank of a mesh sends for them.
+"""The operations of a model call, and the bytes that each rank of a mesh sends for them.
 
 :mod:`para_core.planner.observe` records the operations on one device. The small exchanges that compare inputs between
 ranks are not counted.
@@ -13,8 +13,9 @@ from typing import Any
 
 from para_core.attention.grid import choose_grid
 
-LSE_BYTES = 4  # lse is float32 for all dtypes except float64
-# Sizes of the mesh dims (batch, ring, ulysses).
+# The lse has 4 bytes per element, because it is float32 for all dtypes except float64.
+LSE_BYTES = 4
+# A shape contains the sizes of the mesh dims (batch, ring, ulysses).
 Shape = tuple[int, int, int]
 
 
@@ -24,8 +25,8 @@ class Tokens:
 
     Args:
         sharded (`bool`): Whether the plan shards the tokens.
-        min_per_rank (`int`): Minimum number of tokens per rank. If there are fewer, the tokens are replicated instead.
-            It is 1 for segments of image rows or frames, else 2.
+        min_per_rank (`int`): Minimum number of tokens per rank: 1 for segments of image rows or frames, else 2. If
+            there are fewer tokens, they are replicated.
     """
 
     total: int
@@ -33,16 +34,14 @@ class Tokens:
     min_per_rank: int = 2
 
     def held(self, rank: int, ranks: int, count: int = 1) -> int:
-        """Return the number of sharded tokens on the ``count`` ranks that begin with ``rank``; 0 if the tokens are
-        replicated.
-        """
+        """Return the number of tokens on ranks ``rank`` to ``rank + count - 1``; 0 if the tokens are replicated."""
         if self.replicated(ranks):
             return 0
         each, remainder = divmod(self.total, ranks)
         return count * each + min(rank + count, remainder) - min(rank, remainder)
 
     def replicated(self, ranks: int) -> int:
-        """Return the number of replicated tokens: 0 if they are sharded over ``ranks`` ranks, else all."""
+        """Return the number of replicated tokens: 0 if the tokens are sharded over ``ranks`` ranks, otherwise all."""
         return 0 if self.sharded and self.total >= self.min_per_rank * ranks else self.total
 
 
@@ -51,9 +50,9 @@ class CountedAttention:
     """One call of ``scaled_dot_product_attention``.
 
     Args:
-        queries, keys (`tuple[Tokens, ...]`): Tokens along the sequence.
-        mask_bytes (`int`): Bytes per key of a mask whose columns ranks must gather, because each has those of its own
-            keys only; 0 without such a mask.
+        queries, keys (`tuple[Tokens, ...]`): The tokens along the sequence, one item per segment.
+        mask_bytes (`int`): If each rank holds only the mask's columns of its own keys, so that the columns must be
+            gathered: bytes of the mask per key. Otherwise 0.
     """
 
     samples: int
@@ -69,7 +68,7 @@ class CountedAttention:
 
 @dataclass(frozen=True)
 class CountedGather:
-    """An output or input of a module whose ``tokens`` are gathered, with the bytes per token."""
+    """A gather of ``tokens`` in an input or an output of a module, with the number of bytes per token."""
 
     tokens: Tokens
     bytes_per_token: int
@@ -77,7 +76,7 @@ class CountedGather:
 
 @dataclass(frozen=True)
 class CountedSum:
-    """A sum over ``tokens``, such as in linear attention, of ``size`` bytes, which is added up over all ranks."""
+    """A sum over sharded ``tokens``, as in linear attention. Ranks add their partial sums, each of ``size`` bytes."""
 
     tokens: Tokens
     size: int
@@ -85,8 +84,9 @@ class CountedSum:
 
 @dataclass(frozen=True)
 class CountedHalo:
-    """A halo exchange: a rank sends ``size`` bytes, the rows at an edge of its shard of ``tokens``, to each
-    neighbour.
+    """A halo exchange, in which a rank sends ``size`` bytes to each neighbour.
+
+    These bytes are the rows at one edge of the rank's shard of ``tokens``.
     """
 
     tokens: Tokens
@@ -95,7 +95,7 @@ class CountedHalo:
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer or a convolution, seen as a matrix product ``[rows, inner] @ [inner, columns]``.
+    """A linear layer or a convolution, as a matrix product ``[rows, inner] @ [inner, columns]``.
 
     Args:
         rows (`tuple[Tokens, ...]`): The tokens of one sample, one per row.
@@ -119,12 +119,13 @@ class CallWork:
     """The work of a model call, or of a part of its samples.
 
     Args:
-        operations (`Counter[Operation]`): How often each operation occurs. The blocks of a model have equal operations.
+        operations (`Counter[Operation]`): The number of times that each operation occurs. Blocks of equal size have
+            equal operations.
         returned (`int`): Bytes of the output.
         launches (`int`): Number of operators that are not views; an attention call counts as one.
         moved (`tuple[int, int]`): Bytes read and written by operators other than products and attention: while tokens
             are sharded, and otherwise.
-        peak (`tuple[int, int]`): Peak bytes of activations, in the same two parts.
+        peak (`tuple[int, int]`): Peak bytes of activations: while tokens are sharded, and otherwise.
     """
 
     operations: Counter[Operation] = field(default_factory=Counter)
@@ -164,7 +165,7 @@ def shard_size(total: int, rank: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """The bytes that one rank sends to others in an attention call, by exchange.
+    """The bytes that one rank sends to others in each exchange of an attention call.
 
     Args:
         to_heads (`int`): The all-to-all of queries, keys and values over Ulysses.
@@ -186,7 +187,7 @@ class AttentionBytes:
 
 
 def held_by(tokens: Sequence[Tokens], rank: int, ranks: int, count: int = 1) -> int:
-    """Return the number of sharded tokens, over all segments, on the ``count`` ranks that begin with ``rank``."""
+    """Return the number of tokens, over all sharded segments, that ranks ``rank`` to ``rank + count - 1`` hold."""
     return sum(x.held(rank, ranks, count) for x in tokens)
 
 
@@ -195,14 +196,14 @@ def bytes_of_attention(
 ) -> AttentionBytes:
     """Return the bytes that sequence rank ``rank`` sends in an attention call; all 0 if no key is sharded.
 
-    Rank r has Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample, it sends these
-    numbers of elements:
+    Let rank r have Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample the rank sends
+    these numbers of elements:
 
     - over Ulysses, before attention: Σ_{j≠u} (S_r · H_j · D + S_r · H_kv,j · (D + D_v));
     - over Ulysses, after attention: Σ_{j≠u} (S_j + replicated tokens) · H_u · D_v;
-    - around the ring: S_block · H_kv,u · (D + D_v) for each block of keys that it passes on.
+    - around the ring: S_block · H_kv,u · (D + D_v) for each ring block that it passes on.
 
-    With ``two_dims`` the ring is Attention2D, see :func:`_sent_in_grid`.
+    With ``two_dims`` Attention2D replaces the ring, see :func:`_sent_in_grid`.
     """
     ranks = ring * ulysses
     keys = held_by(call.keys, 0, ranks, ranks)
@@ -233,10 +234,10 @@ def bytes_of_attention(
 def _sent_in_grid(
     call: CountedAttention, heads: int, kv_heads: int, ring: int, ulysses: int, block: int
 ) -> tuple[int, int, int]:
-    """Return the bytes that a rank sends in Attention2D: queries along its row, keys and values along its column,
-    results back.
+    """Return the bytes that a rank sends in Attention2D, as ``(queries, keys and values, results)``.
 
-    The exchanges are in ``para_core/attention/attention_2d.py``.
+    Queries are sent along the rank's row, keys and values along its column, and results back along the row. See
+    ``para_core/attention/attention_2d.py``.
 
     Args:
         heads, kv_heads (`int`): Numbers of query and key heads that this rank computes.
@@ -262,15 +263,16 @@ def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], lis
     for u in range(ulysses):
         heads.append(shard_size(call.heads, u, ulysses))
         end = start + heads[u]
-        # Neighbouring ranks whose query heads share a key head both receive that key head.
+        # If neighbouring ranks have query heads that share a key head, each of them receives this key head.
         kv_heads.append(-(-end // group) - start // group if heads[u] else 0)
         start = end
     return heads, kv_heads
 
 
 def _tokens_sent_in_gather(tokens: Sequence[Tokens], ring: int, ulysses: int, rank: int) -> int:
-    """Return how many tokens ``rank`` sends in an all-gather: its own over Ulysses, then those of its Ulysses group
-    over the ring.
+    """Return the number of tokens that ``rank`` sends in an all-gather.
+
+    First the rank sends its own tokens to its Ulysses group, then the tokens of this group along the ring.
     """
     ranks = ring * ulysses
     block = held_by(tokens, rank // ulysses * ulysses, ranks, ulysses)
@@ -278,7 +280,7 @@ def _tokens_sent_in_gather(tokens: Sequence[Tokens], ring: int, ulysses: int, ra
 
 
 def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = False) -> int:
-    """Return the bytes that ``rank`` of the mesh sends in a model call, if it computes the call."""
+    """Return the bytes that ``rank`` of the mesh sends in a model call that it computes."""
     _, ring, ulysses = shape
     index, rank = divmod(rank, ring * ulysses)
     own = call.parts[index if len(call.parts) > 1 else 0]
@@ -299,16 +301,12 @@ def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = F
 
 
 def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
-    """Return the bytes that a rank sends for a sum: its sum to its Ulysses group, then the group's sum along the
-    ring.
-    """
+    """Return the bytes that a rank sends to sum over all ranks: first in its Ulysses group, then along the ring."""
     return summed.size * (ulysses - 1 + ring - 1)
 
 
 def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends in a halo exchange: in its Ulysses group and, at its ends, to the next
-    groups.
-    """
+    """Return the bytes that ``rank`` sends in a halo exchange: in its Ulysses group, and at its ends to others."""
     at_an_end = rank % ulysses in (0, ulysses - 1)
     return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 
@@ -319,9 +317,9 @@ def sent_in_rounds(
     """Return the bytes that ``rank`` sends in several steps. Each of ``rounds`` lists the model calls of one step.
 
     Args:
-        apart (`bool`): Whether the ``batch`` ranks divide the calls of a step among them, and exchange the outputs. A
-            call with new sizes is computed by all of them, unless the size of its output is known in advance.
-        two_dims (`bool`): Whether the ring is Attention2D.
+        apart (`bool`): Whether the ``batch`` ranks compute different calls of a step, and exchange the outputs. A call
+            with new input sizes is computed by all of them, unless the size of its output is known in advance.
+        two_dims (`bool`): Whether Attention2D replaces the ring.
     """
     batch, known, total = shape[0], set(), 0
     index = rank // (shape[1] * shape[2])

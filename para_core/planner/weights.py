@@ -17,8 +17,8 @@ class Placement:
     Args:
         text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`): Placement of the text encoders, as in
             ``parallelize_pipe``.
-        resident (`int`, *optional*): Number of transformer blocks, from the first, that stay on the device; the others
-            wait in host memory. None if all stay on the device.
+        resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the device; the
+            others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
         vae (`"replicate"`, `"offload"` or `"first"`): Placement of the VAE, as ``vae_placement`` of
             ``parallelize_pipe``.
@@ -31,7 +31,7 @@ class Placement:
 
     @property
     def vae_waits(self) -> bool:
-        """Whether the VAE is in host memory while it is not running."""
+        """Whether the VAE waits in host memory while it is not running."""
         return self.vae != "replicate"
 
 
@@ -40,11 +40,11 @@ class ModuleBytes:
     """The bytes of one module's parameters.
 
     Args:
-        sharded (`int`): Bytes that FSDP2 would shard and gather one unit after the other.
+        sharded (`int`): Bytes of the parameters that FSDP2 would shard, and gather unit by unit.
         at_once (`int`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the buffer in which
             it was gathered, the next block, and parameters outside blocks.
-        largest_layer (`int`): Bytes of the largest layer. If the module waits in host memory, one layer at a time is on
-            the device.
+        largest_layer (`int`): Bytes of the largest layer. If the module waits in host memory, only the layer that is
+            running is on the device.
     """
 
     total: int = 0
@@ -54,7 +54,7 @@ class ModuleBytes:
     largest_layer: int = 0
 
     def at_rest(self, ranks: int) -> float:
-        """Return the bytes per rank while the module is not running, if FSDP2 shards it over ``ranks`` ranks."""
+        """Return the bytes that a rank holds between calls if FSDP2 shards the module over ``ranks`` ranks."""
         return self.total - self.sharded + self.sharded / ranks
 
     def gathered(self, ranks: int) -> float:
@@ -67,14 +67,15 @@ class Weights:
     """The bytes of a pipeline's parameters.
 
     Args:
-        transformer (`ModuleBytes`): One transformer.
-        tensor (`int`): Bytes of one transformer that tensor parallelism would split.
-        encoders (`ModuleBytes`): All text encoders.
+        transformer (`ModuleBytes`): The bytes of one transformer.
+        tensor (`int`): Bytes of one transformer's parameters that tensor parallelism would split.
+        encoders (`ModuleBytes`): The bytes of all text encoders.
         vae (`float`): Bytes of all autoencoders.
         other (`float`): Bytes of all other modules.
         blocks (`tuple[tuple[float, int], ...]`): Relative cost and bytes of each block of a transformer, in order.
         in_8_bits (`Weights`, *optional*): The same pipeline with the linear layers of its transformers in 8 bits.
-        no_stages, no_patches (`str`, *optional*): Why the model cannot run in stages, or on patches. None if it can.
+        no_stages, no_patches (`str`, *optional*): The reason why the model cannot run in stages, or on patches; None if
+            it can.
     """
 
     transformer: ModuleBytes
@@ -89,7 +90,7 @@ class Weights:
     no_patches: str | None = "its blocks are not described"
 
     def at_rest(self, shape: MeshShape, placement: Placement) -> float:
-        """Return the bytes of weights that stay on the device, for the rank that has most."""
+        """Return the bytes of weights that are always on the device, on the rank that holds most."""
         vae = 0.0 if placement.vae_waits else self.vae
         return self._transformers(shape, placement) + self._encoders(shape, placement) + vae + self.other
 
@@ -110,7 +111,10 @@ class Weights:
         return encoders + vae + self.transformers * self.copied(placement)
 
     def copied(self, placement: Placement) -> int:
-        """Return the bytes of one transformer's blocks in host memory, which each model call copies to the device."""
+        """Return the bytes of one transformer's blocks in host memory.
+
+        Each model call copies these blocks to the device.
+        """
         return 0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
 
     def _encoders(self, shape: MeshShape, placement: Placement) -> float:
@@ -123,7 +127,7 @@ class Weights:
             return self.transformers * self.transformer.at_rest(shape.sequence)
         apart = self.tensor * (1 - 1 / shape.tensor) + self._of_other_stages(shape.pipe)
         if placement.resident is not None:
-            # Two of the offloaded blocks are on the device at a time: the one that runs and the next one.
+            # Two of the blocks in host memory are on the device at a time: the one that runs, and the next one.
             apart += self.copied(placement) - 2 * max(size for _, size in self.blocks)
         return self.transformers * (self.transformer.total - apart)
 
@@ -136,7 +140,7 @@ class Weights:
 
 
 def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of a step with FSDP2: ``step`` and the time it waits for gathered weights.
+    """Return the seconds of a step with FSDP2: those of ``step``, and the time that it waits for gathered weights.
 
     Args:
         step: Seconds of the step with replicated weights.
@@ -152,11 +156,12 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Me
 
 
 def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: Placement, machine: Machine) -> Seconds:
-    """Return the seconds of a step with blocks in host memory: ``step`` and the time it waits for copies to the device.
+    """Return the seconds of a step with blocks in host memory: those of ``step``, and the time that it waits for
+    copies.
 
     Args:
         step: Seconds of the step with all weights on the device.
-        calls: Number of model calls in the step, each of which copies these blocks.
+        calls: Number of model calls in the step, each of which copies the blocks in host memory to the device.
     """
     copying = calls * weights.copied(placement) / machine.device.host_bandwidth
     return replace(step, communication=step.communication + max(0.0, copying - step.compute))
@@ -165,7 +170,7 @@ def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: 
 def encoding_seconds(
     encodings: int, weights: Weights, shape: MeshShape, placement: Placement, machine: Machine
 ) -> float:
-    """Return the seconds that ``encodings`` calls of the text encoders wait for weights to be copied or gathered."""
+    """Return the seconds that ``encodings`` calls of all text encoders wait for weights to be copied or gathered."""
     encoders = weights.encoders
     if placement.text_encoders in ("offload", "first"):
         return encodings * encoders.total / machine.device.host_bandwidth
@@ -176,7 +181,10 @@ def encoding_seconds(
 
 
 def _stream(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of one rank's tokens that a block passes to the next block in a model call."""
+    """Return the bytes of the hidden states that a rank passes from one transformer block to the next in a model call.
+
+    They are estimated as large as the queries of the longest attention call.
+    """
     calls = [x for x in own.operations if isinstance(x, CountedAttention)]
     widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
@@ -186,18 +194,16 @@ def _stream(own: CallWork, shape: MeshShape) -> float:
 
 
 def sent_between_stages(own: CallWork, calls: int, shape: MeshShape) -> int:
-    """Return the bytes that the first stage sends to the next one in ``calls`` model calls, with or without
-    PipeFusion.
-    """
+    """Return the bytes that the first stage sends to the next stage in ``calls`` model calls, also with PipeFusion."""
     return round(calls * _stream(own, shape)) if shape.pipe > 1 else 0
 
 
 def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
     """Return the seconds of ``calls`` model calls in exact pipeline stages.
 
-    Stages work one after the other, and the last one sends the output to all others.
+    Stages work one after the other, and the last stage sends the output to all others.
     """
-    # While a stage waits, its host launches ahead, so only the launches of one stage add time.
+    # The host of a stage launches operators ahead while the stage waits, so only the launches of one stage add time.
     call = call_seconds(replace(own, launches=own.launches // shape.pipe), shape, machine)
     link, hops = machine.topology.link(shape.ranks // shape.pipe, shape.pipe), shape.pipe - 1
     between = hops * link.seconds(_stream(own, shape), all_to_all=True)
@@ -221,7 +227,7 @@ def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Se
 
 
 def _patch_work(own: CallWork, patches: int) -> CallWork:
-    """Return the work of one of ``patches`` patches, whose queries attend to the keys of all patches."""
+    """Return the work of one of ``patches`` equal patches of a call. Its queries attend to the keys of all patches."""
 
     def of_patch(tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
         return tuple(replace(x, total=-(-x.total // patches)) for x in tokens)
@@ -235,7 +241,7 @@ def _patch_work(own: CallWork, patches: int) -> CallWork:
 
 
 def stale_key_bytes(own: CallWork, calls: int, stages: int) -> float:
-    """Return the bytes of the keys and values that a stage stores for PipeFusion, for ``calls`` CFG branches."""
+    """Return the bytes of keys and values that a stage stores for PipeFusion with ``calls`` model calls per step."""
     total = sum(
         number * x.samples * x.element_size * x.kv_heads * (x.head_dim + x.value_dim) * sum(y.total for y in x.keys)
         for x, number in own.operations.items()
