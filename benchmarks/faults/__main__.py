@@ -41,11 +41,11 @@ from benchmarks.faults.cells import (
     build,
     call_of,
 )
-from benchmarks.faults.hosts import Hosts, open_hosts
 from benchmarks.faults.page import verdict
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
 from benchmarks.harness import RESULTS, environment, parser_of
 from para_core import version
+from tests.nodes.hosts import Hosts, open_hosts
 
 # Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the
 # time-out.

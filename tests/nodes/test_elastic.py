@@ -15,7 +15,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from benchmarks.faults.hosts import open_hosts, torchrun
+from tests.nodes.hosts import open_hosts, torchrun
 
 pytestmark = pytest.mark.nodes
 ROOT = Path(__file__).parents[2]

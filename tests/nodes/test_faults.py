@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.faults.__main__ import expected_image, run_cell
 from benchmarks.faults.cells import Cell, all_cells
-from benchmarks.faults.hosts import open_hosts
 from benchmarks.faults.page import verdict
+from tests.nodes.hosts import open_hosts
 
 MESH = "ring 2 × Ulysses 2"
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks.faults.hosts import NotAllowed, open_hosts, torchrun
 from benchmarks.pipelines.generation import PIPELINES
+from tests.nodes.hosts import NotAllowed, open_hosts, torchrun
 from tests.tiny import relative_error
 
 pytestmark = pytest.mark.nodes
