@@ -1,4 +1,4 @@
-"""All public names of :mod:`para_core`. The package imports this module when one of the names is first used."""
+"""All public names of :mod:`para_core`. The package imports this module when a public name is first accessed."""
 
 from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
 from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache

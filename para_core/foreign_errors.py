@@ -1,4 +1,4 @@
-"""Recognise exceptions of torch and Ray: by type if the library has one for the case, otherwise by message.
+"""Recognise exceptions of torch and Ray: by type if the library has a type for the case, else by message.
 
 The messages are those of torch 2.11, 2.13 and 2.15 and of Ray 2.5x. tests/test_foreign_errors.py has an example of
 each.
@@ -12,16 +12,17 @@ import torch.distributed as dist
 
 from para_core.torch_internals import TorchDynamoException
 
-# Messages of gloo's RuntimeErrors for a collective that times out, or whose peer ends.
+# The RuntimeError of gloo contains one of these if a collective times out, or if another rank's process ends.
 _LOST = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe")
-# Messages of gloo for a later collective of a group in which a collective has failed like this.
+# The RuntimeError of gloo contains one of these if an earlier collective of the same group has failed in this way.
 _CLOSED = ("pair closure", "connection closed", "connection reset")
-# The first alternative is the message before torch 2.15; the second one does not contain the lengths.
+# The first alternative, with the lengths, is flex_attention's message before torch 2.15. The second is the message
+# since then, and ends before the lengths.
 _MASK_LENGTHS = r"block_mask was created for (?:\S+.*?kv_len=\d+|a (?:smaller|larger) length than you're using it for)"
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another rank did not answer."""
+    """Whether a collective or a call of the store failed because another rank did not answer, or ended."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and _says(error, _LOST)
@@ -33,19 +34,17 @@ def is_closed_connection(error: BaseException) -> bool:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether Dynamo raised because the traced code depends on the values of tensors.
+    """Whether Dynamo raised ``error`` because the traced code depends on the values of tensors.
 
-    The message is tested, because Dynamo has several exception types for this.
+    The message is compared, because Dynamo has several exception types for this case.
     """
     return isinstance(error, TorchDynamoException) and _says(error, ("data-dependent",))
 
 
 def mask_length_mismatch(error: BaseException | None) -> str | None:
-    """Return flex_attention's message if ``error`` says that the lengths of a block mask do not fit query and key; else
-    None.
-    """
-    # The type is not checked: ValueError before torch 2.15, RuntimeError since then, and an exception of Dynamo in a
-    # graph.
+    """Return flex_attention's message if ``error`` says that a block mask has the wrong lengths; else None."""
+    # The type does not identify this error: flex_attention raises a ValueError before torch 2.15 and a RuntimeError
+    # since then, and in a graph Dynamo raises its own exception.
     if not isinstance(error, Exception):
         return None
     compared = re.search(_MASK_LENGTHS, str(error), re.DOTALL)
@@ -53,7 +52,7 @@ def mask_length_mismatch(error: BaseException | None) -> str | None:
 
 
 def is_slow_start_of_ray(error: BaseException) -> bool:
-    """Whether Ray gave up because one of its nodes did not start in time. Ray raises a plain ``Exception`` for this."""
+    """Whether Ray gave up because a Ray node did not start in time. Ray raises a plain ``Exception`` for this."""
     return type(error) is Exception and _says(error, ("timed out",))
 
 

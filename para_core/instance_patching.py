@@ -2,12 +2,13 @@
 
 Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module.
 The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offloading, LoRA
-and other code can replace them at any time. The instance's compiled graph is compiled again, because its type has
-changed. Only if ``__call__`` of a module is wrapped that was compiled in place (``Module.compile``), its graph is kept.
+and other code can replace them at any time. A compiled instance is compiled again, because its type has changed.
+Exception: the graph of a module that was compiled in place (``Module.compile``) is kept if only ``__call__`` is
+wrapped.
 
 ``copy`` and ``pickle`` rebuild an object from its class and attributes, so a copy would silently lose the wrappers, and
-run on one rank alone. Copying a wrapped instance therefore raises ``TypeError``, unless every wrapper allows copies
-without it (``plain_copies``).
+run without para_core. Copying a wrapped instance therefore raises ``TypeError``, unless every wrapper permits copies
+that lack this wrapper (``plain_copies``).
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ from para_core.torch_internals import (
     TracingContext,
 )
 
-# A wrapper: around(call, instance, *args, **kwargs) runs instead of the method, and `call(instance, *args, **kwargs)`
-# runs the next wrapper or the method. `call` and `instance` must be positional-only, because the method may have
-# parameters with these names.
+# An Around is a wrapper. The call around(call, instance, *args, **kwargs) replaces the method, and inside it
+# `call(instance, *args, **kwargs)` runs the next wrapper or the method. `call` and `instance` must be positional-only,
+# because the method may have parameters with these names.
 Around = Callable[..., Any]
 
 
 class WrapperPriority(IntEnum):
     """The position of a wrapper among the wrappers of one method, from the outermost to the innermost.
 
-    The order in which wrappers are added only matters among equal positions.
+    For wrappers with equal positions, the order in which they were added decides.
     """
 
-    # First, ranks check that they all make the same call.
+    # The parallel call is outermost: before anything else, ranks check that they all make the same call.
     PARALLEL = auto()
-    # Guidance runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
+    # CFG parallelism runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
     GUIDANCE = auto()
     # The cache identifies CFG branches from unsharded arguments, so it runs outside the plan.
     CACHE = auto()
     # Pipeline stages exchange gathered tensors, so they run outside the plan.
     STAGES = auto()
-    # The plan shards and gathers one PipeFusion patch, so patches are split outside of it.
+    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the
+    # output.
     PATCH = auto()
     PLAN = auto()
     # If a submodule returns all tokens, the patch is taken inside the plan, before the plan shards the output.
@@ -65,19 +67,19 @@ class WrapperPriority(IntEnum):
     OFFLOADED_BLOCK = auto()
 
 
-# A private class has an attribute for each wrapped method, with this prefix and the method's name. It holds the chain
-# of wrappers, which runs instead of the method.
+# A private class has an attribute with this prefix for each wrapped method: the chain of its wrappers, which runs
+# instead of the method. The attribute's name ends with the method's name.
 _CHAIN = "_para_core_chain_"
-# Name of the attribute with the chain that runs instead of __call__ if the module was compiled in place.
+# If a module was compiled in place, its private class has this attribute: the chain that runs instead of __call__.
 _COMPILED_CHAIN = "_para_core_compiled_call"
 
 
 def wrap_method(
     instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority, plain_copies: bool = False
 ) -> None:
-    """Replace ``method`` of this one instance by a call of ``around``. Not thread-safe.
+    """Wrap ``method`` of this one instance: a call of the method then calls ``around``. Not thread-safe.
 
-    A wrapper of the same method with the same ``key`` is replaced.
+    If the method already has a wrapper with this ``key``, that wrapper is replaced.
 
     Args:
         instance: The object, changed in place.
@@ -87,7 +89,8 @@ def wrap_method(
             the next wrapper or the method.
         order: Position among the wrappers of the method. Among equal positions, the wrapper that was added last is
             outermost.
-        plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise.
+        plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise
+            ``TypeError``.
     """
     wrap_alike([instance], method, key, around, order=order, plain_copies=plain_copies)
 
@@ -101,11 +104,12 @@ def wrap_alike(
     order: WrapperPriority,
     plain_copies: bool = False,
 ) -> None:
-    """Call :func:`wrap_method` for each of ``instances``. Instances of equal class get the same private class.
+    """Call :func:`wrap_method` for each of ``instances``, and give instances of equal class the same private class.
 
-    So a graph that was compiled for one block of a model is valid for the other blocks too.
+    A graph that was compiled for one block of a model is then valid for its other blocks, too.
     """
-    changed: dict[int, tuple[type, type]] = {}  # by id, because a private class equals its original class
+    # The keys are ids of classes, because a private class compares equal to its original class.
+    changed: dict[int, tuple[type, type]] = {}
     for instance in instances:
         before = type(instance)
         if id(before) not in changed:
@@ -116,7 +120,7 @@ def wrap_alike(
 
 
 def unwrap(instance: Any, key: str) -> None:
-    """Remove the wrappers with ``key`` from ``instance``. Without any wrapper, it has its original class again."""
+    """Remove the wrappers with ``key`` from ``instance``. If no other wrapper is left, restore its original class."""
     # If there is nothing to remove, keep the class, because graphs were compiled for it.
     if is_wrapped(instance, key):
         _set_wrappers(instance, {name: around for name, around in _wrappers(instance).items() if name[0] != key})
@@ -133,7 +137,7 @@ def wrapper(instance: Any, method: str, key: str) -> Around | None:
 
 
 def instances_in(instance: Any) -> list[Any]:
-    """Return ``instance``, the modules among its attributes, and all modules inside these, each once."""
+    """Return ``instance``, the modules among its attributes, and all modules inside these modules, each once."""
     parts = [instance] if isinstance(instance, nn.Module) else vars(instance).values()
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     return list({id(x): x for x in (instance, *modules)}.values())
@@ -141,8 +145,8 @@ def instances_in(instance: Any) -> list[Any]:
 
 @contextmanager
 def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
-    """Restore the wrappers of ``instances``, and so their classes, if the ``with`` block raises."""
-    # The list keeps the private classes alive, so that restoring the wrappers gives the same classes again.
+    """Restore the wrappers of ``instances``, and therefore their classes, if the ``with`` block raises."""
+    # The list refers to the private classes, because restoring wrappers gives the same classes only while these exist.
     before = [(instance, type(instance), _wrappers(instance)) for instance in instances]
     try:
         yield
@@ -159,14 +163,12 @@ def original_class(instance: Any) -> type:
 
 
 def unwrapped_class(instance: Any) -> type:
-    """Return the class that the author of ``instance`` wrote, without wrappers and without the subclass that FSDP2
-    makes.
-    """
+    """Return the class of ``instance`` without wrappers and without the subclass that FSDP2 derives."""
     return _without_fsdp(original_class(instance))
 
 
 def _without_fsdp(cls: type) -> type:
-    """Return ``cls``, or the class from which FSDP2 has derived it."""
+    """Return the class from which FSDP2 has derived ``cls``; ``cls`` itself if FSDP2 did not make it."""
 
     def of_fsdp(cls: type) -> bool:
         return any(base.__module__.startswith("torch.distributed.fsdp") for base in (cls, *cls.__bases__))
@@ -176,11 +178,11 @@ def _without_fsdp(cls: type) -> type:
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
-    """Remove all wrappers of ``instances`` inside the ``with`` block, and afterwards add them to the classes that the
-    instances then have.
+    """Remove all wrappers of ``instances`` inside the ``with`` block, and add them again afterwards.
 
-    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that the new
-    class is derived from the original class and not from the private one.
+    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that it
+    derives the new class from the original class instead of the private class. The wrappers are then added to the new
+    class.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
@@ -193,13 +195,14 @@ def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module inside ``torch.compile(module)``; ``module`` itself if it was not compiled in this way."""
+    """Return the module that ``torch.compile`` wrapped to make ``module``; ``module`` itself if it was not made so."""
     return getattr(module, ORIGINAL_MODULE, module)
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module`` itself was compiled: with ``torch.compile(module)``, ``module.compile()``, or only its
-    ``forward``.
+    """Whether ``module`` itself was compiled, in any of three ways.
+
+    These are ``torch.compile(module)``, ``module.compile()``, and ``module.forward = torch.compile(module.forward)``.
     """
     state = module.__dict__
     if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
@@ -210,7 +213,8 @@ def is_compiled(module: Any) -> bool:
 def has_compiled_parts(module: Any) -> bool:
     """Whether ``module`` or a module inside it was compiled."""
     modules = [module]
-    # Submodules are appended inside the loop. For over a thousand modules this is faster than module.modules().
+    # The loop appends to the list that it iterates over. For over a thousand modules this is faster than
+    # module.modules().
     for submodule in modules:
         if is_compiled(submodule):
             return True
@@ -219,14 +223,15 @@ def has_compiled_parts(module: Any) -> bool:
 
 
 class ModuleTree:
-    """A snapshot of ``module`` and all modules inside it, which detects changes quickly enough to check at every call.
+    """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the model.
 
     A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
-        for submodule in modules:  # Submodules are appended inside the loop.
+        # The loop appends to the list that it iterates over.
+        for submodule in modules:
             modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
         self._states = [submodule.__dict__ for submodule in modules]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
@@ -241,7 +246,10 @@ class ModuleTree:
         return self._children_now() == self._children
 
     def has_compiled_parts(self) -> bool:
-        """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""
+        """Whether the module or a module inside it is compiled now.
+
+        The result is only valid if :meth:`is_unchanged`.
+        """
         if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
             return True
         if not any(map(dict.__contains__, self._states, repeat("forward"))):
@@ -249,13 +257,13 @@ class ModuleTree:
         return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
 
 
-# By (key, method): (position, wrapper, whether copies without the wrapper are allowed).
+# The wrappers of an instance. Key: (key of the wrapper, method). Value: (position, wrapper, whether copies without this
+# wrapper are permitted).
 Wrappers = Mapping[tuple[str, str], tuple[WrapperPriority, Around, bool]]
 
 
 def _wrappers(instance: Any) -> Wrappers:
-    # getattr instead of vars(type(instance)), because this also runs while Dynamo traces, and Dynamo cannot trace
-    # vars().
+    # Do not use vars(type(instance)), because Dynamo, which also traces this function, cannot trace vars().
     wrappers: Wrappers = getattr(type(instance), "_para_core_wrappers", {})
     return wrappers
 
@@ -266,15 +274,15 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
         if type(instance) is not base:
             instance.__class__ = base
         return
-    # The key includes the order in which wrappers were added, which decides among equal positions.
+    # The key includes the order in which wrappers were added, because this order decides among equal positions.
     key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
     private = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = private
     instance.__class__ = private
 
 
-# Instances with the same wrappers share a private class as long as it exists. The class refers to its base and
-# wrappers, so the ids in its key stay valid.
+# Instances with equal wrappers share a private class as long as it exists. The class refers to its base and its
+# wrappers, so the ids in the key of its entry stay valid.
 _CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
 
@@ -293,7 +301,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
     innermost_first = sorted(wrappers.items(), key=lambda item: -item[1][0])
     for (_, method), (_, around, _) in innermost_first:
         chain = _CHAIN + method
-        # Chain wrappers by partial(), which adds no Python frame between them.
+        # Chain the wrappers by partial(), because it adds no Python frame between them.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
         namespace[method] = _dispatch(method, getattr(base, method))
     if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
@@ -307,8 +315,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 
 
 def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module``, which was compiled in place, with its original class. This is the innermost call of its
-    wrappers.
+    """Call ``module``, which was compiled in place, with its original class. The module's wrappers call this innermost.
 
     Dynamo compiles once per class. With the original class, all blocks of a model share graphs even if their wrappers
     differ.
@@ -327,8 +334,8 @@ def _metaclass(base: type) -> type:
     """Return a metaclass that makes a private class equal to the class it was derived from, with the same hash.
 
     This is needed because diffusers' ``from_pipe`` evaluates ``type(component) in (...)``, and users have dicts with
-    classes as keys. While Dynamo traces, classes are equal only if identical: Dynamo resolves ``super()`` with
-    ``mro.index(cls)``, which would otherwise find the private class again and recurse without end.
+    classes as keys. While Dynamo traces, a class only equals itself: Dynamo resolves ``super()`` by ``mro.index(cls)``,
+    which would otherwise find the private class again, and recurse without end.
     """
 
     def same(cls: Any, other: Any) -> bool:
@@ -352,7 +359,7 @@ def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     chain = _CHAIN + method
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Look the chain up at each call, because code such as Module.compile keeps a bound method while the wrappers
+        # Look up the chain in each call, because code such as Module.compile keeps this bound method while the wrappers
         # change.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
@@ -360,7 +367,10 @@ def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``__call__`` method for a private class of a module of which only ``__call__`` is wrapped."""
+    """Return the ``__call__`` of a private class for modules that have no other wrapped method.
+
+    It also runs the wrappers of modules that were compiled in place.
+    """
     chain = _CHAIN + "__call__"
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -375,7 +385,7 @@ def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     enter.__name__ = method
     enter.__doc__ = original.__doc__
-    # With __wrapped__, inspect.signature returns the signature of the original method.
+    # Set __wrapped__, so that inspect.signature returns the signature of the original method.
     enter.__wrapped__ = original
     enter._para_core_entry = True
     entry: Callable[..., Any] = enter
@@ -389,10 +399,11 @@ def _dir_as_original(self: Any) -> list[str]:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
-    """Return what ``copy`` and ``pickle`` need to rebuild ``self`` as an instance of its original class.
+    """Return the value of ``__reduce_ex__`` from which ``copy`` and ``pickle`` rebuild ``self`` with its original
+    class.
 
     Raises:
-        TypeError: The copy would lose a wrapper that does not allow plain copies.
+        TypeError: The copy would lose a wrapper that does not permit plain copies.
     """
     lost = sorted({key for (key, _), (_, _, plain_copies) in _wrappers(self).items() if not plain_copies})
     if lost:
@@ -404,7 +415,8 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle accepts __newobj__ only for the object's own class, whereas _reconstructor accepts any class.
+        # Use _reconstructor, which accepts any class, because pickle accepts __newobj__ only for the object's own
+        # class.
         construct, arguments = copyreg._reconstructor, (type(self), object, None)  # type: ignore[attr-defined]
     base = original_class(self)
     return (construct, tuple(base if argument is type(self) else argument for argument in arguments), *rest)

@@ -1,6 +1,4 @@
-"""The interface of a model in pipeline stages, for code that cannot import :mod:`para_core.weights.stages`, such as the
-cache.
-"""
+"""The interface of a model in pipeline stages, for code (such as the cache) that cannot import its implementation."""
 
 from __future__ import annotations
 
@@ -14,24 +12,26 @@ STAGES = "stages"
 
 
 class Staged(Protocol):
-    """A model in pipeline stages. One rank along ``pipe`` computes a block; on the other ranks the block returns its
-    input.
+    """A model in pipeline stages.
+
+    Each block is computed by one rank along the mesh dim ``pipe``. On the other ranks, the block returns its input.
     """
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
-        """Send the output of ``block`` from the rank that computes the block to all ranks of ``pipe``, and return it.
+        """Return the ``output`` of ``block``, sent from the rank that computes the block to all ranks along ``pipe``.
 
-        Collective. Only during a call of the model.
+        This is a collective call, which is only possible during a call of the model.
         """
 
 
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
-    """Send the output of ``block`` from the rank that computes the block to all ranks of ``pipe``, and return it.
-    Collective.
+    """Return the ``output`` of ``block``, sent from the rank that computes the block to all ranks along ``pipe``.
 
-    If ``module`` has no stages, return ``output``.
+    This is a collective call. If ``module`` has no pipeline stages, return ``output``.
 
     Args:
+        module: The model.
+        block: One of its transformer blocks.
         output: The output of ``block`` on this rank.
     """
     stages: Staged | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)

@@ -1,8 +1,8 @@
-"""Every private name of torch that para_core uses, each in one place.
+"""All private names of torch that para_core uses.
 
-All of them were read in torch 2.11, 2.13 and 2.15; comments say where these differ. tests/test_torch_internals.py has a
-test for each name, which says what fails without it, and a test that no other module uses a private name of torch.
-Nothing here changes torch.
+The names were read in torch 2.11, 2.13 and 2.15. Comments say how these versions differ. tests/test_torch_internals.py
+has a test for each name, which says what fails without it, and a test that no other module uses a private name of
+torch. Nothing here changes torch.
 
 Classes and functions that appear in graphs are aliases, not wrappers, because Dynamo recognises them by identity.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Process groups: names from torch/distributed/distributed_c10d.py.
+# The functions below use private names from torch/distributed/distributed_c10d.py, which manages process groups.
 
 
 def process_groups() -> list[ProcessGroup]:
@@ -56,19 +56,20 @@ def is_registered(group: ProcessGroup | None) -> bool:
 def new_process_group(
     name: str, ranks: Sequence[int], *, description: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Return a new process group of ``ranks``. Only these ranks call this; they find each other by ``name``.
+    """Return a new process group of ``ranks``. Only these ranks call this function, and they find each other by
+    ``name``.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, with two problems. It derives the
-    name from the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with
+    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, but has two problems. It derives the
+    group's name from the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with
     different numbers wait for each other forever. And if the default group has a bound device
     (``init_process_group(device_id=...)``), it creates an NCCL group by ncclCommSplit, a collective over all ranks of
-    the default group. Here members connect at the first use.
+    the default group. The group of this function instead connects its members at the first use.
 
     Args:
         name: A name that only these ranks use.
         ranks: Global ranks, including this one.
         description: Description of the group, for logs.
-        backend: As in ``new_group``. Defaults to that of the default group.
+        backend: Backend, as in ``new_group``. Defaults to the backend of the default group.
         timeout: Timeout of collectives. Defaults to torch's default for the backend.
     """
     c10d: Any = dist.distributed_c10d
@@ -101,13 +102,15 @@ def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
         return None
 
     class Options(dist.ProcessGroupNCCL.Options):
-        # torch 2.11 and 2.13 set the group to split. This property ignores that, so the C++ options keep None.
+        # torch 2.11 and 2.13 set this attribute to the group to split. The property ignores the value, so the C++
+        # options keep None.
         split_from = property(lambda self: None, lambda self, group: None)
 
     options = Options()
     options._timeout = timeout
     if hasattr(options, "lazy_init"):
-        options.lazy_init = True  # In torch 2.15 this keeps torch from looking for a group to split.
+        # In torch 2.15, lazy_init keeps torch from looking for a group to split.
+        options.lazy_init = True
     return options
 
 
@@ -126,29 +129,27 @@ def group_devices(group: ProcessGroup) -> list[torch.device]:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device | None = None) -> timedelta:
-    """Return the timeout of the collectives of ``group`` on ``device``, which defaults to one that the group
-    supports.
-    """
+    """Return the timeout of the collectives of ``group``. ``device`` defaults to one that the group supports."""
     timeout: timedelta = backend_of(group, device or group_devices(group)[0]).options._timeout
     return timeout
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of all further collectives of ``group``."""
-    # TODO: drop the second name when torch>=2.15 is the minimum.
+    # TODO: remove _set_pg_timeout, the name before torch 2.15, when torch 2.15 is the minimum.
     set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group)
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the group with this ``group_name``. Graphs contain names instead of groups."""
+    """Return the process group with this ``group_name``. Graphs contain the names of groups instead of the groups."""
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     group: ProcessGroup = resolve(name)
     return group
 
 
 def register_group_name(name: str, group: ProcessGroup) -> None:
-    """Make ``group``, which torch.distributed did not create, known to functional collectives under ``name``."""
+    """Let functional collectives find ``group``, which torch.distributed did not create, by ``name``."""
     c10d: Any = torch._C._distributed_c10d
     c10d._register_process_group(name, group)
 
@@ -165,10 +166,10 @@ def default_store() -> Any:
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """Abort the collectives of ``groups`` on this rank, and unregister the groups. Each rank must do this by itself."""
+    """Abort the collectives of ``groups`` on this rank, and unregister the groups. Other ranks are not informed."""
     backends = [backend_of(group, device) for group in groups for device in group_devices(group)]
-    # Abort NCCL groups together, as torch does with all groups: aborting one communicator may wait for kernels of
-    # another (pytorch#119797).
+    # Abort NCCL groups together, as torch does when it aborts all groups, because aborting one communicator may wait
+    # for kernels of another one (pytorch#119797).
     together = next((backend for backend in backends if backend.name() == "nccl"), None)
     if together is not None:
         together._group_start()
@@ -178,11 +179,12 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
         together._group_end()
 
 
-# The operator in graphs that waits for a functional collective.
+# In a graph, this operator waits for a functional collective.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
-# FSDP2: names from torch/distributed/fsdp/_fully_shard and torch/distributed/_composable.
+# The functions below use private names of FSDP2, from torch/distributed/fsdp/_fully_shard and
+# torch/distributed/_composable.
 
 
 def remove_fsdp(module: nn.Module) -> None:
@@ -190,7 +192,7 @@ def remove_fsdp(module: nn.Module) -> None:
 
     torch has no public function for this.
     """
-    # Import FSDP2 here, because that takes a while and few programs need it.
+    # Import FSDP2 only here, because the import takes time and few programs need it.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import fully_shard
@@ -207,7 +209,7 @@ def remove_fsdp(module: nn.Module) -> None:
 
 def _fsdp_hook_handles(state: Any) -> Iterator[Any]:
     yield from (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    # The state has a single group in torch 2.11, and a list of groups later.
+    # A state has one group of parameters in torch 2.11, and a list of groups in later versions.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
         if group is not None:
@@ -216,31 +218,34 @@ def _fsdp_hook_handles(state: Any) -> Iterator[Any]:
             yield from (parameter._post_load_hook_handle for parameter in group.fsdp_params)
 
 
-# Modes and subclasses: names from torch/overrides.py and torch/utils/_python_dispatch.py.
+# The names below are those for modes and tensor subclasses, from torch/overrides.py and
+# torch/utils/_python_dispatch.py.
 
-# Two contexts. Inside the first, neither modes nor subclasses intercept torch functions; inside the second, modes still
-# do.
+# Both are context managers. Inside the first, neither modes nor subclasses intercept torch functions. Inside the
+# second, only modes do.
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-# The __torch_function__ for a subclass that intercepts nothing.
+# A tensor subclass that intercepts no functions has this __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-# The number of function modes that are entered, and the list of these modes, the innermost last.
+# The first function returns the number of function modes that are entered, the second a list of them, innermost last.
 count_function_modes = torch._C._len_torch_function_stack
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-# Creates a tensor without memory, whose class defines what operators do with it.
+# This function creates a tensor without memory. The class of the tensor defines what operators do with it.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 FakeTensor = torch._subclasses.FakeTensor
 FakeTensorMode = torch._subclasses.FakeTensorMode
 
 
-# Operators: names from torch/_ops.py, torch/_library and aten/src/ATen/native/native_functions.yaml.
+# The names below are those of operators, from torch/_ops.py, torch/_library and
+# aten/src/ATen/native/native_functions.yaml.
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CustomOpDef = torch._library.custom_ops.CustomOpDef
-# Operators that run functions: flex_attention (mask and score functions), and torch.compiler.nested_compile_region.
+# These higher-order operators run functions: flex_attention runs mask and score functions, and InvokeSubgraphHOP runs a
+# function marked by torch.compiler.nested_compile_region.
 flex_attention_operator = _flex_attention
 InvokeSubgraphHOP = _InvokeSubgraphHOP
 
@@ -248,14 +253,15 @@ InvokeSubgraphHOP = _InvokeSubgraphHOP
 def crop_block_mask(mask: BlockMask, num_queries: int, num_keys: int) -> BlockMask:
     """Return ``mask`` restricted to the first ``num_queries`` queries and ``num_keys`` keys."""
     cropped = mask._adjust(num_queries, num_keys)
-    # torch 2.11 rounds both lengths up to whole blocks, so set the exact ones.
+    # Set the exact lengths, because torch 2.11 rounds both up to whole blocks.
     cropped.seq_lengths = (num_queries, num_keys)
     return cropped
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator overload: its name, arguments and returns, and which of these it mutates or
-    aliases.
+    """Return the schema of an operator overload.
+
+    It contains the operator's name, arguments and returns, and says which of these the operator mutates or aliases.
     """
     return operator._schema
 
@@ -263,15 +269,15 @@ def schema_of(operator: Any) -> Any:
 def call_kernel(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the kernel of ``operator`` for a device type (``"cpu"``, ``"cuda"`` or ``"meta"``), without autograd.
 
-    For use in a dispatch mode that has handled the call: the mode does not see it again, but sees operators that the
-    kernel calls.
+    A dispatch mode calls this after it has handled a call of ``operator``. The mode does not see the call again, but
+    sees the operators that the kernel calls.
     """
     key = getattr(torch._C.DispatchKey, {"cuda": "CUDA", "meta": "Meta"}.get(device, "CPU"))
     return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 to_copy = torch.ops.aten._to_copy.default
-# The kernels of scaled_dot_product_attention that also return the lse, and their backwards.
+# These are the kernels of scaled_dot_product_attention that also return the lse, and their backward operators.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -280,7 +286,8 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention.def
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# Functions that compute attention without calling scaled_dot_product_attention, so that it cannot be intercepted.
+# These functions compute attention without calling scaled_dot_product_attention, so that it cannot be intercepted
+# there.
 FUSED_ATTENTION_FUNCTIONS = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
@@ -289,27 +296,28 @@ FUSED_ATTENTION_FUNCTIONS = (
     torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention,
 )
-# Returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
+# This function returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
-# Whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow each backend. Dynamo treats these functions
-# as constants, but not the public functions that call them.
+# These functions return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the
+# public functions that call them, Dynamo treats them as constants.
 flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 math_sdp_enabled = torch._C._get_math_sdp_enabled
-# Whether autocast is enabled for any device. torch.is_autocast_enabled checks a single device type.
+# This function returns whether autocast is enabled for any device. torch.is_autocast_enabled only checks one device
+# type.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
-# Dynamo: names from torch/_dynamo/eval_frame.py.
+# The function below uses private names of Dynamo, from torch/_dynamo/eval_frame.py.
 
 
 def no_frame_of_its_own(function: _Function) -> _Function:
-    """Keep Dynamo from compiling ``function`` on its own, or anything that it calls. It may still be traced inside
-    other code.
+    """Keep Dynamo from compiling ``function``, or functions that it calls, on their own. Return ``function``.
 
-    For ``__torch_function__`` of modes. After a graph break Dynamo compiles each frame that runs, and has no guard on
-    which attribute of a tensor a mode is asked for: in torch 2.13, ``x.requires_grad`` then returned ``x.shape``.
+    Dynamo may still trace them as a part of other code. This is for ``__torch_function__`` of modes: after a graph
+    break Dynamo compiles each frame that runs, and has no guard on which attribute of a tensor was requested from a
+    mode. In torch 2.13, ``x.requires_grad`` then returned ``x.shape``.
     """
     eval_frame = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameAction.SKIP
@@ -317,14 +325,14 @@ def no_frame_of_its_own(function: _Function) -> _Function:
     return function
 
 
-# Autograd: names from torch/utils/checkpoint.py and torch/autograd.
+# The names below are those of autograd, from torch/utils/checkpoint.py and torch/autograd.
 
-# The function that torch.no_grad and torch.enable_grad call, which modes can see.
+# torch.no_grad and torch.enable_grad call this function, which modes can intercept.
 set_grad_enabled = torch._C._set_grad_enabled
-# Returns the id of the backward that is running in this thread; -1 outside of a backward.
+# This function returns the id of the backward that is running in this thread; -1 if none is running.
 current_graph_task_id = torch._C._current_graph_task_id
-# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made it, a cell of its closure is a
-# CheckpointFrame.
+# This function returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell
+# of their closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 saved_tensors_hooks_are_enabled: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
@@ -345,91 +353,93 @@ def all_saved_tensors_hooks() -> list[Any]:
     return hooks
 
 
-# The value at this key is the number of entered forward_ad.dual_level contexts minus one. It is read from the dict at
-# each attention call, because a function call would cost more.
+# In this dict, the value of FORWARD_AD_LEVEL is the number of entered forward_ad.dual_level contexts minus one. Each
+# attention call reads it from the dict, because a function call would cost more.
 forward_ad_globals = vars(forward_ad)
 FORWARD_AD_LEVEL = "_current_level"
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often ``x`` was changed in place. Raises ``RuntimeError`` for inference tensors, which do not count
-    changes.
+    """Return the number of times that ``x`` was changed in place.
+
+    Raises:
+        RuntimeError: ``x`` is an inference tensor, which does not count changes.
     """
     return x._version
 
 
 def owner_of(x: Tensor) -> Tensor:
-    """Return the tensor of which ``x`` is a view; ``x`` itself if it is not a view."""
+    """Return the tensor that ``x`` is a view of; ``x`` itself if ``x`` is not a view."""
     return x if x._base is None else x._base
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage while it exists, whichever Python object refers to it."""
+    """Return a number that identifies ``storage`` while it exists, also if several Python objects refer to it."""
     number: int = storage._cdata
     return number
 
 
-# torch.func: names from torch/_functorch.
+# The names below are those of torch.func, from torch/_functorch.
 
-# Returns the innermost transform of torch.func that is running, or None. Its key() is a TransformType.
+# This function returns the innermost transform of torch.func that is running, or None. The transform's key() is a
+# TransformType.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 TransformType = torch._C._functorch.TransformType
 is_transform_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 is_grad_tracking_tensor = torch._C._functorch.is_gradtrackingtensor
 unwrap_transform_tensor = torch._C._functorch.get_unwrapped
-# A context inside which no transform of torch.func runs.
+# This is a context manager, inside which no transform of torch.func is active.
 DisableTransforms = torch._C._DisableFuncTorch
 
 
-# torch.compile: names from torch/_dynamo and torch/_guards.py.
+# The names below are those of torch.compile, from torch/_dynamo and torch/_guards.py.
 
-# What is being traced at the moment, and its id, which counts compilations of the same frame.
+# TracingContext and CompileContext describe what is being traced. A TraceId identifies one compilation of a frame.
 TracingContext = torch._guards.TracingContext
 CompileContext = torch._guards.CompileContext
 TraceId = torch._guards.TraceId
-# The base class of exceptions that Dynamo raises for code that it cannot trace.
+# Dynamo raises exceptions of this base class for code that it cannot trace.
 TorchDynamoException = torch._dynamo.exc.TorchDynamoException
-# Calls a function inside an operator that runs functions, and lets it have side effects, which Dynamo would refuse.
+# Inside a higher-order operator, this calls a function and permits its side effects, which Dynamo would refuse.
 without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
 def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, marked so that Dynamo traces its operators but not its Python code."""
-    # From torch 2.15 on this is torch.compiler.nonstrict_trace, a public function.
+    # Since torch 2.15 there is a public function, torch.compiler.nonstrict_trace.
     traced: Callable[..., Any] = torch._dynamo.nonstrict_trace(function)
     return traced
 
 
-# Attributes that torch.compile sets: on a module compiled as a whole, on a module compiled in place, and on a compiled
-# function. The value of the last one is the bound method that was compiled, or (torch 2.15) a function.
+# torch.compile sets these attributes: the first on the module that it returns, the second on a module compiled in
+# place, and the third on a compiled function. The value of the third is the bound method that was compiled, or (torch
+# 2.15) a function.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
 
 
 def compile_context(compiled: Any) -> Any:
-    """Return the settings, such as ``fullgraph``, of a function that torch.compile returned; None for other
-    functions.
-    """
+    """Return the settings, such as ``fullgraph``, of a function that torch.compile returned; None for others."""
     if not hasattr(compiled, ORIGINAL_CALLABLE):
         return None
-    # Dynamo keeps the settings in a closure of the compiled function (torch/_dynamo/eval_frame.py,
+    # The closure of the compiled function refers to the object with the settings (torch/_dynamo/eval_frame.py,
     # _TorchDynamoContext.__call__).
     return inspect.getclosurevars(compiled).nonlocals.get("self")
 
 
-# Modules: names from torch/nn/modules/module.py.
+# The names below are those of modules, from torch/nn/modules/module.py.
 
-# The attribute of a module that holds its submodules, and the method that runs hooks and forward. Module.__call__ and
-# Module.compile look that method up.
+# SUBMODULES is the attribute of a module that holds its submodules. CALL_WITH_HOOKS is the method that runs hooks and
+# forward; Module.__call__ and Module.compile look it up by name.
 SUBMODULES = "_modules"
 CALL_WITH_HOOKS = "_call_impl"
-# Parses the arguments of Module.to into device, dtype, non_blocking and memory format.
+# This function parses the arguments of Module.to, and returns the device, dtype, non_blocking and memory format.
 parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict with the parameters of ``module`` itself, without submodules.
+    """Return the dict that holds the parameters of ``module`` itself, without submodules.
 
     Assigning to the dict replaces a parameter without the checks of ``register_parameter``.
     """
@@ -437,7 +447,7 @@ def parameter_slots(module: nn.Module) -> dict[str, Any]:
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict with the buffers of ``module`` itself, without submodules."""
+    """Return the dict that holds the buffers of ``module`` itself, without submodules."""
     return module._buffers
 
 
@@ -446,7 +456,7 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return list(module._forward_hooks.values())
 
 
-# Nested containers: names from torch/utils/_pytree.py, because torch has no public pytree.
+# The names below are those for nested containers, from torch/utils/_pytree.py, because torch has no public pytree.
 
 pytree = torch.utils._pytree
 tree_flatten = torch.utils._pytree.tree_flatten
@@ -455,19 +465,20 @@ tree_map = torch.utils._pytree.tree_map
 tree_unflatten = torch.utils._pytree.tree_unflatten
 
 
-# A dispatch key for our use: names from c10/core/DispatchKey.h and torch/library.py.
+# The class below uses private names for dispatch keys, from c10/core/DispatchKey.h and torch/library.py.
 
 
 class SpareDispatchKey:
-    """A dispatch key that torch does not use, under which kernels intercept operators in threads that turn it on.
+    """A dispatch key that torch does not use. Kernels under this key intercept operators in threads that turn the key
+    on.
 
-    Nothing is registered before the first use. Then ``kernels`` are registered for the whole process, with a fallback
-    that lets all other operators skip the key. If this build of torch does not have the key, or other code has
-    registered anything under it, nothing is registered and the key is not available.
+    The first use registers ``kernels`` for the whole process, with a fallback that lets all other operators skip the
+    key. If this build of torch does not have the key, or other code has registered anything under it, nothing is
+    registered and the key is not available.
 
     Args:
         name: Name of the key.
-        kernels: A function for each operator (namespace, name). Operators that are not defined yet are allowed.
+        kernels: The kernels by operator, as (namespace, name). Operators need not be defined yet.
     """
 
     def __init__(self, name: str, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
@@ -476,11 +487,11 @@ class SpareDispatchKey:
         self._tried = False
         self._key: Any = None
         self._keys: Any = None
-        # Keep the libraries, because torch removes their kernels when they are deleted.
+        # Keep references to the libraries, because torch removes a library's kernels when the library is deleted.
         self._libraries: list[torch.library.Library] = []
 
     def is_available(self) -> bool:
-        """Whether the kernels are registered. Registers them at the first call."""
+        """Register the kernels at the first call, and return whether they are registered."""
         if not self._tried:
             with self._lock:
                 if not self._tried:
@@ -506,14 +517,17 @@ class SpareDispatchKey:
         self._key, self._keys, self._libraries = key, torch._C.DispatchKeySet(key), libraries
 
     def included(self) -> AbstractContextManager[Any]:
-        """Return a context manager that turns the kernels on in this thread. Only if the key :meth:`is_available`."""
+        """Return a context manager that turns the kernels on in this thread.
+
+        Call it only if the key :meth:`is_available`.
+        """
         guard: AbstractContextManager[Any] = torch._C._IncludeDispatchKeyGuard(self._key)
         return guard
 
     def excluded(self) -> AbstractContextManager[Any]:
         """Return a context manager that turns the kernels off in this thread, also inside :meth:`included`.
 
-        If the key is not registered, it does nothing.
+        If the key is not available, the context manager does nothing.
         """
         if self._key is None:
             return nullcontext()

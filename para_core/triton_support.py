@@ -1,4 +1,4 @@
-"""Load Triton kernels if this machine can run them. Otherwise callers use plain PyTorch."""
+"""Loading of Triton kernels, if this machine can run them. Otherwise callers use plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Dtypes that the kernels support.
+# The kernels support these dtypes.
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# The oldest compute capability that Triton supports, according to its README. On older GPUs the first launch fails to
-# compile, for example for bfloat16.
+# Triton supports GPUs of this compute capability and newer ones, according to its README. On older GPUs the first
+# launch fails to compile, for example for bfloat16.
 LEAST_CAPABILITY = (8, 0)
-# Evaluated at import, because Dynamo cannot trace find_spec.
+# Look for Triton at import, because Dynamo cannot trace find_spec.
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -28,7 +28,7 @@ def has_triton() -> bool:
 
 
 def is_interpreting() -> bool:
-    """Whether Triton's interpreter runs kernels, also on the CPU. Triton must be installed."""
+    """Whether Triton's interpreter runs the kernels, so that they also run on a CPU. Triton must be installed."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -38,12 +38,12 @@ def is_interpreting() -> bool:
 def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | None:
     """Return the module ``para_core.kernels.<name>``, or None if its kernels cannot run here.
 
-    That is the case if Triton is not installed, if there is no C compiler (which Triton needs for its launchers), or if
-    ``device`` is older than ``LEAST_CAPABILITY``. The result is cached.
+    They cannot run if Triton is not installed, if there is no C compiler (which Triton needs for its launchers), or if
+    the compute capability of ``device`` is below ``LEAST_CAPABILITY``. The result is cached.
 
     Args:
         name: Name of the module.
-        device: The device on which kernels will run; None if it is not known yet.
+        device: The device on which the kernels will run; None if the device is not known yet, and is then not checked.
     """
     if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
@@ -56,7 +56,7 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which Triton launches kernels on the device of ``x`` instead of the current device."""
+    """Return a context manager inside which Triton launches kernels on the device of ``x``."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -66,8 +66,9 @@ def are_floats(*tensors: Tensor) -> bool:
 
 
 def needs_plain(*tensors: Tensor) -> bool:
-    """Whether to use plain PyTorch instead of a kernel: on a CPU, while tracing (compilers fuse plain operators), and
-    for a gradient.
+    """Whether to use plain PyTorch instead of a Triton kernel for ``tensors``.
+
+    This is so on a CPU, while a graph is traced (because compilers fuse plain operators), and if a gradient is needed.
     """
     if torch.compiler.is_compiling() or not (tensors[0].is_cuda or tensors[0].is_meta):
         return True

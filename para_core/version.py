@@ -11,12 +11,12 @@ __version__ = "0.1.0"
 
 @cache
 def version_and_sources() -> str:
-    """Return the version and a digest of all source files, including adapters and kernels.
+    """Return the version of para_core and a digest of its source files, including adapters and kernels.
 
     The result is equal on two hosts that have the same code.
     """
     here = Path(__file__).parent
-    # In a checkout, adapters/ and kernels/ are next to this folder.
+    # In a checkout, adapters/ and kernels/ are siblings of this folder. In an installed package they are inside it.
     folders = [here, *(here.parent / name for name in ("adapters", "kernels") if not (here / "adapters").is_dir())]
     # Sort by content, because the paths in an installed package differ from those in a checkout.
     digests = sorted(blake2b(path.read_bytes()).digest() for folder in folders for path in folder.rglob("*.py"))
