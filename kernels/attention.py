@@ -29,7 +29,8 @@ TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(f"triton_attention{SCHEMA}", tags=TAGS)
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# The MASK constant of the kernel, by dtype of the mask. Any other dtype is "float": numbers that are added to scores.
+# Values of the kernel's constant MASK, by dtype of the mask. Any other dtype gives "float", for numbers that are added
+# to the scores.
 _KINDS = {torch.uint8: "bool", torch.int32: "bits"}
 
 
@@ -164,8 +165,8 @@ def launch(
 
     Args:
         shift: ``query_offset - key_offset``.
-        rounded: Keys in 8 bits, which replace ``key``; the kernel then rounds queries as well. None for exact
-            attention.
+        rounded: Keys in 8 bits, which the kernel reads instead of ``key``. It then rounds queries as well. None for
+            exact attention.
     """
     batch, heads, num_queries, head_dim = query.shape
     if out.numel() == 0 and lse.numel() == 0:

@@ -1,4 +1,4 @@
-"""Block sizes of the attention kernel: a table, and those that ``python -m para_core.kernels.tune`` found here."""
+"""Block sizes of the attention kernel: a table, and those that ``python -m para_core.kernels.tune`` stored."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Config:
         block_m (`int`): Number of queries per program.
         block_n (`int`): Number of keys per tile.
         num_warps (`int`): Number of warps per program.
-        num_stages (`int`): Number of tiles of keys and values in shared memory. All but one of them are being loaded.
+        num_stages (`int`): Number of tiles of keys and values in shared memory: one in use, the others being loaded.
         resident (`int`): Minimum number of programs that fit in a multiprocessor at once, by registers and shared
             memory. Only tests use it.
         spills (`int`): Maximum number of bytes per thread that may spill from registers. Only tests use it.
         specialized (`bool`): For the Hopper kernel: whether warps have different roles.
-        split_values (`bool`): Whether values with more dims than ``block_m`` are computed in two blocks. Used on GPUs
-            with ``mma.sync`` (8.x): there Triton splits a product that is wider than high over warps by columns and not
-            by rows, so each warp would compute the softmax of every row, and its part of q·kᵀ may be smaller than one
-            instruction.
+        split_values (`bool`): Whether values with more dims than ``block_m`` are computed in two blocks. Needed on GPUs
+            with ``mma.sync`` (8.x), where Triton distributes a product with more columns than rows over warps by
+            columns. Each warp would then compute the softmax of every row, and its part of q·kᵀ might be smaller than
+            one instruction.
     """
 
     block_m: int
@@ -79,7 +79,7 @@ class ConfigKey:
         return f"sm_{self.arch} D={self.head_dim} {'causal' if self.is_causal else 'full'} {self.length}{tier}"
 
 
-# By (arch, head dim): block sizes for long and for short sequences. They were not measured on a device. They are the
+# Block sizes for long and for short sequences, by (arch, head dim). They were not measured on a device. They are the
 # largest tiles that the compiler keeps in registers without spilling (in causal calls, and in calls that continue a
 # partial result, which need the most registers), with as many stages as fit in shared memory.
 _ROWS: Mapping[tuple[int, int], tuple[Config, Config]] = {
@@ -111,16 +111,16 @@ TABLE: Mapping[ConfigKey, Config] = {
     for is_causal in (False, True)
     for length in LENGTHS
 }
-# Candidates of the Hopper kernel on sm_90, by head dim. They are used only if ``tune --hopper`` kept them. None spills
-# registers. Head dim 256 has no specialized one: the compiler turns 4 specialized warps into 12, and next to
-# accumulators of 128 × 256 their shared memory does not fit.
+# Candidates for the Hopper kernel on sm_90, by head dim. A candidate is used only if ``tune --hopper`` has stored it.
+# No candidate spills registers. For head dim 256 there is no specialized candidate: the compiler turns 4 specialized
+# warps into 12, whose shared memory does not fit next to accumulators of 128 × 256.
 HOPPER: Mapping[int, tuple[Config, ...]] = {
     64: (Config(128, 128, 8, 3), Config(128, 128, 4, 3, specialized=True)),
     128: (Config(128, 128, 8, 2), Config(128, 128, 4, 2, specialized=True)),
     256: (Config(128, 64, 8, 2),),
 }
-# For float32: head dims up to 128, and larger ones. Tensor cores do not compute exact float32, so these products take
-# many registers; few warps would spill tens of KB.
+# Block sizes for float32, for head dims up to 128 and for larger ones. Tensor cores do not compute exact float32, so
+# the products take many registers. With fewer warps, tens of KB would spill.
 FLOAT32 = (Config(32, 32, 8, 1, spills=256), Config(32, 32, 16, 1))
 # The smallest tiles, for the small tensors that tests pass to Triton's interpreter.
 INTERPRETED = Config(16, 16, 4, 1)
@@ -164,8 +164,8 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
         head_dim (`int`): One of ``HEAD_DIMS``.
         mask (`str`): Kind of a mask that has a row per query: ``"bits"``, or ``"bytes"``, which also stands for float
             masks. ``"none"`` includes masks that are equal for all queries.
-        ranges (`int`): Number of key ranges. One range needs comparisons; several need a loop around the loop over
-            tiles, for which the compiler finds fewer registers.
+        ranges (`int`): Number of key ranges. One range needs comparisons. Several ranges need a second loop around the
+            loop over tiles, which leaves fewer registers.
     """
     if ranges:
         few = ranges == 1
@@ -181,8 +181,8 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
         spills = max(config.spills, 8 if head_dim <= 128 else 288)
         config = replace(config, block_n=block_n, num_warps=warps, resident=1, spills=spills)
     elif mask == "bytes":
-        # Rows may begin at any byte and tiles at any key, so a mask of bytes is loaded byte by byte, and the scores
-        # exist in two register layouts at once.
+        # A mask of bytes is loaded byte by byte, because its rows may begin at any byte and tiles at any key. The
+        # scores then exist in two register layouts at once, so tiles must be smaller.
         spills = {64: 0, 96: 96, 128: 384, 256: 768}[head_dim] + (512 if ranges > 1 else 0)
         block_n = 16 if head_dim > 128 else 32
         config = replace(config, block_n=block_n, num_warps=warps, num_stages=2, resident=1, spills=spills)
@@ -191,7 +191,7 @@ def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int 
 
 @lru_cache
 def in_int8(config: Config, head_dim: int) -> Config:
-    """Return ``config`` with fewer keys per tile, because a program holds scores as integers and floats at once."""
+    """Return ``config`` with fewer keys per tile, because a program holds scores both as integers and as floats."""
     if head_dim > 128:
         spills = max(config.spills, 608)
         return replace(config, block_m=128, block_n=min(config.block_n, 32), num_warps=8, num_stages=2, spills=spills)
@@ -249,7 +249,7 @@ def row_of_dim(head_dim: int) -> int:
     return next(dim for dim in HEAD_DIMS if head_dim <= dim)
 
 
-# -- block sizes that ``tune`` found on this machine
+# -- The following functions read and write the block sizes that ``tune`` found on this machine.
 
 
 def cache_file() -> Path:
@@ -258,7 +258,7 @@ def cache_file() -> Path:
 
 
 def tuned(device_name: str) -> dict[ConfigKey, Config]:
-    """Return the block sizes tuned for this device name and version of Triton; empty without a readable file."""
+    """Return the block sizes tuned for a device of this name and this version of Triton; empty if none are stored."""
     return dict(_read(cache_file(), device_name))
 
 
@@ -273,7 +273,7 @@ def _read(path: Path, device_name: str) -> Iterator[tuple[ConfigKey, Config]]:
 
 
 def keep(device_name: str, tuning: Mapping[ConfigKey, Config | None]) -> Path:
-    """Write tuned block sizes for a device name to the cache file, and return its path. None removes a case's entry."""
+    """Write tuned block sizes for a device name to the cache file, and return its path. None removes an entry."""
     path = cache_file()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

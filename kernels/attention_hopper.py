@@ -34,9 +34,9 @@ def _tiles(
     acc, total, peak, q, keys, values, rows, first, last, shift, score_scale,
     CAUSAL: tl.constexpr, COMPARED: tl.constexpr, BLOCK_N: tl.constexpr, SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``first`` … ``last - 1`` to the sums, and return the sums.
+    """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, total, peak)``.
 
-    COMPARED: whether a tile may contain keys that some queries must not see, so that positions are compared.
+    COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be compared.
     """
     columns = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, warp_specialize=SPECIALIZED):
@@ -71,7 +71,7 @@ def attention_hopper_kernel(
     ALL_SEEN: tl.constexpr, CONTINUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Compute like ``attention_kernel`` of the portable kernel. Heads and rows must be aligned to 16 bytes."""
+    """Compute the same as the portable ``attention_kernel``. Heads and rows must be aligned to 16 bytes."""
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     if CAUSAL:
@@ -94,8 +94,8 @@ def attention_hopper_kernel(
     q = queries.load([start_m, 0])
     k_head = key + sample * step_kb + head // GROUP * step_kh
     v_head = value + sample * step_vb + head // GROUP * step_vh
-    # At least 1 row, because a tensor without rows cannot be described. Rows after the last one must not be read: they
-    # may hold inf, and 0 · inf is NaN.
+    # A descriptor needs at least 1 row. It ends at the last visible key, because rows after it may hold inf, and
+    # 0 · inf is NaN.
     num_rows = tl.maximum(last, 1)
     keys = tl.make_tensor_descriptor(k_head, [num_rows, D], [step_k, 1], [BLOCK_N, D])
     values = tl.make_tensor_descriptor(v_head, [num_rows, D], [step_v, 1], [BLOCK_N, D])
@@ -129,7 +129,7 @@ def attention_hopper_kernel(
             score_scale, CAUSAL, COMPARED, BLOCK_N, SPECIALIZED,
         )  # fmt: skip
 
-    # Rows without a key have sums of 0; divide them by 1.
+    # A row that sees no key has sums of 0, which are divided by 1 instead of 0.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o
@@ -137,7 +137,7 @@ def attention_hopper_kernel(
     tl.store(lse + lse_rows, tl.where(empty, float("-inf"), (peak + tl.log2(total)) * LN_2), mask=exists)
 
 
-# -- launch on the host
+# -- The following functions run on the host.
 
 
 def takes(

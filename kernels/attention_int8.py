@@ -1,10 +1,10 @@
 """Attention with 8-bit queries and keys in Triton, which is not exact.
 
 The reference is :mod:`para_core.kernels.attention_int8_reference`. There are three launches: the mean of the keys, the
-rounding of the keys, and the kernel of exact attention, which here rounds queries when it reads them, multiplies
-integers, and adds the mean back to lse. So masks, ranges, offsets and continuation work as in exact attention. Each
-token and head has its own scale, unlike SageAttention (arXiv:2410.02367), which has one per block of tokens, so tiles
-need not be aligned to blocks. The product of weights and values is computed in 16 bits.
+rounding of the keys, and the kernel of exact attention. In this mode that kernel rounds queries when it reads them,
+multiplies integers, and corrects lse for the subtracted mean. So masks, ranges, offsets and continuation work as in
+exact attention. Each token and head has its own scale, unlike SageAttention (arXiv:2410.02367), which has one per block
+of tokens, so tiles need not be aligned to blocks. The product of weights and values is computed in 16 bits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def attention(
 
 
 def round_keys(key: Tensor) -> RoundedKeys:
-    """Subtract the mean of ``key`` ``[B, H_kv, S_k, D]`` over its keys, at least one, and round it to 8 bits."""
+    """Subtract from ``key`` ``[B, H_kv, S_k, D]`` its mean over dim 2, and round to 8 bits. S_k is at least 1."""
     batch, heads, num_keys, width = key.shape
     key = key if key.stride(-1) == 1 else key.contiguous()
     rounded = RoundedKeys(
@@ -120,7 +120,7 @@ def _launch(
     ranges = 0 if key_ranges is None else key_ranges.shape[1]
     config = config_for_int8(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
     rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
-    # Without any key there is no mean, and nothing to round.
+    # Without keys there is no mean, and nothing to round.
     rounded = round_keys(key) if key.numel() else None
     exact.launch(config, query, key, value, *rest, out=out, lse=lse, rounded=rounded)
     return out, lse

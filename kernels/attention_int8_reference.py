@@ -31,7 +31,8 @@ def attention(
 
     First the mean of each head's keys is subtracted (*smoothing*). That adds the same number to all scores of a query,
     which softmax ignores. Without it, channels that are far from zero for all keys would take up most of the 8-bit
-    range. ``lse`` is that of the original scores, so results over different keys, with different means, can be merged.
+    range. ``lse`` is computed for the original scores, so results over different keys, with different means, can be
+    merged.
 
     Args:
         query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
@@ -66,7 +67,7 @@ def attention(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round ``x`` ``[..., D]`` to int8. Returns it and the float32 scale of each row: its largest absolute value / 127.
+    """Return ``x`` ``[..., D]`` rounded to int8, and the scale ``[...]`` of each row: its largest absolute value / 127.
 
     >>> round_rows(torch.tensor([[127.0, -63.4, 0.5]]))
     (tensor([[127, -63,   1]], dtype=torch.int8), tensor([1.]))

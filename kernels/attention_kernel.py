@@ -6,7 +6,7 @@ one ``ex2`` instruction.
 
 - Tiles in which every query sees every key come first and need no comparisons of positions. Tiles at a causal diagonal,
   at the end of the keys or at the end of a range come last. Tiles that no query sees are not visited.
-- ``so_far`` initializes the sums: its out is the accumulator, its lse the running maximum, and the sum of weights is 1.
+- ``so_far`` initializes the online softmax: its out is the accumulator, its lse the maximum, and the weights sum to 1.
   So a ring step is one launch that reads and writes the float32 partial result once.
 - The sizes of Triton's blocks are powers of 2. Any other head dim is split into two blocks (96 = 64 + 32), which costs
   a quarter less than one block of 128.
@@ -25,8 +25,8 @@ from para_core.kernels.eight_bits import to_int8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Lower bound of a float mask: finfo.min times log2(e) would be -inf, which would hide all keys of a row that has only
-# such values.
+# Numbers of a float mask are raised to at least this one: finfo.min times log2(e) would be -inf, so a row that has only
+# such numbers would see no key.
 _LOWEST = tl.constexpr(-2.0e38)
 
 
@@ -39,9 +39,9 @@ def _tiles(
     IN_RANGES: tl.constexpr, NEGATIVE: tl.constexpr, EIGHT_BITS: tl.constexpr, COMPARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add keys ``first`` … ``last - 1`` to the sums, and return the sums.
+    """Add keys ``first`` … ``last - 1`` to the online softmax, and return its state ``(acc, acc_rest, total, peak)``.
 
-    COMPARED: whether a tile may contain keys that some queries must not see, so that positions are compared.
+    COMPARED: whether a tile may contain keys that some queries must not see, so that positions must be compared.
     """
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, D)
@@ -213,7 +213,7 @@ def attention_kernel(
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
-    # Load these before the queries, because both pass through the same shared memory.
+    # Load the partial result before the queries, because both pass through the same shared memory.
     if CONTINUES:
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -257,8 +257,8 @@ def attention_kernel(
     if CONTINUES:
         peak -= lost
 
-    # Without ranges, a single range holds all keys. Only several ranges get a loop at run time, because it takes
-    # registers.
+    # Without ranges, a single range holds all keys. Only several ranges are visited in a loop at run time, because such
+    # a loop takes registers.
     for index in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys
@@ -278,7 +278,7 @@ def attention_kernel(
                 MASK_HAS_ROWS, CAUSAL, HAS_RANGES, NEGATIVE, EIGHT_BITS, COMPARED, BLOCK_N,
             )  # fmt: skip
 
-    # Rows without a key have sums of 0; divide them by 1.
+    # A row that sees no key has sums of 0, which are divided by 1 instead of 0.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     o_rows = out + (sample * step_ob + head * step_oh + rows.to(tl.int64)[:, None] * step_o) * UNIT

@@ -26,7 +26,7 @@ def attention(
     so_far: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention over these keys. With ``so_far``, merge the result with attention over other keys.
+    """Compute attention over ``key``. With ``so_far``, merge the result with earlier attention over other keys.
 
     A key is visible to a query if ``mask``, ``is_causal`` and ``key_ranges`` all permit it. Sums are in float32 or
     float64.
@@ -39,8 +39,8 @@ def attention(
             ``[B, H, S_q, S_k]``; or int32, a bool mask packed by :func:`pack_bits`, with 32 keys per word.
         is_causal: Query i sees key j if ``j + key_offset <= i + query_offset``.
         query_offset, key_offset: Position of the first query and of the first key in the whole sequence.
-        key_ranges: ``[B or 1, R, 2]``, int32: sample b sees keys ``start <= j < end`` of its R ranges ``(start, end)``,
-            ascending and disjoint, within S_k. See :func:`ranges_of_lengths`.
+        key_ranges: ``[B or 1, R, 2]``, int32: each sample has R ranges ``(start, end)``, ascending and disjoint, within
+            S_k, and sees the keys ``start <= j < end`` of each. See :func:`ranges_of_lengths`.
         scale: Scale of the scores; ``1 / sqrt(D)`` if None.
         so_far: ``out`` ``[B, H, S_q, D_v]`` and ``lse`` ``[B, H, S_q]`` over other keys, float32.
         out_dtype: Dtype of ``out``; that of ``query`` if None. Use float32 if another call continues from the result.
@@ -99,7 +99,7 @@ def unpack_bits(words: Tensor, num_keys: int) -> Tensor:
 
 
 def in_float32(mask: Tensor) -> Tensor:
-    """Return a float64 mask in float32, other masks unchanged. Finite numbers below float32's range stay finite."""
+    """Return a float64 mask in float32, other masks unchanged. Finite numbers below float32's range remain finite."""
     if mask.dtype != torch.float64:
         return mask
     return mask.clamp(min=torch.finfo(torch.float32).min).float().masked_fill_(mask == -inf, -inf)

@@ -22,17 +22,17 @@ def is_capturing() -> bool:
 def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ``torch.tensor(numbers)`` on ``device`` without waiting for it. Can be recorded in a CUDA graph."""
     if is_capturing():
-        # A copy from pageable host memory cannot be recorded, so fill each number on the device. That is slower, but
-        # happens only if the first call is inside a capture.
+        # While a CUDA graph records, copying from pageable host memory is not allowed, so fill each number on the
+        # device. Filling is slower, but happens only if the first call is inside a capture.
         return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
-    """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key includes the device.
+    """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the device.
 
-    A tensor that is made during the capture of a CUDA graph is not kept: it lies in the memory pool of the graph, which
-    reuses its memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it again.
+    A tensor that is made during the capture of a CUDA graph is not kept, because the graph's memory pool will reuse its
+    memory. A kept tensor that a captured graph reads is never dropped, because each replay reads it again.
     """
     tables: dict[Hashable, Tensor] = {}
     recorded: dict[Hashable, Tensor] = {}
@@ -41,7 +41,7 @@ def kept_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
     @wraps(make)
     def table_of(*key: *Key) -> Tensor:
         if torch.compiler.is_compiling():
-            # While a graph is traced the tensor is not real, so it must not be kept.
+            # Inside torch.compile the tensor is fake, so it must not be kept.
             return make(*key)
         with lock:
             table = recorded.get(key)

@@ -1,9 +1,9 @@
-"""Pack and unpack what ranks send to each other, in one launch each for any number of ranks.
+"""Pack and unpack the tensors that ranks send to each other, in one launch each for any number of ranks.
 
 The reference is :mod:`para_core.kernels.exchange_reference`. One program copies some rows ``[D]`` of one head of one
-region. Each element is read once and written once. Unrounded copies do not depend on the dtype: the kernel copies
-integers of the same size. Rounding to 8 bits takes no further launch, because a program holds whole rows in registers
-and can compute their largest absolute values.
+region. Each element is read once and written once. If nothing is rounded, the kernel copies integers of the same size,
+whatever the dtype. Rounding to 8 bits takes no further launch, because a program holds whole rows in registers and can
+compute their largest absolute values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _copy_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    # This product tells the compiler that the width is a multiple of UNIT, so that it copies UNIT elements at once.
+    # Computing the width as a product tells the compiler that it is a multiple of UNIT, so that UNIT elements are
+    # copied at once.
     width = units * UNIT
     token = tl.load(region + 1)
     num_tokens = tl.load(region + 2)
@@ -87,8 +88,8 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
     tl.store(x, (number * scale[:, None]).to(x.dtype.element_ty), mask=inside)
 
 
-# These arguments differ between ranks. By default Triton compiles a kernel again for values of 1 and multiples of 16.
-# That would happen in the middle of a run on one rank, while the others wait.
+# These arguments differ between ranks. Triton would otherwise compile the kernel again if one of them is 1 or a
+# multiple of 16, which could happen on one rank in the middle of a run, while the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
 def exchange_kernel(
     x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,

@@ -1,7 +1,7 @@
-"""Reference, in plain PyTorch: pack what goes to other ranks into one flat buffer, and unpack it.
+"""Reference, in plain PyTorch: pack the tensors for other ranks into one flat buffer, and unpack them.
 
-Tensors are sent as they are, or rounded to 8 bits, which is not exact: each token and head ``[D]`` then becomes D
-numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
+Tensors are sent unchanged, or rounded to 8 bits, which is not exact. With rounding, each token and head ``[D]`` becomes
+D numbers of ``torch.int8`` or ``torch.float8_e4m3fn``, followed by a float32 scale.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4  # size of a float32
+# Size of a scale, which is a float32.
+SCALE_BYTES = 4
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class CopyRegion(NamedTuple):
-    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and where they are in a flat buffer.
+    """Some heads of some tokens of a tensor ``[B, H, S, D]``, and their position in a flat buffer.
 
-    The buffer holds them as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample, at a distance of
-    ``step``, which may leave space for other regions. If rounded to 8 bits, a head takes D + 4 bytes.
+    The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. Rows begin
+    ``step`` elements apart, which may leave space for other regions. If rounded to 8 bits, a head takes D + 4 bytes.
 
     Args:
         tensor (`int`): Index of the tensor.
@@ -78,7 +79,7 @@ def unpack(
 
 
 def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """Return ``x`` ``[…, D]`` in the form in which it is sent: ``[…, D + 4]`` bytes, as uint8."""
+    """Round ``x`` ``[…, D]`` to ``to``. Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
     largest = x.abs().amax(-1, keepdim=True).float().nan_to_num(torch.inf, torch.inf)

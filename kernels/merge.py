@@ -23,7 +23,7 @@ def merge_kernel(
     lse_b_batch, lse_b_head, lse_b_row, lse_batch, lse_head, lse_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # Use a single grid dim, because the others are limited to 65535 programs. Blocks of rows vary fastest in it.
+    # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary fastest.
     blocks = tl.cdiv(num_rows, ROWS)
     of_batch_and_head = tl.program_id(0) // blocks
     batch = (of_batch_and_head // num_heads).to(tl.int64)

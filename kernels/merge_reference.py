@@ -17,7 +17,7 @@ def merge(
     Args:
         out_a, out_b: ``[B, H, S_q, D]``, any float dtype; finite also in rows that saw no key.
         lse_a, lse_b: ``[B, H, S_q]``, natural log, float32 (or float64); -inf for a row that saw no key.
-        into: ``(out, lse)`` into which the result is written, in their dtypes, without gradient; may be
+        into: ``(out, lse)`` to which the result is written, in the dtypes of these tensors, without gradient; may be
             ``(out_a, lse_a)``. None allocates the result.
 
     Returns:
@@ -29,7 +29,7 @@ def merge(
     >>> round(out.item(), 4), round(lse.exp().item(), 4)
     (1.75, 4.0)
     """
-    # Detached: out and lse do not depend on this reference point, so its gradient is zero.
+    # The maximum is detached: out and lse do not depend on this reference point, so its gradient is zero.
     peak = torch.maximum(lse_a, lse_b).detach()
     # -inf minus -inf, and the gradient of log(0), are NaN, so give rows without a key finite numbers; their result is
     # set below.

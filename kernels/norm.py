@@ -1,9 +1,10 @@
 """Group norm over sharded rows, in three launches; the reference is :mod:`para_core.kernels.norm_reference`.
 
 The statistics take two launches: one for chunks of each group, and one that merges the chunks. Each thread keeps a
-running mean and the sum of squared deviations from it (Welford), and these are merged pairwise (Chan), so numbers far
-from zero do not cancel. There are no atomics, so the order of additions depends on the shape only. The third launch
-normalizes; each of its programs merges the statistics of all ranks. Each element is read twice and written once.
+running mean and the sum of squared deviations from this mean (Welford), and the sums of two threads are merged pairwise
+(Chan), so numbers far from zero do not lose precision. There are no atomics, so the order of additions depends on the
+shape only. The third launch normalizes; each of its programs merges the statistics of all ranks. Each element is read
+twice and written once.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def normalize_kernel(
     inside = exists[:, None] & (element < size)
     channel = channel[:, None].to(tl.int64)
     number = tl.load(x + batch * batch_step + channel * channel_step + element * step, mask=inside, other=0.0)
-    # Subtract the mean first: number * scale + shift would cancel if numbers are far from zero.
+    # Subtract the mean before scaling: number * scale + shift would lose precision if numbers are far from zero.
     number = (number.to(tl.float32) - mean[:, None]) * scale[:, None]
     if HAS_BIAS:
         number += tl.load(bias + channel, mask=exists[:, None], other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Reference of group norm over sharded rows, in plain PyTorch: statistics of a rank, and the norm from those of all."""
+"""Reference of group norm over sharded rows, in plain PyTorch: statistics of a rank, and the norm by all statistics."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
     dims = tuple(range(2, grouped.ndim))
     if grouped.dtype in (torch.float32, torch.float64):
         return torch.stack(torch.var_mean(grouped, dims, correction=0))
-    # In 16 bits, avoid a float32 copy of the input. E[x²] - E[x]² in float32 loses far less than the precision of 16
-    # bits.
+    # For 16-bit dtypes, avoid a float32 copy of the input. E[x²] - E[x]² in float32 has an error far below the
+    # precision of 16 bits.
     count = grouped[0, 0].numel()
     mean = torch.sum(grouped, dims, dtype=torch.float32) / count
     square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
@@ -31,22 +31,24 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group.
+    """Return the variance and the mean of each group, like ``torch.var_mean`` but faster on a CPU.
 
-    ``torch.var_mean`` gives the same, but is not vectorized on CPUs and takes twelve times as long. The function first
-    reduces each channel, then the channels of a group. A sum over channels would take up to 60 times as long where they
-    are the last dim in memory, as after CPU convolutions, because it is not vectorized either.
+    ``torch.var_mean`` is not vectorized on CPUs and takes twelve times as long. This function first reduces each
+    channel, then the channels of a group. A single sum over a group would take up to 60 times as long if channels are
+    the last dim in memory, as after CPU convolutions, because that sum is not vectorized either.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)
     apart = x - mean.view(*mean.shape, *[1] * len(dims))
-    # Correct the mean by its rounding error, which matters for the deviations if numbers are far from zero.
+    # The computed mean has a rounding error. Correct it, because the error matters for the deviations if numbers are
+    # far from zero.
     off = apart.mean(dims)
     # Use mean(), whose sum is pairwise: vector_norm's sum of 100,000 squares has a relative error of 1e-5.
     var = (apart.square_().mean(dims) - off.square()).unflatten(1, (groups, -1))
     mean = (mean + off).unflatten(1, (groups, -1))
     of_groups = mean.mean(-1)
-    # Variance of a group: mean over its channels of the channel's variance plus the squared distance of its mean.
+    # The variance of a group is the mean, over its channels, of the channel's variance plus the squared distance of the
+    # channel's mean.
     return (var + (mean - of_groups[..., None]).square()).mean(-1), of_groups
 
 
@@ -65,7 +67,8 @@ def normalized(
     """
     shares = shares[:, None, None]
     mean = (shares * of_ranks[:, 1]).sum(0)
-    # Variance over all ranks: weighted sum of each rank's variance plus the squared distance of its mean.
+    # The variance over all ranks is the weighted sum of each rank's variance plus the squared distance of the rank's
+    # mean.
     var = (shares * (of_ranks[:, 0] + (of_ranks[:, 1] - mean).square())).sum(0)
     rstd = torch.rsqrt(var + eps)
     per_channel = x.shape[1] // groups

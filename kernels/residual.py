@@ -1,11 +1,12 @@
-"""Change and forecast of residuals, reading each element once; reference: :mod:`para_core.kernels.residual_reference`.
+"""Change and forecast of residuals in Triton; the reference is :mod:`para_core.kernels.residual_reference`.
 
 The change of a residual takes two launches: sums per chunk, and the sum over chunks. There are no atomics, and chunks
 have the same length on every GPU, so the order of additions, and with it every bit of the result, depends on the number
-of elements only. Bytes: 2 · e per element, with e bytes per element, and 16 per chunk. Sums and differences are in
+of elements only. The launches move 2 · e bytes per element of e bytes, and 16 per chunk. Sums and differences are in
 float32.
 
-A forecast is one launch for any number of residuals, and is rounded once. Bytes: (2 + residuals) · e per element.
+A forecast of up to 3 residuals is one launch, and is rounded once. The launch moves (2 + residuals) · e bytes per
+element.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def change(now: Tensor, before: Tensor) -> Tensor:
     change_kernel[(num_chunks, batch)](
         now, before, sums, num_elements, now.stride(0), before.stride(0), BLOCK=BLOCK, STEPS=STEPS, num_warps=NUM_WARPS
     )
-    # The number of steps is a compile-time constant, because Triton 3.6's interpreter supports no other ranges. One
-    # step covers 16.8 million elements, so it hardly ever recompiles.
+    # Triton 3.6's interpreter supports only constant ranges, so the number of steps is a compile-time constant. One
+    # step covers 16.8 million elements, so the kernel is hardly ever compiled again.
     steps = triton.cdiv(num_chunks, BLOCK)
     add_up_kernel[(batch,)](sums, totals, num_chunks, BLOCK=BLOCK, STEPS=steps, num_warps=NUM_WARPS)
     return totals

@@ -1,4 +1,4 @@
-"""Reference, in plain PyTorch: the change of a residual between steps, and hidden states plus weighted residuals."""
+"""Reference, in plain PyTorch: the change of a residual between steps, and a sum of hidden states and residuals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def change(now: Tensor, before: Tensor) -> Tensor:
     """Return Σ|now - before| and Σ|before| of each sample. First Block Cache compares their ratio with its threshold.
 
-    Deterministic: equal inputs give equal bits, so ranks with equal inputs make the same decision.
+    Equal inputs give equal bits, so that ranks with equal inputs make the same decision to skip blocks.
 
     Args:
         now, before: ``[B, n]``, of one float dtype; n may be 0.

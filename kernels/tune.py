@@ -2,8 +2,8 @@
 
 python -m para_core.kernels.tune
 
-Measures candidates in turns, for each head dim, causal or not, long and short, and writes the fastest to
-``~/.cache/para_core/attention.json`` (or ``XDG_CACHE_HOME``), where the kernel reads them. Nothing is measured at
+Measures candidates in turns, for each head dim, causal or not, and for long and short sequences. Writes the fastest to
+``~/.cache/para_core/attention.json`` (or below ``XDG_CACHE_HOME``), where the kernel reads them. Nothing is measured at
 import or in a call. The exit code is 2 without a GPU. With ``--hopper``, on a Hopper GPU, the Hopper kernel is measured
 afterwards, and used if its results agree with those of the portable kernel and it is faster.
 """
@@ -24,7 +24,8 @@ from para_core.kernels import attention_hopper
 from para_core.kernels.attention import empty_outputs, launch
 from para_core.kernels.attention_configs import HEAD_DIMS, LENGTHS, TABLE, Config, ConfigKey, keep, row_of
 
-# Returns the milliseconds of one call with these block sizes; raises OutOfResources if they do not fit on the device.
+# A function that returns the milliseconds of one call with these block sizes. It raises OutOfResources if they do not
+# fit on the device.
 Clock = Callable[[ConfigKey, Config], float]
 # A candidate must take less than this fraction of the time of the table's block sizes: measurements vary by about 2 %.
 WORTHWHILE = 0.98
@@ -90,11 +91,12 @@ def medians_of(
 def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
     """Whether the kernel compiles with these block sizes and fits on the device."""
     try:
-        clock(case, config)  # the first call compiles the kernel
+        # The first call compiles the kernel.
+        clock(case, config)
     except OutOfResources:
         return False
     except (RuntimeError, TritonError) as error:
-        # Some versions of Triton fail to compile the Hopper kernel; skip it then.
+        # Some versions of Triton fail to compile the Hopper kernel, which is then not tuned.
         if case.tier != "hopper":
             raise
         say(f"{case}: {blocks_of(config)} does not compile: {type(error).__name__} {str(error).partition(chr(10))[0]}")
@@ -102,7 +104,7 @@ def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
     return True
 
 
-# -- measurement on the current CUDA device
+# -- The following functions measure on the current CUDA device.
 
 
 def on_device(case: ConfigKey, config: Config) -> float:
@@ -110,7 +112,8 @@ def on_device(case: ConfigKey, config: Config) -> float:
     num_tokens = 8192 if case.length == "long" else 1024
     query, key, value = tensors_on_device(1, num_tokens, num_tokens, case.head_dim, heads=24, key_heads=24)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):  # the first iteration warms up; the second one is measured
+    # The first iteration is a warm-up, and the second one is measured.
+    for _ in range(2):
         start.record()
         attend(case, config, query, key, value)
         end.record()
@@ -176,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
     say(f"kept in {keep(torch.cuda.get_device_name(), tuning)}")
     if args.hopper:
-        # This comes after the results above were written, so that an error of the device does not lose them.
+        # Tune the Hopper kernel after the results above were written, so that an error of the device does not lose
+        # them.
         from para_core.kernels.tune_hopper import tune_hopper
 
         portable = {case: config for case, config in tuning.items() if config is not None}

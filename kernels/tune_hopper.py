@@ -25,7 +25,7 @@ from para_core.kernels.tune import (
 def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config | None]:
     """Return the block sizes of the Hopper kernel to keep for each case that it supports.
 
-    None for a case in which the portable kernel stays in use.
+    A value is None if the portable kernel is to be used for that case.
 
     Args:
         portable: Block sizes of the portable kernel by case, which the Hopper kernel must outperform.
@@ -42,9 +42,9 @@ def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config 
 def faster(
     case: ConfigKey, portable: Config, clock: Clock, agrees: Callable[[ConfigKey, Config], bool], *, rounds: int = 5
 ) -> Config | None:
-    """Return the Hopper kernel's fastest block sizes that fit and give the portable kernel's results.
+    """Return the fastest block sizes with which the Hopper kernel fits and gives the portable kernel's results.
 
-    None unless they are more than 2 % faster than ``portable``, the block sizes of the portable kernel.
+    Return None unless they are more than 2 % faster than ``portable``, the block sizes of the portable kernel.
     """
     hopper = replace(case, tier="hopper")
     valid = [config for config in HOPPER[case.head_dim] if fits(hopper, config, clock) and agrees(hopper, config)]
@@ -65,10 +65,10 @@ def agrees_on_device(case: ConfigKey, config: Config) -> bool:
 def computes_the_same(
     case: ConfigKey, config: Config, portable: Config, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """Whether both kernels give equal results for three kinds of calls.
+    """Whether both kernels give results that agree within the precision of 16 bits, for three kinds of calls.
 
-    They attend to all keys; to a key range per sample, with shifted queries; and to the keys in two halves, of which
-    the second continues the result of the first.
+    The calls attend to all keys; to a key range per sample, with shifted queries; and to the keys in two halves, of
+    which the second continues the result of the first.
     """
     num_keys, half = key.shape[2], key.shape[2] // 2
     ranges = torch.tensor([[[3, half + 5]], [[0, num_keys - 1]]], dtype=torch.int32, device=query.device)
@@ -87,7 +87,8 @@ def computes_the_same(
 
 
 def _equal_in_16_bits(out: Tensor, expected: Tensor) -> bool:
-    # Rows without a key have lse -inf, whose difference is NaN, so check them first and set them to 0 below.
+    # Rows without a key have lse -inf. The difference of two infinities is NaN, so compare these rows here, and set
+    # them to 0 below.
     empty = expected == -torch.inf
     if not torch.equal(out == -torch.inf, empty):
         return False

@@ -35,7 +35,7 @@ if device == "cuda":
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
 parallelize_pipe(pipe, timeout=60)
 
-# All ranks must generate the same images: those that rank 0 does not find. On a shared file system, a new file may
+# All ranks must generate the same images, so rank 0 decides which are missing: on a shared file system, a new file may
 # become visible to one host earlier than to another.
 options.output.mkdir(exist_ok=True)
 missing = [[index for index in range(len(PROMPTS)) if not (options.output / f"{index}.png").exists()]]

@@ -26,7 +26,8 @@ if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
 
 pipe = FluxPipeline.from_pretrained(options.model, dtype=dtype).to(device)
-parallelize_pipe(pipe)  # on all ranks, in the mesh that is predicted to be fastest
+# All ranks take part, in the mesh that is predicted to be fastest.
+parallelize_pipe(pipe)
 # Optional: compile the transformer into one graph. Compiling takes time, so it pays off from the second image on.
 # pipe.transformer = torch.compile(pipe.transformer, fullgraph=True)
 

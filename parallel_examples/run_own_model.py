@@ -13,7 +13,8 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(d_model=64, nhead=4, batch_first=True)
 model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False).eval()
-x = torch.randn(1, 101, 64)  # The number of tokens, 101, need not be divisible by the number of ranks.
+# The number of tokens, 101, need not be divisible by the number of ranks.
+x = torch.randn(1, 101, 64)
 
 with torch.no_grad():
     expected = model(x)
