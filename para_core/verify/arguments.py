@@ -43,12 +43,12 @@ def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
 
 
 def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
-    """Return the token dim of each input that is to be sharded, keyed by the index of the input among all leaves.
+    """Return the token dim of each tensor that is to be sharded, keyed by its index in ``inputs.leaves()``.
 
     Args:
         module: The model.
         inputs: The arguments of its call.
-        dim: The dim of the tokens, or a dim for each parameter name. Defaults to dim 1.
+        dim: The dim of the tokens, or a dim for each parameter name. None means dim 1.
 
     Raises:
         TypeError: ``dim`` has the wrong type.
@@ -78,14 +78,14 @@ def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[st
 
 
 def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int, int]:
-    """Return the token dim of each input that ``plan`` splits, keyed by the index of the input among all leaves.
+    """Return the token dim of each tensor that ``plan`` splits, keyed by its index in ``inputs.leaves()``.
 
-    Inputs that are tokens of a segment come first, inputs that only accompany tokens, such as positions, last. Empty if
-    the plan shards tensors inside the model only.
+    Tensors with the tokens of a segment come before tensors that only accompany tokens, such as positions. Empty if the
+    plan splits no argument of the model.
     """
     leaves, named = inputs.leaves(), _named_leaves(module, inputs)
     splits = {name: cut for name, cut in plan.inputs.items() if isinstance(cut, Split) and name in named}
-    # Inputs with tokens of a segment come first, because the first entry of the result gives the length of the
+    # Tensors with the tokens of a segment come first, because the first entry of the result gives the length of the
     # sequence.
     order = sorted(splits, key=lambda name: splits[name].segment is None)
     return {
@@ -97,7 +97,9 @@ def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int
 
 
 def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]]:
-    """Return, for each parameter name, the indices of its argument's leaves among all leaves of the inputs."""
+    """Return, for each parameter name, the indices in ``inputs.leaves()`` of the tensors and other values in its
+    argument.
+    """
     bound = inspect.signature(module.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
     kinds = inspect.signature(module.forward).parameters
     by_identity: dict[int, list[int]] = {}

@@ -22,10 +22,11 @@ from para_core.verify.virtual_ranks import device_of, first_error
 
 Method = Literal["ring", "ulysses"]
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
-# Defaults of tolerance=: the largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype of the model's computation.
+# The default of ``tolerance``: the largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype of the model's
+# computation.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
-# A line of the report shows this many characters of an error. The first difference contains the whole error.
+# Maximum number of characters of an error in a line of the report. The first difference contains the whole error.
 _WIDTH = 100
 
 
@@ -34,7 +35,7 @@ class CheckedCase:
     """The result of one run on virtual ranks, compared with the unmodified model.
 
     Args:
-        method (`"ring"` or `"ulysses"`): How the ranks shared attention.
+        method (`"ring"` or `"ulysses"`): The way in which the ranks shared attention.
         ranks (`int`): Number of ranks.
         tokens (`int`, *optional*): Length of the sharded sequence; None if nothing was sharded.
         error (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors; None if there is a
@@ -181,8 +182,8 @@ class _Checker:
         self._name = original_class(module).__name__
         self._references: dict[int | None, tuple[ModelInputs, list[Tensor]] | None] = {}
         self._notes: list[str] = []
-        # The token dim of each sharded leaf, and the number of tokens. If forward= or a plan shards tensors inside the
-        # model, these are known only after the first run.
+        # The token dim of each sharded tensor, by its index in inputs.leaves(), and the number of tokens. If forward=
+        # or a plan shards tensors inside the model, these are known only after the first run.
         self._dims: dict[int, int] = dict(run.dims)
         self._total = run.total(inputs)
 
@@ -241,8 +242,8 @@ class _Checker:
         return lengths[1] if len(lengths) > 1 else None
 
     def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return the inputs with their first ``length`` tokens, and the output tensors of the unmodified model for
-        them.
+        """Return the inputs cut to their first ``length`` tokens, and the output tensors of the unmodified model for
+        these inputs.
 
         Args:
             length: Number of tokens, or None for all.
@@ -261,8 +262,8 @@ class _Checker:
         return self._references[length]
 
     def _shorter_reference(self, total: int, length: int) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Cut inputs of ``total`` tokens to their first ``length`` tokens. Return them and the output of the unmodified
-        model for them; None if the model raises.
+        """Return the inputs, of ``total`` tokens, cut to their first ``length`` tokens, and the output tensors of the
+        unmodified model for these inputs; None if the model raises.
         """
         error = None
         for only_tokens in (True, False):
@@ -275,7 +276,9 @@ class _Checker:
         return None
 
     def _learn(self, result: RankRun) -> None:
-        """Remember which inputs the first run sharded, and their length, so that later runs can shorten them."""
+        """Remember which inputs the first run sharded, and the number of tokens, so that later runs can shorten these
+        inputs.
+        """
         if result.sharded:
             _, _, total = result.sharded[0]
             self._total = total
@@ -300,7 +303,7 @@ class _Checker:
 
 
 def _mesh(method: Method, ranks: int) -> tuple[int, int]:
-    """Return (ring size, Ulysses size) of a mesh with all ``ranks`` along one dim."""
+    """Return (ring size, Ulysses size) of a mesh with all ``ranks`` along the dim that ``method`` names."""
     return (ranks, 1) if method == "ring" else (1, ranks)
 
 
@@ -313,7 +316,7 @@ def _error_of(
         outputs: The output tensors of each rank.
         expected: The output tensors of the unmodified model.
         segments: The segments that were sharded or replicated.
-        some: Whether the ranks may return some of the expected tensors only, as ``forward=`` may.
+        some: Whether the ranks may return only some of the expected tensors, as a user's ``forward`` function may.
     """
     if not outputs[0]:
         return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."
@@ -322,7 +325,8 @@ def _error_of(
         return f"the ranks return {numbers} tensors, and the model alone {len(expected)}."
     largest = 0.0
     of_ranks = [*zip(*outputs, strict=True)]
-    # forward= may return one of several output tensors, so look for the expected tensor with matching shapes.
+    # A user's forward= may return only some of the output tensors, so look for the expected tensor with matching
+    # shapes.
     wholes = expected if len(of_ranks) == len(expected) else [_fitting(parts, expected, segments) for parts in of_ranks]
     for parts, whole in zip(of_ranks, wholes, strict=True):
         error = None if whole is None else relative_error(parts, whole, segments)

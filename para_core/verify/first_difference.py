@@ -79,7 +79,7 @@ def first_difference(
         elif event.kind == "return" and event.module in running:
             del running[running.index(event.module) :]
     if failure is not None:
-        # If a recording has modules that have not returned, its rank failed in the innermost of them.
+        # If modules of a recording have not returned, its rank failed in the innermost one.
         stopped = next((recording.running for recording in ranks if recording.running), [])
         return _of(module, stopped, failure, alone, ranks, None)
     reason = (
@@ -90,9 +90,9 @@ def first_difference(
 
 
 def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
-    """Return the events of each recording, without those of modules that some recording never called.
+    """Return the events of each recording, without the events of modules that are not called in every recording.
 
-    This is needed for ``forward=``, which may call only parts of the model.
+    A user's ``forward`` function may call only parts of the model.
     """
     called = [{event.module for event in recording.events if event.kind == "call"} for recording in recordings]
     common = set.intersection(*called)
@@ -114,8 +114,8 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
     largest = 0.0
     for i, whole in enumerate(event.digests):
         if _is_mask(whole):
-            # Skip masks: a correct one may have other numbers of rows or columns, and a wrong one shows in the
-            # attention output.
+            # Skip masks: a correct mask may have other numbers of rows or columns on a rank, and a wrong mask shows in
+            # the attention output.
             continue
         error = _digest_error(whole, [part.digests[i] for part in parts], segments)
         largest = max(largest, error or 0.0)
@@ -123,7 +123,9 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
 
 
 def _is_mask(x: Digest) -> bool:
-    """Whether a tensor may be an attention mask ``[..., S_q, S_k]``: bool, or additive with one head."""
+    """Whether a tensor may be an attention mask ``[..., S_q, S_k]``: it is bool, or it is ``[B, 1, S_q, S_k]`` with a
+    floating-point dtype.
+    """
     if x.dtype == torch.bool:
         return len(x.shape) >= 2
     return len(x.shape) == 4 and x.shape[1] == 1 and x.dtype.is_floating_point
@@ -133,7 +135,8 @@ def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Seg
     dim = sharded_dim([part.shape for part in parts], whole.shape)
     if dim is None:
         return None
-    dim = max(dim, 0)  # -1 if shapes are equal; then any dim will do
+    # The dim is -1 if all shapes are equal. Then compare along dim 0, because any dim will do.
+    dim = max(dim, 0)
     return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments)
 
 

@@ -24,23 +24,23 @@ class ModelInputs:
         return tree_flatten((self.args, dict(self.kwargs)))[0]
 
     def with_leaves(self, change: Callable[[int, Any], Any]) -> ModelInputs:
-        """Return inputs in which each leaf (a tensor or other value in nested containers) is ``change(index,
-        leaf)``.
+        """Return a copy of the inputs in which each leaf (a tensor or other value in nested containers) is replaced by
+        ``change(index, leaf)``.
         """
         leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
         args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
         return ModelInputs(args, kwargs)
 
     def copied(self) -> ModelInputs:
-        """Return inputs with all leaves copied, because a model may change its inputs in place."""
+        """Return a copy of the inputs with copies of all tensors, because a model may change its inputs in place."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
     def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> ModelInputs:
-        """Return inputs with only the first ``length`` of ``total`` tokens.
+        """Return a copy of the inputs with only the first ``length`` of their ``total`` tokens.
 
         Args:
-            dims: The token dim of each sharded leaf, by its index. Other tensors are shortened along all dims of size
-                ``total``, such as the rows and columns of a mask.
+            dims: The token dim of each sharded tensor, by its index in :meth:`leaves`. Other tensors are shortened
+                along all dims of size ``total``, such as the rows and columns of a mask.
             total: Number of tokens in these inputs.
             length: Number of tokens in the result.
             only_tokens: Whether to shorten sharded tensors along their token dim only, which is right if another dim of
@@ -68,6 +68,6 @@ def _copied(leaf: Any) -> Any:
     try:
         return copy.deepcopy(leaf)
     except Exception:
-        # deepcopy may raise any exception. Pass on an object that cannot be copied, as a call outside of this check
-        # would.
+        # deepcopy may raise any exception. Pass on an object that cannot be copied: an ordinary call passes the object
+        # itself, too.
         return leaf

@@ -60,8 +60,8 @@ def largest_error(out: Any, expected: Any) -> float:
 
 
 def sharded_dim(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int | None:
-    """Return the dim in which the shapes of parts differ from that of the whole: -1 if none differs, None if several
-    do.
+    """Return the dim along which the shapes ``parts`` differ from the shape ``whole``: -1 if all are equal, None if
+    several dims differ.
     """
     if any(len(part) != len(whole) for part in parts):
         return None
@@ -73,7 +73,7 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     difference = size = 0.0
     for part, whole in pairs:
         x, y = _comparable(part), _comparable(whole)
-        # Equal infinities are not an error: logits of forbidden tokens are -inf on a single device too.
+        # Do not count equal infinities as an error: logits of forbidden tokens are -inf on a single device, too.
         same = y.isinf() & (x == y)
         x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
         difference += float((x - y).norm()) ** 2
@@ -93,8 +93,8 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
     """Yield each possible assignment of the ``total`` entries of a dim to ranks, as the positions that each rank holds.
 
     The entries are the tokens of one segment, or of several concatenated segments, possibly repeated (``[B · S, C]``).
-    Besides ``segments``, two unknown ones are tried: a sharded segment of all entries, and a replicated segment that is
-    next to one of the sharded ``segments`` and holds the remaining entries.
+    Two further layouts are tried: one sharded segment of all entries, and one of the sharded ``segments`` with a
+    replicated segment of the remaining entries before or after it.
 
     Args:
         total: Number of entries of the whole dim.

@@ -1,4 +1,6 @@
-"""Record digests of all tensors that modules and attention calls get and return during one call of a model."""
+"""Record digests (shape, dtype and random projections) of all tensors that modules and attention calls get and return
+during one call of a model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.torch_internals import DisableTorchFunction, tree_leaves
 
-# Number of random projections per slice.
+# Number of random vectors on which each slice of a tensor is projected.
 _PROBES = 4
 _LARGEST = 1e6
 
@@ -28,9 +30,9 @@ Kind = Literal["call", "return", "attention", "attended"]
 class Digest:
     """A summary of a tensor: shape, dtype, and random projections of its slices along each dim.
 
-    ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random vectors. They
-    preserve the ratio of two norms on average. So the rows of a rank's part can be compared with those of the whole
-    tensor when both tensors are gone. A 0-d tensor counts as one slice.
+    ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random vectors. The
+    projections preserve the ratio of two norms on average, so a rank's part can be compared with the whole tensor after
+    both are freed. ``rows[0]`` of a 1-D tensor is ``[size, 1]``, the tensor itself. A 0-D tensor counts as one slice.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class AttentionRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """The start or the end of a module's call, or of an attention call.
+    """The record of the start or the end of a module's call or of an attention call.
 
     For a module, the kinds are ``"call"`` and ``"return"``, with digests of its inputs or outputs. For an attention
     call they are ``"attention"``, with digests of query, key and value, and ``"attended"``, with that of the output;
@@ -104,8 +106,8 @@ class Recording:
                 handle.remove()
 
     def _hooks(self, name: str, module: nn.Module) -> list[Any]:
-        # Every module's hook enters the attention recorder again, because a plan enters its own modes around some
-        # modules, and only the innermost mode sees a call.
+        # The hook of every module enters the attention recorder again. A plan enters its own modes around some modules,
+        # and only the innermost mode sees a call.
         modes: list[TorchFunctionMode] = []
         depths: list[int] = []
 
@@ -119,7 +121,8 @@ class Recording:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             modes.pop().__exit__(None, None, None)
             depth = depths.pop()
-            # This hook also runs if the module raised. Then keep ``running``, which shows the module that failed.
+            # This hook also runs after the module raised. In that case keep ``running``, which shows the module that
+            # failed.
             if output is not None or sys.exc_info()[0] is None:
                 del self.running[depth:]
                 self.note("return", name, output)
@@ -140,8 +143,8 @@ class _AttentionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs, recording = kwargs or {}, self._recording
         if func is F.multi_head_attention_forward and not recording.busy:
-            # Inside a function that a mode handles, the mode is off. So compute this function in parts, and record its
-            # attention.
+            # A mode is off inside a function that it handles. Therefore compute this function in parts, and record the
+            # attention call among them.
             return multi_head_attention(self._record, *args, **kwargs)
         if func is not F.scaled_dot_product_attention or recording.busy:
             return func(*args, **kwargs)

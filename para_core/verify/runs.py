@@ -28,7 +28,7 @@ class ParallelRun:
     Args:
         plan: The plan to apply; None to shard inputs under a ``UnifiedAttnMode``.
         forward: The user's function to call instead of the model, or None.
-        dims: The token dim of each sharded leaf of the inputs, keyed by the index of the leaf.
+        dims: The token dim of each sharded tensor of the inputs, keyed by its index in ``inputs.leaves()``.
     """
 
     plan: Plan | None
@@ -36,20 +36,20 @@ class ParallelRun:
     dims: Mapping[int, int]
 
     def total(self, inputs: ModelInputs) -> int | None:
-        """Return the number of tokens of the first sharded input; None if ``dims`` is empty."""
+        """Return the number of tokens of the first sharded tensor of ``inputs``; None if ``dims`` is empty."""
         leaves = inputs.leaves()
         return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
 
 
 @dataclass
 class RankRun:
-    """The outcome and the records of one rank's run.
+    """The outcome of one rank's run, and the segments, tensors and events that were recorded.
 
     Args:
         outcome: The return value or the exception.
         segments: The segments that were sharded or replicated.
-        sharded: For each tensor that ``cp.shard`` sharded: its index among the leaves of the inputs (None if it is not
-            an input), its token dim and its number of tokens.
+        sharded: For each tensor that ``cp.shard`` sharded: (index in ``inputs.leaves()``, or None if it is not an
+            input; token dim; number of tokens).
         recording: The recorded events.
     """
 
@@ -79,8 +79,8 @@ def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | Non
                 stack.enter_context(recording.around(copied))
             return copied(*own_inputs.args, **own_inputs.kwargs)
 
-    # Run in a thread, like ranks, because the recording hooks enter modes, which must not stay on in the caller's
-    # thread if the model raises.
+    # Run in a thread of its own, as virtual ranks do. The recording hooks enter modes, which must not stay on in the
+    # caller's thread if the model raises.
     return outcomes_on_virtual_ranks(run, device=device_of(module, inputs.leaves()))[0]
 
 
@@ -161,5 +161,5 @@ class _NotingMode(UnifiedAttnMode):
         return super()._trace_safe(layout)
 
 
-# Give the class the original name, which appears in error messages of the mode.
+# Give the class the name of its base class, because the name appears in error messages of the mode.
 _NotingMode.__name__ = UnifiedAttnMode.__name__

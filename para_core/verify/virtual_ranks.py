@@ -1,10 +1,10 @@
 """Virtual ranks: threads of this process that exchange tensors in memory, to test a plan or a mode on one device.
 
-If a rank fails, or if ranks wait for each other in different collectives, all waiting ranks raise at once. So a wrong
-plan is an error here, whereas on real ranks it may be a hang or an abort.
+If a rank fails, or if ranks wait for each other in different collectives, all waiting ranks raise at once. A wrong plan
+therefore raises here, whereas real ranks may hang or abort.
 
 Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where ``is_compiling()``
-is a state of the whole process: a rank that ran while another one compiles would behave as if it were traced.
+applies to the whole process: a rank that runs while another rank compiles would behave as if it were traced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _NAMES = itertools.count()
 
 
 class RanksDiffer(RuntimeError):
-    """Raised if the collectives of virtual ranks do not match, or if another rank failed while this one waited."""
+    """An error raised on a virtual rank if the collectives of the ranks do not match, or if another rank failed while
+    this rank waited.
+    """
 
 
 class _RankTurns:
@@ -66,8 +68,8 @@ class _RankTurns:
         return meeting.generation != generation
 
     def leave(self, *, failed: bool) -> None:
-        """Record that one rank has ended. If it failed, or if all remaining ranks are waiting, release the waiting
-        ranks.
+        """Record that the calling rank has ended. If it failed, or if all remaining ranks are waiting, release the
+        waiting ranks, which then raise.
         """
         with self.changed:
             self.running -= 1
@@ -88,7 +90,7 @@ class _RankTurns:
 
 
 class _Meeting:
-    """A barrier at which the ranks of one group exchange values."""
+    """A barrier for the ranks of one group, at which they exchange values."""
 
     def __init__(self, size: int, ranks: _RankTurns) -> None:
         self.sent: list[Any] = [None] * size
@@ -191,7 +193,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         self._meeting.exchange(self._rank, tensors[0], receive)
         return _Completed()
 
-    # The names of these two collectives in torch 2.11.
+    # Also define these two collectives under the names that torch 2.11 calls.
     all_to_all_single = alltoall_base
     _allgather_base = all_gather_single
 
@@ -205,7 +207,7 @@ def _copy(received: Tensor, sent: Tensor) -> None:
 
 
 class _VirtualMesh(SequenceMesh):
-    """A mesh of groups that torch.distributed does not know, so :meth:`check_alive` checks nothing."""
+    """A mesh whose groups are unknown to torch.distributed, so :meth:`check_alive` does nothing."""
 
     def check_alive(self) -> None:
         pass
@@ -238,7 +240,7 @@ def outcomes_on_virtual_ranks(
         try:
             with inherited.entered(), torch.no_grad():
                 outcomes[rank] = RankOutcome(run(meshes[rank]))
-        # A model may raise any exception if it gets a part of its tokens only.
+        # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:
             outcomes[rank] = RankOutcome(error=error)
         finally:
@@ -263,7 +265,7 @@ def outcomes_on_virtual_ranks(
 def first_error(outcomes: Sequence[RankOutcome]) -> tuple[int, Exception] | None:
     """Return the number and the error of the first rank that failed; None if no rank failed.
 
-    A rank that failed only because another one did (:class:`RanksDiffer`) is returned only if all failures are of this
+    A rank that failed only because another rank did (:class:`RanksDiffer`) is returned only if all failures are of this
     kind.
     """
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
@@ -287,7 +289,7 @@ def run_on_virtual_ranks(
     Each rank runs a copy of ``module`` that shares its weights, without gradients. The module itself does not change.
 
     Raises:
-        Exception: A rank failed; its error, selected by :func:`first_error`.
+        Exception: The error of the rank that :func:`first_error` selects, if a rank failed.
     """
     copies = [with_same_weights(module) for _ in range(ring * ulysses)]
 
@@ -324,7 +326,7 @@ def with_same_weights(module: nn.Module) -> nn.Module:
     """
     try:
         return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    # Copying the attributes of a model may raise any exception.
+    # Catch any exception, because copying the attributes of a model may run arbitrary code.
     except Exception as error:
         raise RuntimeError(
             f"{original_class(module).__name__} cannot be copied for virtual ranks, because copy.deepcopy of it fails: "
