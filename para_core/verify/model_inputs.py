@@ -24,7 +24,7 @@ class ModelInputs:
         return tree_flatten((self.args, dict(self.kwargs)))[0]
 
     def with_leaves(self, change: Callable[[int, Any], Any]) -> ModelInputs:
-        """Return a copy of the inputs in which each leaf (a tensor or other value in nested containers) is replaced by
+        """Return new inputs in which each leaf (a tensor or other value in nested containers) is replaced by
         ``change(index, leaf)``.
         """
         leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
@@ -32,11 +32,11 @@ class ModelInputs:
         return ModelInputs(args, kwargs)
 
     def copied(self) -> ModelInputs:
-        """Return a copy of the inputs with copies of all tensors, because a model may change its inputs in place."""
+        """Return new inputs with a copy of every leaf, because a model may change its inputs in place."""
         return self.with_leaves(lambda _, leaf: _copied(leaf))
 
     def shortened(self, dims: Mapping[int, int], total: int, length: int, *, only_tokens: bool) -> ModelInputs:
-        """Return a copy of the inputs with only the first ``length`` of their ``total`` tokens.
+        """Return new inputs with only the first ``length`` of their ``total`` tokens.
 
         Args:
             dims: The token dim of each sharded tensor, by its index in :meth:`leaves`. Other tensors are shortened

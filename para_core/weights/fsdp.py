@@ -26,7 +26,8 @@ from para_core.weights.tensor import write_part
 # Parameters outside of the blocks with fewer elements than this stay on every rank. They are too small to be worth a
 # collective, and pipelines read some of them directly, such as the last norm of CLIP.
 LARGE = 2**20
-# Name of the module attribute that holds the Gradients of its parameters until gather_blocks restores them.
+# Name of the module attribute with the Gradients record, from which gather_blocks restores requires_grad of the
+# parameters.
 _GRADIENTS = "_para_core_fsdp_gradients"
 
 
@@ -41,8 +42,8 @@ def shard_blocks(
     """Shard the weights of ``module`` over ``mesh``, with each of ``blocks`` as an FSDP2 unit. Changes the module in
     place.
 
-    While one block computes, the next one is gathered. Large parameters outside of the blocks, such as text embeddings,
-    are sharded too, and gathered for a whole call of ``module``.
+    While one block computes, the next block is gathered. Large parameters outside of the blocks, such as text
+    embeddings, are sharded too, and stay gathered during each call of ``module``.
 
     Args:
         module: The model. All ranks of ``mesh`` must hold the same weights and call the model equally often.
@@ -66,11 +67,11 @@ def shard_blocks(
     with unwrapped([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-        # Make the whole model one FSDP2 root, so that its blocks share streams and can be prefetched.
+        # Make the whole model the FSDP2 root of its blocks, so that they share streams and can be prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # Do this before the wrappers are restored, because a wrapper derives its own class from this one and takes
-            # its name.
+            # Change the class before the wrappers are restored, because a wrapper derives its own class from the
+            # current class, and takes its name.
             part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -81,20 +82,20 @@ def shard_blocks(
 
 
 def _private_class(fsdp_class: type, written: type) -> type:
-    """Return a subclass of ``fsdp_class`` that has the name and docstring of ``written``, the class by the model's
-    author.
+    """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the model's source
+    code.
 
-    FSDP2 changes the class of a block to one with another name, but diffusers' ``compile_repeated_blocks`` and
-    transformers' output recorders look blocks up by class name. FSDP2 keeps one class per original class for the whole
-    process, so renaming it in place would also affect the user's other models. Blocks of one class share the returned
-    class, and so their compiled graphs.
+    FSDP2 changes the class of a block to ``fsdp_class``, which has another name, but diffusers'
+    ``compile_repeated_blocks`` and transformers' output recorders look blocks up by class name. All models in the
+    process share ``fsdp_class``, so renaming it in place would also affect the user's own FSDP2 models. Blocks of one
+    class share the returned class, and therefore their compiled graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
 
         def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # FSDP2's __new__ looks for the original class at a fixed position among the base classes. It would find
-            # another class for ``cls``, so pass FSDP2's own class.
+            # FSDP2's __new__ takes the original class from a fixed index of ``cls.__mro__``, and this subclass shifts
+            # the entries by one. Therefore pass FSDP2's own class instead of ``cls``.
             return fsdp_class.__new__(fsdp_class, *args, **kwargs)
 
         namespace = {
@@ -109,7 +110,7 @@ def _private_class(fsdp_class: type, written: type) -> type:
     return private
 
 
-# The private class for each class of FSDP2. An entry disappears when no module uses the private class.
+# Maps each class of FSDP2 to its private subclass. An entry disappears when no module uses the subclass any more.
 _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
@@ -124,8 +125,8 @@ def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
     """Raise ``ValueError`` if ``module`` has a weight that FSDP2 cannot shard.
 
-    A weight must be a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, and not in
-    float8. The parameters in ``replicated`` are not checked.
+    FSDP2 can shard a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, unless its dtype
+    is float8. The parameters in ``replicated`` are not checked.
     """
     kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
@@ -148,7 +149,7 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
 
 @runtime_checkable
 class _Gathered(Protocol):
-    """A tensor that tells FSDP2 which of its data to gather, as some quantized weights do."""
+    """A tensor whose method ``fsdp_pre_all_gather`` tells FSDP2 which data to gather, as in some quantized weights."""
 
     fsdp_pre_all_gather: Callable[..., Any]
 
@@ -184,7 +185,7 @@ def gather_blocks(module: nn.Module) -> None:
 def discard_shards(module: nn.Module) -> None:
     """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way.
 
-    The parameters stay as they are, sharded or not. The caller must restore them.
+    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
@@ -202,14 +203,14 @@ def forget_gradients(module: nn.Module) -> None:
         module.__dict__[_GRADIENTS].forget()
 
 
-# The sharded parameters, by (id of the module, name of the parameter). FSDP2 replaces them by gathered ones while a
-# block runs.
+# The sharded parameters, by (id of the module, name of the parameter). They are kept, because FSDP2 replaces them by
+# gathered parameters while a block runs.
 Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the sharded parameters of ``layer``, which :func:`whole_blocks` needs. Do not call it while a block is
-    running.
+    """Return the sharded parameters of ``layer``, an argument of :func:`whole_blocks`. Must not be called while a block
+    runs, when its parameters are gathered.
     """
     return {
         (id(owner), name): x
@@ -223,7 +224,7 @@ def sharded_parameters(layer: nn.Module) -> Sharded:
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
     """Gather the parameters of ``layer`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that they then have.
+    On exit, the parameters are sharded again, with the values that were written to them.
 
     Args:
         layer: The module whose parameters are gathered.
@@ -277,9 +278,9 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Return a tensor inside a quantized weight with the rows of all ranks.
+    """Return ``inner``, one of the tensors in a quantized weight, with the rows of all ranks. Collective.
 
-    A tensor that does not have one row per row of the weight is equal on all ranks, and is returned unchanged.
+    If ``inner`` does not have one row per row of the weight, it is equal on all ranks, and is returned unchanged.
 
     Args:
         inner: This rank's part of the tensor.

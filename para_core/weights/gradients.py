@@ -8,7 +8,7 @@ from para_core.torch_internals import parameter_slots
 
 
 class Gradients:
-    """A record of which parameters of a model had ``requires_grad`` on, to turn it off and on again.
+    """A record of the parameters of a model whose ``requires_grad`` was turned off, to turn it on again.
 
     A parameter is identified by module and name, because FSDP2, tensor parallelism and pipeline stages replace the
     parameter object. If the user replaced a parameter by one of another class, such as a quantized weight, its
@@ -19,8 +19,8 @@ class Gradients:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for all parameters of ``module``, and record which were on. Call it again after parameters
-        were added.
+        """Turn gradients off for all parameters of ``module``, and record those that had them on. Call it again after
+        parameters were added.
         """
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
@@ -39,7 +39,7 @@ class Gradients:
     def forget(self) -> None:
         """Drop the record, so that :meth:`restore` leaves gradients off.
 
-        Call it after peft adds an adapter. peft then freezes all other parameters. They are frozen already, so that
-        leaves no trace, and :meth:`restore` would turn their gradients on again.
+        Call it after peft adds an adapter and freezes all other parameters. The record does not show that peft froze
+        them, so :meth:`restore` would turn their gradients on again.
         """
         self._enabled.clear()

@@ -54,7 +54,7 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
-    """Return the global ranks of all sequence ranks of ``mesh``, in order. All of them must call it."""
+    """Return the global rank of each sequence rank of ``mesh``, in the order of sequence ranks. Collective."""
     ranks = _ranks_of(mesh.ulysses)
     if mesh.ring.group is None:
         return ranks
@@ -68,8 +68,8 @@ def _ranks_of(dim: MeshDim) -> list[int]:
 
 
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh of one dim, ``"weights"``, over ``ranks``. Its process group is created at the first call and then
-    reused.
+    """Return a mesh with one dim, named ``"weights"``, over ``ranks``. Its process group is created at the first call
+    and then reused.
 
     The group is not shared with attention, because NCCL runs the collectives of one communicator in order: gathering
     the weights of the next block would wait for the attention of the current block.
@@ -77,9 +77,9 @@ def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | Non
     Args:
         ranks: Global ranks, in order.
         device_type: Device type of the mesh, such as ``"cuda"``.
-        timeout: How long the group waits for a rank that does not answer. None keeps the timeout that the group has.
+        timeout: Maximum time that a collective of the group waits for other ranks. None keeps the group's timeout.
     """
-    # No backend is given: the default one supports the same devices as the user's groups.
+    # Pass no backend, because the default backend supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
     if timeout is not None:
         set_group_timeout(group, timeout)

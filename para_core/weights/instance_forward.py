@@ -33,8 +33,8 @@ class ForwardOfInstance:
         return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
 
     def remove(self) -> None:
-        """Make the wrapper do nothing, and restore the ``forward`` attribute of the instance unless other code has
-        replaced it.
+        """Make the wrapper only call the original ``forward``, and restore the ``forward`` attribute of the instance
+        unless other code has replaced it.
         """
         self._removed = True
         if vars(self._instance).get("forward") is self:

@@ -1,5 +1,5 @@
-"""Attention of one PipeFusion patch as an opaque operator, which keeps the stored keys out of the graph of a compiled
-block.
+"""Define the attention of one PipeFusion patch as an opaque operator, so that the stored keys of other patches stay out
+of the graph of a compiled block.
 
 When the operator runs, it calls the function that :func:`patch_attention_handler` set. So one graph serves all patches
 of equal length, and all blocks with equal attention calls.
@@ -21,8 +21,8 @@ from para_core.distributed.collectives import define_collective, done
 from para_core.modes.interceptor import intercept
 from para_core.torch_internals import no_frame_of_its_own
 
-# A function that computes an attention call of a patch. Its int argument is the index of the plan entry in
-# PatchHooks.attentions.
+# A function that computes an attention call of a patch. Its int argument is the index in PatchHooks.attentions of the
+# plan entry that describes the call.
 PatchHandler = Callable[[int, SdpaCall], Tensor]
 
 
@@ -50,8 +50,8 @@ class PatchAttnMode(TorchFunctionMode):
     """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
 
     Args:
-        indices: For the first, second, … call, the index of its plan entry in :attr:`PatchHooks.attentions`. The last
-            one also applies to further calls.
+        indices: For the first, second, … attention call, the index of its plan entry in :attr:`PatchHooks.attentions`.
+            The last index also applies to further calls.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
@@ -89,7 +89,8 @@ def _output_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Te
     return out, done(out)
 
 
-# Defined as a collective, because sequence ranks exchange keys in it: a compiler must neither reorder nor remove it.
+# Define the operator as a collective, which a compiler neither reorders nor removes, because sequence ranks exchange
+# keys in it.
 define_collective(
     "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
     "scale, bool enable_gqa, int index, Tensor? after=None) -> (Tensor, Tensor)",

@@ -1,5 +1,5 @@
-"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M is what rank m of M ranks would
-hold.
+"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M consists of the tokens that rank m of M
+ranks would hold.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from para_core.plans.plan import (
 )
 from para_core.weights.patch_operator import PatchAttnMode
 
-# Two wrappers of a submodule, by key: _INPUTS runs outside the wrapper of the model's plan, _OUTPUTS inside of it.
+# The keys of two wrappers of a submodule: _INPUTS runs outside of the wrapper that applies the model's plan, _OUTPUTS
+# inside of it.
 _INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of a video model, several of which form one patch.
+    """A description of the frames of a video model. A patch consists of whole frames.
 
     Tokens must be ordered by frame, with equally many tokens for each frame.
 
     Args:
         dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
-        together (`str`, *optional*): Name of an entry of ``module.config``: the number of latent frames that the model
-            turns into one frame of tokens, such as a temporal patch size. If the entry is a tuple, its first number
-            counts. Defaults to one latent frame.
+        together (`str`, *optional*): Name of the entry of ``module.config`` with the number of latent frames that the
+            model turns into one frame of tokens, such as a temporal patch size. If the entry is a tuple, its first
+            number counts. Defaults to one latent frame.
     """
 
     dim: int
@@ -65,8 +66,8 @@ class PatchPlan:
     Args:
         plan: The plan of the model.
         segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to the first
-            patch, replicated ones to every patch.
-        dim: The dim of ``hidden_states`` and of the output that is split.
+            patch, replicated segments to every patch.
+        dim: The dim along which ``hidden_states`` and the output are split.
         together: Number of consecutive entries along ``dim`` that stay in one patch.
         ndim: Number of dims of ``hidden_states``.
     """
@@ -79,8 +80,8 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model returns the tokens of the patch only. If not, its output has full size, and is valid only
-        in the patch.
+        """Whether the model, called on one patch, returns only the tokens of the patch. If not, its output has full
+        size, and only the part of the patch is valid.
         """
         return "" in self.plan.outputs
 
@@ -102,7 +103,9 @@ class PatchPlan:
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """Return a description of how ``plan`` splits ``module`` into patches, or the reason (`str`) why it cannot."""
+    """Return a description of how the tokens of ``module`` are split into patches by ``plan``, or the reason (`str`)
+    why they cannot be split.
+    """
     if plan is None or "hidden_states" not in parameters_of(module):
         return "no plan says which of its inputs are tokens"
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
@@ -118,7 +121,7 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     if reason is not None:
         return reason
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
-    # The scheduler adds the model's output to hidden_states. So both hold tokens, or both hold latents.
+    # The scheduler adds the model's output to hidden_states, so both hold tokens, or both hold latents.
     takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
     if takes_tokens and gathers[0].dim == 1:
         return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
@@ -150,7 +153,7 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
     [(0, 3), (3, 3), (6, 2), (8, 2)]
 
     Raises:
-        ValueError: There are more patches than entries. The message calls the entries ``what``.
+        ValueError: There are more patches than entries. The error message calls the entries ``what``.
     """
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
@@ -158,15 +161,15 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
 
 
 class PatchRuleExecutor(RuleExecutor):
-    """An executor of plan rules for one patch: it shards as for rank ``index`` of ``num_patches``, but without
-    communication.
+    """An executor of plan rules for one patch: it shards tensors as on rank ``index`` of ``num_patches`` ranks, but
+    without communication.
 
     Args:
         plan: The description of the split.
         index: Index of the patch.
         num_patches: Number of patches.
-        num_frames: Number of frames of a video whose frames must not be divided; None if any two tokens may be
-            separated.
+        num_frames: Number of frames of a video, whose patches consist of whole frames; None if a patch may begin at any
+            token.
     """
 
     def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
@@ -176,8 +179,9 @@ class PatchRuleExecutor(RuleExecutor):
         self._in_first_patch = sharded - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment ``name`` of ``total`` tokens: as a whole in the first patch if the plan says so, and
-        otherwise divided among the patches at boundaries of frames, or of tokens if there are no frames.
+        """Return the segment ``name`` of ``total`` tokens, divided among the patches at boundaries of frames (or of
+        tokens if there are no frames). A sharded segment other than the one that is split into patches stays whole, in
+        the first patch.
 
         Raises:
             ValueError: ``total`` is not a multiple of the number of frames.
@@ -190,13 +194,11 @@ class PatchRuleExecutor(RuleExecutor):
         return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1. A patch may hold a single token, because it attends to the tokens of all patches."""
+        """Return 1, because a patch may hold a single token: it attends to the tokens of all patches."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return a tensor with the size of all tokens of ``layout``, which holds ``part`` in this patch and zeros
-        elsewhere.
-        """
+        """Return a tensor for all tokens of ``layout``: ``part`` at the tokens of this patch, and zeros elsewhere."""
         shape = list(part.shape)
         shape[dim] = layout.total
         whole = part.new_zeros(shape)
@@ -204,7 +206,7 @@ class PatchRuleExecutor(RuleExecutor):
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value`` unchanged: one rank computes it, so no other rank can have different bits."""
+        """Return ``value`` unchanged, because a single rank computes it, so no other rank can have different bits."""
         return value
 
     def splits(self, names: tuple[str, ...]) -> bool:
@@ -213,7 +215,7 @@ class PatchRuleExecutor(RuleExecutor):
 
 
 def write_runs(whole: Tensor, part: Tensor, dim: int, runs: Sequence[Run]) -> None:
-    """Copy the entries of ``part`` along ``dim`` to the positions ``runs``, (first index, length), of ``whole``."""
+    """Copy the entries of ``part`` along ``dim`` to the positions ``runs`` of ``whole``, each (first index, length)."""
     lengths = [length for _, length in runs]
     for (begin, length), chunk in zip(runs, part.split(lengths, dim), strict=True):
         whole.narrow(dim, begin, length).copy_(chunk)
@@ -239,7 +241,7 @@ class PatchHooks:
         self._in_graphs = False
 
     def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Set the patch that the model call computes: that of ``executor``. None means that the call has ended.
+        """Start a model call on the patch of ``executor``. None means that the call has ended.
 
         Args:
             in_graphs: Whether attention calls are intercepted by :class:`PatchAttnMode` instead of the dispatcher.
@@ -247,7 +249,7 @@ class PatchHooks:
         self.executor, self._attending, self._in_graphs = executor, [((0,), [0])], in_graphs
 
     def next_attention(self) -> Attention:
-        """Return the plan entry of the attention call that runs now, and count the call. For eager code only."""
+        """Return the plan entry of the intercepted attention call, and count the call. For eager code only."""
         indices, calls = self._attending[-1]
         calls[0] += 1
         return self.attentions[indices[min(calls[0], len(indices)) - 1]]
@@ -286,7 +288,8 @@ class PatchHooks:
         indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
         def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # This may be traced, and one graph serves all patches, so the code here must not depend on the patch.
+            # A compiler may trace this function, and one graph serves all patches, so the code here must not depend on
+            # the patch.
             if self.executor is None or not indices:
                 return call(module, *args, **kwargs)
             with self._attending_to(indices):

@@ -1,4 +1,6 @@
-"""Tensors that arrive patch by patch, and elementwise functions of them that are evaluated patch by patch."""
+"""Tensors whose patches arrive one after the other, and elementwise functions of such tensors, evaluated patch by
+patch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from para_core.distributed.layout import Run
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
-# Operators that are elementwise although they do not have the pointwise tag.
+# Operators that can run patch by patch although they do not have the pointwise tag.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
 # Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by patch.
 _WHOLE = (_aten.equal.default,)
@@ -30,7 +32,8 @@ class Arrival:
 
     def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
         self._whole, self._runs, self._dim = whole, runs, dim
-        # For each patch, the function that returns it; None once the patch was copied into the tensor.
+        # For each patch, the function that waits for the patch and returns it; None after the patch was copied into the
+        # tensor.
         self._pending: list[Callable[[], Tensor] | None] = []
 
     @property
@@ -61,7 +64,8 @@ class Arrival:
 class _Pointwise:
     """A recorded call of an elementwise function on tensors that arrive in patches.
 
-    It is evaluated on tensors of full size, and the result is valid for the patches that had arrived by then.
+    The function runs on tensors of full size, again for each patch that is requested. Its result is valid for the
+    patches that had arrived before.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
@@ -92,8 +96,8 @@ class _Pointwise:
 
 
 class _NeverOver:
-    """A :class:`PendingRound` that is never over, because each :class:`Patched` tensor waits only for its own
-    patches.
+    """A stand-in for the :class:`PendingRound` of a deferred tensor. It is never over, because each :class:`Patched`
+    tensor waits only for its own patches.
     """
 
     later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
@@ -108,8 +112,8 @@ class _NeverOver:
 
 
 class Patched(Deferred):
-    """A tensor that arrives in patches. Elementwise functions of it are recorded; any other operation waits for all
-    patches.
+    """A tensor that arrives in patches. Elementwise functions of the tensor are recorded; any other operation waits for
+    all patches.
 
     Other tensor arguments of a recorded function are copied, because pipelines may change them in place,
     for example latents.
@@ -119,8 +123,8 @@ class Patched(Deferred):
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor with the shape, dtype and device of ``expected`` and the data of ``source``, and add it to
-        ``live``.
+        """Return a tensor with the shape, dtype and device of ``expected`` and the data of ``source``. Also add it to
+        ``live``, the deferred tensors of the pipeline call.
         """
         like = expected.like
         patched: Patched = make_wrapper_subclass(
@@ -150,7 +154,7 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
     """
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
-    # Random functions are evaluated once per patch, and would draw new numbers each time.
+    # Do not record random functions: they would run once per patch, and draw new numbers each time.
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -1,8 +1,8 @@
-"""PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches of the tokens. Not
+"""Run PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches of the tokens. Not
 exact.
 
 The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m
-+ 1``. A patch attends to stored keys and values of the other patches, some of them from the previous step
++ 1``. A patch attends to stored keys and values of all patches, some of which are from the previous step
 (:mod:`~para_core.weights.stale_keys`). The output of the model arrives patch by patch
 (:mod:`~para_core.weights.patches`), and the scheduler's operations on it are recorded and run per patch, so patch ``m``
 of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the number of patches,
@@ -50,11 +50,11 @@ FEWEST_STEPS = 8
 
 @dataclass(frozen=True)
 class PipeFusion:
-    """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. Not exact.
+    """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. The output is not exact.
 
     Args:
         num_patches (`int`, defaults to `4`): Number of patches into which the tokens of an image or video are split.
-            With more patches stages are idle for less time, but the host has more work.
+            More patches mean less idle time of the stages, but more work for the host.
         warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed exactly,
             without patches.
         cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed exactly, without patches.
@@ -87,10 +87,10 @@ class PipeFusionReport:
 
     Args:
         whole_calls, patched_calls: Number of model calls that were computed exactly, without patches, and number of
-            calls that were computed in patches.
+            model calls that were computed patch by patch.
         overlapping_calls: Number of patched calls that started before the previous step had ended. With schedulers that
-            compute elementwise (Euler, DPM++ 2M) these are all but the first; with others (UniPC) none, because stages
-            wait for each other once per step.
+            compute elementwise (Euler, DPM++ 2M) these are all patched calls but the first. With others (UniPC) there
+            are none, because stages wait for each other once per step.
         key_bytes: Bytes of the stored keys and values of all CFG branches.
         bytes_sent: Bytes sent to other stages.
         seconds: Duration of the patched calls.
@@ -109,7 +109,7 @@ class PipeFusionReport:
 
 @dataclass
 class _FusedBranch:
-    """The state of one CFG branch between its steps.
+    """The state of one CFG branch that is kept from step to step.
 
     Args:
         keys: The stored keys and values.
@@ -123,7 +123,7 @@ class _FusedBranch:
 
 
 class Fusion:
-    """PipeFusion on one model, which may run in pipeline stages or in a single process. For inference in one thread.
+    """The runner of one model with PipeFusion, in pipeline stages or in a single process. For inference in one thread.
 
     Args:
         module: The model.
@@ -156,14 +156,14 @@ class Fusion:
         self._stages: Stages | None = stages_of(module)
         self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _FusedBranch] = {}
-        # The stored keys that the current model call uses; None outside of a call.
+        # The stored keys and values that the current model call uses; None outside of a call.
         self._keys: StaleKeys | None = None
         # Whether attention in the current model call is intercepted by a mode instead of the dispatcher.
         self._in_graphs = False
-        # Outputs whose patches may still be in flight.
+        # Outputs of earlier model calls whose patches may still be in flight.
         self._pending: list[Arrival] = []
         self._live = LiveDeferred()
-        # How many tensors this rank had sent before each of the last two patched calls.
+        # Number of tensors that this rank had sent before each of the last two patched calls.
         self._sent_before: list[int] = []
 
     def install(self) -> None:
@@ -186,7 +186,8 @@ class Fusion:
         """End a generation: wait for all patches in flight, and free the stored keys.
 
         Args:
-            failed: Whether the generation raised. Then it does not wait, but marks the links between stages as broken.
+            failed: Whether the generation raised. In that case do not wait, but mark the links between stages as
+                broken.
         """
         links = None if self._stages is None else self._stages.links
         try:
@@ -243,8 +244,8 @@ class Fusion:
                 "under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # If the plan intercepts attention by a mode, that mode sees calls before the dispatcher does. Patches are then
-        # intercepted by a second mode inside the first. Decide this once per call, not per patch, because
+        # If the plan intercepts attention by a mode, that mode sees calls before the dispatcher does, so a second mode
+        # inside the first intercepts the attention of patches. Decide this once per call, not per patch, because
         # has_compiled_parts looks at all modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
@@ -261,14 +262,15 @@ class Fusion:
             or branch.output is None
             or self.options.is_whole(index, total)
         ):
-            # A whole call does not need the keys of the previous step. Rebinding `branch` frees them before the call.
+            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees them before
+            # the call.
             branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
 
     def _run_whole(self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]) -> Any:
-        """Compute all tokens at once, exactly. Stores their keys and the shape of the output in ``branch`` for later
-        steps.
+        """Run the model exactly, on all tokens at once, and return its output. Stores the tokens' keys and the output's
+        shape in ``branch`` for later steps.
         """
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)
@@ -296,7 +298,7 @@ class Fusion:
     def _run_patches(
         self, compute: Callable[..., Any], keys: StaleKeys, expected: Expected, arguments: Mapping[str, Any]
     ) -> Any:
-        """Run all patches one after the other, and return an output whose patches may still be in flight.
+        """Run the model on one patch after the other, and return an output whose patches may still be in flight.
 
         Args:
             expected: Shape, dtype and device of the output.
@@ -321,8 +323,8 @@ class Fusion:
             if stages is not None:
                 stages.whole = True
         if isinstance(tokens, Patched):
-            # All patches of the tokens have arrived, because this stage or an earlier one has computed with them.
-            # Reading the value releases the recorded operations of the step.
+            # All patches of the tokens have arrived, because this stage or an earlier one has computed with them. Read
+            # the value, which releases the recorded scheduler operations of the step.
             tokens.value()
         if stages is not None:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
@@ -334,9 +336,9 @@ class Fusion:
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _release_sent(self) -> None:
-        """Release the tensors that this rank sent before the last two calls.
+        """Release the tensors that this rank had sent before the last two patched calls.
 
-        They have arrived by now, because their receivers have since sent this rank tokens of the last call.
+        These tensors have arrived, because their receivers have since sent this rank data of the last call.
         """
         if self._stages is not None:
             self._sent_before.append(self._stages.links.sent)
@@ -344,8 +346,8 @@ class Fusion:
                 self._stages.links.drain(self._sent_before.pop(0))
 
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
-        """Add the output of one patch to ``arrival``. The last stage sends it to all stages; the others start to
-        receive it.
+        """Add the output of one patch to ``arrival``. The last stage sends the output to all other stages, which start
+        to receive it.
 
         Args:
             output: The output of the model on this rank. Only that of the last stage is used.
@@ -372,8 +374,8 @@ class Fusion:
     def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
         """Return the call's arguments with ``hidden_states`` that are valid for patches 0 to ``patch``.
 
-        Stages after the first get zeros instead. They receive embedded tokens from the previous stage, and use only the
-        shape.
+        Stages after the first get zeros of the same shape instead, because they receive embedded tokens from the
+        previous stage.
         """
         tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
@@ -386,13 +388,13 @@ class Fusion:
 def _with_own_strides(x: Tensor) -> Tensor:
     """Return a contiguous tensor with the data of ``x`` that is not a view and has the default strides of its shape.
 
-    Otherwise Dynamo would compile another graph for a slice of a larger tensor: even a contiguous slice (with a batch
-    of one, or no tokens) may have other strides than a new tensor, and its base has another shape.
+    Without this, Dynamo would compile another graph for a slice of a larger tensor: even a contiguous slice (with a
+    batch of one, or no tokens) may have other strides than a new tensor, and its base has another shape.
     """
     return x.contiguous().view(-1).view(x.shape).detach()
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:
-    """Return the :class:`Fusion` that is installed on ``module``, or None."""
+    """Return the :class:`Fusion` that is installed on ``module``; None without PipeFusion."""
     fusion = getattr(wrapper(module, "__call__", _KEY), "__self__", None)
     return fusion if isinstance(fusion, Fusion) else None

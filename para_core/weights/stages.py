@@ -1,9 +1,9 @@
 """Exact pipeline stages: each rank along the mesh dim ``pipe`` holds consecutive blocks of a model.
 
 Each rank runs the model's own code, but blocks of other stages only return their inputs. The first block of a stage
-replaces its inputs by those that the previous stage sends. A rank that reaches the first block of the next stage sends
-that block's inputs there. Every rank computes the layers before and after the blocks, and the last stage sends its
-output to all ranks.
+replaces its inputs by the inputs that the previous stage sends. A rank that reaches the first block of the next stage
+sends that block's inputs to the next stage. Every rank computes the layers before and after the blocks, and the last
+stage sends its output to all ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Freeing = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """One transformer block of the model, with its token streams and its cost.
+    """A transformer block of the model, with its token streams (such as image and text) and its cost.
 
     Args:
         block: The block.
-        streams: Names of the parameters of ``forward`` whose new values the block returns, in the order of its outputs.
-            A block with one stream returns a tensor, not a tuple.
+        streams: Names of the parameters of ``forward`` that hold tokens, in the order in which the block returns their
+            new values. A block with one stream returns a tensor, not a tuple.
         cost: Relative cost of computing the block, in any unit.
     """
 
@@ -75,8 +75,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
             f"max_pipe_dim_size={len(costs)} at most."
         )
     before = [0.0, *accumulate(costs)]
-    # starts[n][end] is for n + 1 stages that hold the first `end` blocks: the cost of the slowest stage, and the index
-    # of the first block of the last stage.
+    # starts[n][end] describes the best split of the first `end` blocks into n + 1 stages: (cost of the slowest stage,
+    # index of the first block of the last stage).
     best = [(total, 0) for total in before]
     starts = [best]
     for stage in range(1, num_stages):
@@ -96,7 +96,8 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 class Stages:
-    """A model whose blocks are distributed over the ranks of ``dim``. For inference in eager code and one thread.
+    """The pipeline stages of a model, whose blocks are distributed over the ranks of ``dim``. For inference in one
+    thread; only the blocks may be compiled.
 
     Args:
         module: The model.
@@ -112,12 +113,12 @@ class Stages:
         self.module, self.blocks, self.dim, self.require_equal = module, list(blocks), dim, require_equal
         self.ranges = balanced([staged.cost for staged in blocks], dim.size)
         self.own = self.ranges[dim.index]
-        # Set while the caller has already verified that all ranks pass equal arguments.
+        # True while the caller has already verified that all ranks pass equal arguments.
         self.inputs_verified = False
-        # Whether a call computes all tokens, so that its output is sent to every rank. PipeFusion sets it to False for
-        # patches.
+        # Whether a call computes all tokens, so that its output is sent to every rank. PipeFusion sets this to False
+        # for calls on patches.
         self.whole = True
-        # Whether each rank has freed the weights of the blocks of other stages, by free_others().
+        # Whether free_others() has freed the weights of other stages' blocks on each rank.
         self.freed = False
         self.gradients = Gradients()
         self._parameters = parameters_of(module)
@@ -184,8 +185,8 @@ class Stages:
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Send the tensors in ``tree`` from ``stage`` to all other ranks, and return ``tree`` with the tensors of that
-        stage.
+        """Send the tensors in ``tree`` from ``stage`` to all other stages, and return ``tree`` with the tensors of
+        ``stage`` on every rank.
         """
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
@@ -198,8 +199,8 @@ class Stages:
         return compute([None if transfer is None else transfer.wait() for transfer in arriving])
 
     def _sent(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Send ``inputs``, those of the first block after this stage, to the next stage. Returns None, so the block
-        does not run.
+        """Send ``inputs``, the inputs of the next stage's first block, to the next stage. Returns None, so the block
+        does not run here.
         """
         for x in inputs:
             if x is not None:
@@ -208,10 +209,10 @@ class Stages:
 
 
 class _Around:
-    """A wrapper of one block that returns ``do(inputs, compute)``. If ``do`` is None or returns None, it returns the
-    inputs.
+    """A wrapper of one block that returns ``do(inputs, compute)``, or the block's inputs if ``do`` is None or returns
+    None.
 
-    ``compute(inputs)`` runs the block with these inputs.
+    ``inputs`` are the values of the block's token streams, and ``compute(inputs)`` runs the block with these values.
     """
 
     def __init__(self, staged: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
@@ -249,8 +250,8 @@ def hold_stages(
 ) -> Stages:
     """Run ``module`` in stages over ``dim``, and free the weights of the blocks that other stages compute.
 
-    All ranks of ``dim`` must call it, with the same weights. The blocks of other stages may be on the meta device.
-    Until :func:`gather_stages` undoes this, the parameters do not require gradients.
+    All ranks of ``dim`` must call this function, with the same weights. The blocks of other stages may be on the meta
+    device. The parameters do not require gradients until :func:`gather_stages` undoes the change.
 
     Args:
         module: The model.
@@ -296,8 +297,8 @@ def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
     """Move the weights of other stages' blocks to the meta device.
 
-    Call it again to free weights that were added later. ``freeing`` is called with each weight and the meta tensor that
-    replaces it.
+    Call this function again to free weights that were added later. ``freeing`` is called with each weight and the meta
+    tensor that replaces it.
     """
     stages.freed = True
     stages.gradients.stop(stages.module)
@@ -336,13 +337,14 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
 
 
 def stages_of(module: nn.Module) -> Stages | None:
-    """Return the :class:`Stages` that :func:`hold_stages` installed on ``module``, or None."""
+    """Return the :class:`Stages` that are installed on ``module``; None without stages."""
     stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return stages if isinstance(stages, Stages) else None
 
 
 def gather_stages(module: nn.Module) -> None:
-    """Undo :func:`hold_stages`: the rank that owns a block sends it to the ranks that had freed it.
+    """Undo :func:`hold_stages` or :func:`install_stages`: the rank that owns a block sends its weights to the ranks
+    that had freed them.
 
     All ranks of the mesh dim ``pipe`` must call it. Does nothing if ``module`` has no stages.
 
@@ -369,7 +371,8 @@ def _gather_weights(stages: Stages) -> None:
         owner = stages.owner(index)
 
         def sent(x: Tensor, owner: int = owner) -> Tensor:
-            # empty_like keeps the strides of the owner's weight. With other strides a kernel may sum in another order.
+            # Use empty_like, which keeps the strides of the owner's weight: with other strides a kernel may sum in
+            # another order.
             whole = torch.empty_like(x, device=device) if owner != stages.dim.index else x
             arrived = stages.links.from_rank(whole, owner)
             return whole if owner == stages.dim.index else whole.copy_(arrived)

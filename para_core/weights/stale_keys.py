@@ -1,5 +1,5 @@
-"""Attention of one PipeFusion patch to all tokens, with keys stored in the previous step for later patches. Not
-exact.
+"""Compute the attention of one PipeFusion patch to all tokens. The keys of later patches are those stored in the
+previous step, so the result is not exact.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class StaleKeys:
     """Keys and values of all tokens, stored for each attention call of this rank's blocks in one CFG branch.
 
     The first model call computes all tokens and stores their keys. Each later call computes one patch: it replaces the
-    keys of that patch, and attends to all stored keys. Keys of earlier patches are from this step, keys of later
-    patches from the previous step. Attention to segments that are not split into patches, such as cross-attention to
-    text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores the keys of all
-    tokens.
+    keys of that patch, and attends to all stored keys. The keys of earlier patches are from this step, the keys of
+    later patches from the previous step. Attention to segments that are not split into patches, such as cross-attention
+    to text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores the keys of
+    all tokens.
 
     Args:
         hooks: Finds the plan entry of each attention call.
@@ -46,7 +46,7 @@ class StaleKeys:
         return sum(key.nbytes + value.nbytes for key, value, _ in self._stored)
 
     def begin(self) -> None:
-        """Start a model call. The first call must compute all tokens, each later one a patch."""
+        """Start a model call. The first call must compute all tokens, and each later call a patch."""
         self._calls = 0
 
     def attend(self, call: SdpaCall) -> Tensor:
@@ -108,9 +108,10 @@ class StaleKeys:
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
     def _of_all_ranks(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Return the number of queries and the keys, values and mask of all sequence ranks, in one exchange.
+        """Return the number of queries of all sequence ranks, and their keys, values and mask, gathered in one
+        exchange.
 
-        Without sequence ranks, those of ``call`` are returned.
+        If the sequence is not sharded, return the number of queries, keys, values and mask of ``call``.
         """
         query, key, value, mask = call[:4]
         current = segments_under_way(self._hooks.module)
@@ -133,7 +134,7 @@ class StaleKeys:
 def _mask_of_patch(
     mask: Tensor | None, queries: Sequence[Run], stored: Tensor | None, num_keys: int, total: int
 ) -> Tensor | None:
-    """Return the rows of ``mask`` for the queries of a patch; None if neither call has a mask.
+    """Return the rows of ``mask`` for the queries of a patch; None if ``mask`` and ``stored`` are None.
 
     Args:
         mask: The mask of the patch's call. Its columns are the keys of all patches, or only those of this patch.

@@ -1,4 +1,6 @@
-"""Replace weights that are not on this rank by zeros, for code that only reads their shapes, dtypes and device."""
+"""Replace weights that are not on this rank by zeros, so that code can run that reads only their shapes, dtypes and
+device.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def stand_ins(
 ) -> Iterator[None]:
     """Replace ``weights`` by zeros on ``device`` inside the ``with`` block.
 
-    On exit, each weight is restored, unless code has replaced its zeros by another tensor, or has written to zeros that
-    are ``writable``.
+    On exit, each weight is restored, unless its zeros were replaced by another tensor, or are ``writable`` and were
+    written to.
 
     Args:
         weights: Weights with the dicts that hold them, from :func:`weights_of`.

@@ -47,7 +47,7 @@ def is_plain_weight(x: Tensor) -> bool:
 
 
 def is_float8(x: Tensor) -> bool:
-    """Whether ``x`` has an 8-bit floating-point dtype. A quantized weight reports the dtype that it stands for, so it
-    does not.
+    """Whether ``x`` has an 8-bit floating-point dtype. False for quantized weights, which report the dtype of their
+    unquantized values.
     """
     return x.is_floating_point() and x.dtype.itemsize == 1

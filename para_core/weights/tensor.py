@@ -2,7 +2,7 @@
 
 The sharding is that of Megatron-LM (arXiv:1909.08053). Each rank holds and computes some heads of each block. Two
 all-reduces per block and token stream sum the results. The output equals the single-device output up to the order of
-sums. The sequence may be sharded as well, over other mesh dims.
+sums. The sequence may also be sharded, over other mesh dims.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from para_core.weights.tensor_layers import (
 from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
-# Name of the module attribute that holds its _Record.
+# Name of the attribute of a sharded module that holds its _Record.
 _RECORD = "_para_core_tensor"
 
 
@@ -56,16 +56,17 @@ class _Record:
     gradients: Gradients = field(default_factory=Gradients)
     # One entry per sharded parameter: (module, name, sharded dim, sizes of the parts concatenated along this dim).
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    # One entry per attribute that was divided by the number of ranks: (module, attribute, value before sharding).
+    # One entry per module attribute (such as the number of heads) that was divided by the number of ranks: (module,
+    # attribute, value before sharding).
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
-    # Sharded linear layers that are not wrapped yet: by columns (True) and by rows (False).
+    # Linear layers that are sharded but not wrapped yet, by columns (key True) and by rows (key False).
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
     forwards: list[ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # All layers share these two objects, so that layers of one class also share their wrapped class. The functions
-        # get the mesh as an argument, because Dynamo cannot read it from a DTensor inside a quantized weight.
+        # All layers share these two wrapper functions, so that layers of one class also share one wrapped class. The
+        # functions get the mesh as an argument, because Dynamo cannot read it from a DTensor inside a quantized weight.
         self.columns = partial(_linear_by_columns, self.mesh)
         self.rows = partial(_linear_by_rows, self.mesh)
 
@@ -145,8 +146,8 @@ def gather_tensors(module: nn.Module) -> None:
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
         whole_weights.append((owner, name, map_plain_tensors(gathered, weight.detach())))
-    # Change the module only after all weights are gathered. If a collective fails, the module is still sharded, and
-    # calling again works.
+    # Change the module only after all weights are gathered. If a collective fails, the module is still sharded, and the
+    # function can be called again.
     _compute_whole(record)
     for owner, name, whole in whole_weights:
         _replace(owner, name, whole)
@@ -185,7 +186,7 @@ def discard_tensors(module: nn.Module) -> None:
 
 
 def _compute_whole(record: _Record) -> None:
-    """Restore the numbers of heads and hidden units in ``record``, and remove the wrappers."""
+    """Restore the numbers of heads and hidden units that sharding had divided, and remove the wrappers."""
     for counted, name, number in record.counts:
         setattr(counted, name, number)
     for wrapped in record.wrapped:
@@ -203,7 +204,7 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 def shard_new_loras(module: nn.Module) -> None:
-    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and drop the state of removed ones.
+    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and drop the state of removed LoRAs.
 
     Every rank must call it.
 
@@ -231,7 +232,7 @@ def _forget_removed(module: nn.Module, record: _Record) -> None:
 def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that they then have.
+    On exit, the parameters are sharded again, with the values that were written to them.
 
     Args:
         module: The model that :func:`shard_tensors` sharded.
@@ -281,8 +282,8 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
     dims = {"weight": 0 if colwise else 1, **({} if linear.bias is None else {"bias": 0 if colwise else None})}
     for name, dim in dims.items():
         whole = _parameter(linear, name).detach()
-        # A rank takes a share of each part, but a DTensor shards contiguously. So reorder first, which makes the shares
-        # of a rank contiguous.
+        # A rank takes a share of each part (query, key and value, for example), but a DTensor shards contiguously.
+        # Therefore reorder first, which makes the shares of a rank contiguous.
         ordered = whole if dim is None else _ordered(whole, dim, parts, record.mesh.size())
         _replace(linear, name, _distributed(ordered, record.mesh, dim))
         record.shards.append((linear, name, dim or 0, () if dim is None else parts))
@@ -337,8 +338,8 @@ def _own_part(
 
 
 def _wrap_linears(record: _Record) -> None:
-    """Wrap the layers in ``record.sharded`` so that each computes with this rank's part of its weight, and clear the
-    lists.
+    """Wrap the layers in ``record.sharded`` so that each layer computes with this rank's part of its weight, and clear
+    ``record.sharded``.
     """
     for colwise, linears in record.sharded.items():
         _wrap_forward(linears, record.columns if colwise else record.rows, record)
@@ -347,7 +348,7 @@ def _wrap_linears(record: _Record) -> None:
 
 def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
     wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
-    # A hook (offload, casting) may have set a forward on the instance, which hides the method of the class, so wrap
+    # A hook (offload, casting) may have set a forward on the instance, which hides the forward of the class, so wrap
     # both.
     record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
     record.wrapped += modules
@@ -363,7 +364,7 @@ def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, 
         # Each rank computes its part of the gradient of x, and the backward sums the parts over the ranks.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     if consists_of_tensors(weight):
-        # A quantized weight contains DTensors, and these only multiply with DTensors.
+        # A quantized weight contains DTensors, which can be multiplied only with DTensors.
         out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
         return out
     return F.linear(x, weight.to_local(), None if bias is None else bias.to_local())
@@ -388,7 +389,7 @@ def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
     """Return the RMS norm over the channels of all ranks, with the shape and dtype of ``x``: ``[B, S, C / n]``.
 
-    It is computed in float32, as PyTorch does.
+    The norm is computed in float32, as PyTorch does.
     """
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]

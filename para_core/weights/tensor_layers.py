@@ -23,7 +23,7 @@ def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.M
 
 
 def attention_modules(module: nn.Module, plan: TensorPlan) -> list[nn.Module]:
-    """Return the modules of ``plan.heads``, whose attribute ``heads`` is divided by the number of ranks."""
+    """Return the modules that ``plan.heads`` names, whose attribute ``heads`` is divided by the number of ranks."""
     return [attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()]
 
 
@@ -73,12 +73,12 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
 def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
     """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
-    Such a layer would compute all heads, although this rank has only some of them.
+    Such a layer would compute all heads, although this rank has only some heads.
     """
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
             for name, part in attention.named_modules(prefix=at):
-                # Skip the matrices of a LoRA, which are sharded with the layer that they adapt.
+                # Skip the matrices of a LoRA, which are sharded together with the layer that they adapt.
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
                 if isinstance(part, nn.Linear) and not planned:
                     raise ValueError(
@@ -90,8 +90,8 @@ def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Line
 
 
 def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
-    """Return the sizes of the parts that are concatenated along the sharded dim of ``linear``; empty if it is a single
-    part.
+    """Return the sizes of the parts (query, key and value, for example) that are concatenated along the sharded dim of
+    ``linear``; empty for a single part.
     """
     relative = style.parts or tuple(getattr(linear, style.parts_from, None) or () if style.parts_from else ())
     if len(relative) < 2:

@@ -1,4 +1,6 @@
-"""Tensor plans: tables that say which linear layers of a model are sharded. Also converts diffusers' ``_tp_plan``."""
+"""Tensor plans: tables that say which linear layers of a model are sharded. They can be made from diffusers'
+``_tp_plan``.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,13 @@ class TensorPlan:
     Module names are patterns: ``*`` matches one part between dots. Patterns that match no module are ignored.
 
     Args:
-        linears (`Mapping[str, Linear]`): How each linear layer is sharded, by name.
+        linears (`Mapping[str, Linear]`): The sharding of each linear layer, by name.
         heads (`tuple[str, ...]`, *optional*, defaults to `()`): Names of modules whose attribute ``heads`` is divided
             by the number of ranks.
         counts (`Mapping[str, str]`, *optional*, defaults to `{}`): By module name, another attribute that is divided by
             the number of ranks, such as a number of hidden units.
-        norms (`tuple[str, ...]`, *optional*, defaults to `()`): Names of RMS norms over the channels of all heads.
-            Their sum of squares, one number per token, is added up over the ranks.
+        norms (`tuple[str, ...]`, *optional*, defaults to `()`): Names of RMS norms over the channels of all heads. The
+            sum of squares of a token, which such a norm needs, is added up over the ranks.
         positions (`Mapping[str, int]`, *optional*, defaults to `{}`): For modules that return a tuple of tensors for
             all heads, such as rotary embeddings: the dim of heads or channels, by module name. Each rank takes its part
             of each tensor along this dim.
