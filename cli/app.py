@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
 
     An exception is printed as one sentence. With ``--debug`` it is raised.
     """
-    # Other programs call this option --attention-backend, so it is accepted. Declared as a second name of the typer
-    # option, it would fill a column of the help.
+    # Other programs call this option --attention-backend, so it is accepted. If typer knew it as a second name of the
+    # option, the help would need another column.
     arguments = [re.sub(r"^--attention-backend(?==|$)", "--backend", argument) for argument in arguments]
     try:
         app(list(arguments))

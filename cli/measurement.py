@@ -34,7 +34,7 @@ _ALONE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class MeasurementJob:
-    """A request that a group of ranks generates several times, and what is measured.
+    """A request that a group of ranks generates several times, and the measurements to make.
 
     Args:
         warmup_runs (`int`): Number of generations before the timed ones.

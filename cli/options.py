@@ -102,7 +102,7 @@ class RunOptions(LoadOptions):
 
 
 def with_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with the fields of dataclasses in place of its parameters of these types, as typer needs them.
+    """Return ``command`` with each parameter that is a dataclass replaced by its fields, because typer needs flat ones.
 
     Example:
         >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
@@ -171,7 +171,7 @@ def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[s
     return common | fields
 
 
-# Arguments and fields whose command-line option has a different name, and that name.
+# Maps an argument or field to the command-line option that sets it, if the names differ.
 _OPTIONS = {
     "num_inference_steps": "steps",
     "num_frames": "frames",

@@ -38,6 +38,6 @@ def terminable() -> Iterator[None]:
 
 
 def describe_signal(end: BaseException) -> tuple[str, int]:
-    """Return the words and the exit code for ``end``, a KeyboardInterrupt or torchrun's SignalException."""
+    """Return the message and the exit code for ``end``, a KeyboardInterrupt or torchrun's SignalException."""
     by_ctrl_c = type(end) is KeyboardInterrupt or getattr(end, "sigval", None) == signal.SIGINT
     return ("interrupted", _INTERRUPTED) if by_ctrl_c else ("ended by SIGTERM", _TERMINATED)

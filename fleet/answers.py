@@ -17,7 +17,7 @@ from para_core.fleet.reading import Body
 from para_core.fleet.work import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
-# Size limit of :class:`StoredResults`. The latest result is kept even if it is larger.
+# Size limit of :class:`StoredResults` in bytes. The latest result is kept even if it is larger.
 _STORED_BYTES = 256 * 2**20
 _NO_USAGE = {
     **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0),

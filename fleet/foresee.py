@@ -164,7 +164,7 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
-    """Return the mesh sizes by dim that :func:`~para_core.fleet.recipe.build` will choose for ``ranks`` ranks.
+    """Return the mesh sizes by dim that :func:`~para_core.fleet.loading.build` will choose for ``ranks`` ranks.
 
     Args:
         pipe: Pipeline, with or without weights. Unused if the recipe states a mesh or ``ranks`` is 1.

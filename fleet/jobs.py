@@ -51,7 +51,8 @@ class Job:
 
     Attributes:
         task: Future of the result.
-        events: Queue of what has happened: an int is the number of finished steps, an :class:`Output` a partial image.
+        events: Queue of progress events: an int for the number of finished steps, an :class:`Output` for a partial
+            image.
         steps_done: Number of finished steps.
     """
 

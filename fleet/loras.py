@@ -43,7 +43,8 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Activate the recipe's LoRAs and ``lora``, which is loaded if necessary. None activates only the former.
+        """Activate ``lora`` next to the recipe's LoRAs, and load it if necessary. None activates only the recipe's
+        LoRAs.
 
         Raises:
             ValueError: If ``lora`` cannot be loaded. The previous LoRA then stays active.

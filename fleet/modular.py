@@ -17,8 +17,8 @@ from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
-# Outputs of a modular pipeline that can be written to files, with the kind of result, and the attribute that has this
-# output in a classical pipeline.
+# Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
+# classical pipeline's output that holds it.
 _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
 # them.

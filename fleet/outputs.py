@@ -197,7 +197,7 @@ def _with_texts(png: bytes, **texts: str) -> bytes:
     info = PngInfo()
     for name, text in texts.items():
         info.add_itxt(name, text)
-    # The signature and the first chunk, IHDR, are 33 bytes.
+    # A PNG file begins with 33 bytes of signature and header chunk (IHDR), which the text chunks must follow.
     header = 33
     file = io.BytesIO()
     file.write(png[:header])

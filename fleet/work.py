@@ -39,7 +39,8 @@ class Watch:
     Args:
         progress (`Callable[[int], None]`, *optional*): Called with the number of finished steps.
         cancelled (`Callable[[], bool]`, *optional*): Returns whether to cancel the request. The first rank's answer is
-            broadcast once per step, so all ranks must have such a function, or none. None never cancels.
+            broadcast once per step, so either every rank has such a function or no rank. Without it the request is
+            never cancelled.
         preview (`Callable[[Output], None]`, *optional*): Called with each partial image that the request asks for.
     """
 
@@ -78,7 +79,8 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, *, format_: str, fps: int, watch: Watch
 ) -> list[Result] | None:
-    """Run one call of the pipeline for requests with the same :func:`batch_key`, and return a result for each.
+    """Run one call of the pipeline for requests with the same :func:`~para_core.fleet.request.batch_key`, and return a
+    result for each.
 
     Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
     """
@@ -110,7 +112,7 @@ def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: f
 
 
 def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
-    """Call ``pipe`` once for requests with the same :func:`batch_key`, and return its output. A collective call.
+    """Call ``pipe`` once for requests with the same ``batch_key``, and return its output. A collective call.
 
     Args:
         options: Further arguments of the call. They override those of the requests.

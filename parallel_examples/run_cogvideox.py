@@ -1,4 +1,4 @@
-"""CogVideoX on several GPUs. The VAE runs on all of them too, each with some of the image rows.
+"""CogVideoX on several GPUs. The VAE also runs on all GPUs, each with some of the image rows.
 
 torchrun --nproc_per_node=2 parallel_examples/run_cogvideox.py
 """

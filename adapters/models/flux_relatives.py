@@ -28,8 +28,8 @@ def _tensor(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
             f"{single}.proj_mlp": hidden,
-            # The input is the attention output followed by hidden units, four times as wide, so each of the two parts
-            # is split by itself.
+            # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts
+            # is sharded separately.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),

@@ -31,8 +31,8 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
         "transformer_blocks.*.ff_context.net.2": ROWS,
         "single_transformer_blocks.*.proj_mlp": COLUMNS,
-        # The input is the attention output followed by hidden units, four times as wide, so each of the two parts is
-        # split by itself.
+        # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts is
+        # sharded separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         f"{_REFINER}.attn.to_out.0": ROWS,
         f"{_REFINER}.ff.net.0.proj": COLUMNS,

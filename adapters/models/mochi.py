@@ -14,8 +14,8 @@ TENSOR = TensorPlan(
         **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in _PROJECTIONS), COLUMNS),
         "transformer_blocks.*.attn1.to_out.0": ROWS,
         "transformer_blocks.*.attn1.to_add_out": ROWS,
-        # The output of these layers is hidden units followed by their gate, of equal width, so each of the two parts is
-        # split by itself.
+        # These layers return hidden units followed by a gate of equal width. Each of these two parts is sharded
+        # separately.
         "transformer_blocks.*.ff.net.0.proj": Linear("colwise", (1, 1)),
         "transformer_blocks.*.ff.net.2": ROWS,
         "transformer_blocks.*.ff_context.net.0.proj": Linear("colwise", (1, 1)),

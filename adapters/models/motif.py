@@ -14,7 +14,7 @@ POSITIONS = Split(dim=0, like="video")
 
 
 def _with_decoder(plan: Plan, module: nn.Module) -> Plan:
-    """Return ``plan`` with the decoder blocks' attention added: its tokens are decoded, then encoded video tokens."""
+    """Return ``plan`` with the decoder blocks' attention added, over decoded video tokens followed by encoded ones."""
     config: Any = module.config
     decoding = range(config.num_single_layers - config.num_decoder_layers, config.num_single_layers)
     joined = (Attention(("video", "video")),)

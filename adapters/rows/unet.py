@@ -42,7 +42,7 @@ def unparallelize_unet(unet: Unet) -> Unet:
 
 
 class UnetRun:
-    """Runs the calls of one UNet with its rows, and perhaps samples, sharded over a mesh.
+    """Handler that runs the calls of one UNet with rows, and perhaps samples, sharded over a mesh.
 
     Args:
         unet: The UNet or ControlNet, not compiled.

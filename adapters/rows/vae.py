@@ -184,7 +184,7 @@ def _mesh(
 
 
 class _VaeRun:
-    """Runs the calls of one autoencoder on several ranks.
+    """Handler that runs the calls of one autoencoder on several ranks.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`require_parallel_vae`.
