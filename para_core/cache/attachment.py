@@ -16,13 +16,13 @@ from para_core.cache.blocks import BlockRole
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
 _KEY = "cache"
-# Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses them,
-# because a graph is valid only for the classes that it was compiled with, and hooks change the class of a block. They
-# are not an attribute of the model, because a removed cache must leave nothing there. They refer to the model weakly,
-# so the entry disappears with the model.
+# Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses these
+# hooks, because a graph is valid only for the classes that it was compiled with, and hooks change the class of a block.
+# The hooks are not stored on the model, because a removed cache must leave nothing there. They refer to the model
+# weakly, so an entry disappears with its model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
-# The blocks that need a hook, in the order in which they run, each with its role.
+# Roles are the blocks that need a hook, in the order in which they run, each with its role for the cache.
 Roles = list[tuple[nn.Module, BlockRole]]
 
 

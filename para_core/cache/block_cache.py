@@ -172,7 +172,7 @@ class BlockCache:
         ]
         device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
         self.params = DecisionParams.of(step, self.options, self.threshold)
-        # Create a new tensor instead of overwriting the previous one, because the device may still have to read that.
+        # Create a new tensor instead of overwriting the previous tensor, which the device may still have to read.
         self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
@@ -226,7 +226,7 @@ class BlockCache:
     def state_of(self, branch: str) -> CacheState:
         """Return the state of ``branch``; create it if needed.
 
-        At most 8 branches have one: the least recently used is dropped.
+        If there are more than 8 states, drop the least recently used.
         """
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
@@ -360,7 +360,7 @@ class BlockCache:
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
     def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
-        """Return the output of one block in a graph, which a ``torch.cond`` for this block alone runs or skips."""
+        """Return the output of one block in a graph, in which a ``torch.cond`` for this block runs or skips it."""
         if role.exits:
             return role.as_output(self._end_group_in_graph(role, inputs, compute))
 

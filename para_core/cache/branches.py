@@ -19,8 +19,8 @@ from para_core.user_warnings import CacheWarning, warn_user
 DEFAULT_CONDITIONS = ("encoder_hidden_states",)
 # Maximum number of branches whose residuals are stored. A pipeline has two or three.
 MOST_BRANCHES = 8
-# If no conditions were repeated after more than this number of calls, they are considered to change from step to step,
-# so they cannot identify branches.
+# After more than this number of calls with different conditions, none of which was repeated, the conditions are
+# considered to change from step to step. They then cannot identify branches.
 _MOST_NEW = 4
 
 
@@ -45,7 +45,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     return blocks.conditions
 
 
-# The cache looks for arguments that alternate between branches in this number of calls at the start.
+# In this number of first calls, the cache looks for arguments that alternate between branches.
 _MOST_COMPARED = 6
 
 
@@ -199,8 +199,8 @@ class Branches:
         if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
             return None
         leaves = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
-        # Include all bools and strings: some pipelines call the model a third time per step with some layers left out,
-        # and tell it so by such an argument.
+        # Include all bools and strings, because some pipelines call the model a third time per step with some layers
+        # left out, and say so by an argument of this kind.
         leaves += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
         branch = self._find(leaves)
         if branch is not None:

@@ -20,7 +20,7 @@ def cond(
         condition: A bool tensor with one element. If it is on an accelerator, the host waits for it at each call.
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
-        inputs: Tensors with the shapes of the outputs, which the flat results are reshaped to.
+        inputs: Tensors with the shapes that the outputs have.
     """
 
     def flattened(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:

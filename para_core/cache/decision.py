@@ -63,7 +63,7 @@ class Step:
 def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
     """Return the :class:`Step` with this index, number of steps and timestep.
 
-    ``forced`` is set if ``options`` determine it.
+    ``forced`` of the result is the verdict if ``options`` determine it without a comparison, otherwise None.
     """
     if options.compute_steps is not None:
         return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
@@ -94,7 +94,7 @@ class DecisionParams(NamedTuple):
         return DecisionParams(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Return the fields as a float64 tensor ``[8]`` on ``device``, without waiting for it."""
+        """Return the fields as a float64 tensor ``[8]`` on ``device``. The host does not wait for the device."""
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
 
 

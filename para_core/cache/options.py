@@ -240,7 +240,7 @@ class CacheOptions:
             TypeError: The policy returned something else.
         """
         skip: Any = None if self.policy is None else self.policy(observation)
-        # A tensor or a NumPy bool has a dtype.
+        # Accept tensors and NumPy bools as well, both of which have a dtype.
         if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
                 f"the policy returned {skip!r}; expected a bool, or a tensor of one element: True if the step may be "

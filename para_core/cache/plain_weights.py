@@ -74,7 +74,7 @@ class GroupBlocks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Search the blocks again for quantized weights, because the user may have quantized the blocks since."""
+        """Search the blocks again for quantized weights, because the user may have quantized some in the meantime."""
         self._layers = [
             wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
@@ -125,7 +125,10 @@ def _at(weight: Any, path: Path) -> Any:
 
 
 class _WeightStructure(NamedTuple):
-    """The structure of a tensor wrapper subclass without its data, from which :func:`_build` rebuilds it."""
+    """The structure of a weight that is a tensor wrapper subclass, without the data of the weight.
+
+    From it and the plain tensors inside the weight, :func:`_build` rebuilds the weight.
+    """
 
     cls: type
     context: Any

@@ -58,9 +58,9 @@ class CachedStep:
 
 
 class Stopwatch:
-    """A timer of the time from its construction to :meth:`stop`. On a CUDA device it measures with CUDA events.
+    """A timer that measures the time from its construction to :meth:`stop`, on a CUDA device by CUDA events.
 
-    The host waits for the device only when it reads :attr:`seconds`.
+    Only reading :attr:`seconds` makes the host wait for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -180,7 +180,7 @@ def _branches_of(reading: StepRecord, samples: int) -> list[str]:
     A call of n branches in one batch gives ``name/0`` to ``name/n-1``, each for an equal part of the ``samples``
     samples, in order. A call of one branch gives its own name.
     """
-    # A plan may give this rank only a part of the batch, which contains fewer of the branches.
+    # A plan may give this rank only a part of the batch, so compute the number of branches in this part.
     held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
     if held <= 1 or samples % held != 0:
         return [reading.branch]

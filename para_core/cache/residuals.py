@@ -90,9 +90,9 @@ class CacheState:
         self.signature: object = None
 
     def leave_graph(self) -> None:
-        """Replace all tensors that a graph returned by copies: the next replay of a CUDA graph overwrites its outputs.
+        """Clone all stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them.
 
-        This is needed once per branch and generation, because later calls of the graph change the copies in place.
+        This is needed once per branch and generation, because later calls of the graph change the clones in place.
         """
         if self.decider is not None:
             self.decider.leave_graph()

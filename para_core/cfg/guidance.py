@@ -84,10 +84,7 @@ class _Call:
 
 @dataclass
 class _Round:
-    """The model calls between two exchanges, which are distributed over ``size`` ranks.
-
-    Calling ``finish`` ends the round.
-    """
+    """A round: the model calls between two exchanges, distributed over ``size`` ranks. ``finish`` ends the round."""
 
     size: int
     finish: Callable[[], None]
@@ -161,12 +158,11 @@ class Guidance:
             self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)`` as deferred tensors. Only the ranks of one index run it.
+        """Return the output of ``compute(*args, **kwargs)``, which only some of the ranks compute, as deferred tensors.
 
-        If the form of the output is neither known nor predicted, all ranks run it.
-
-        Calls whose arguments have equal shapes, dtypes, devices, bools and strings must return outputs of the same
-        form.
+        The ranks with a certain index along the mesh dim compute the call. If the form of its output is neither known
+        nor predicted, all ranks compute the call. Calls whose arguments have equal shapes, dtypes, devices, bools and
+        strings must return outputs of the same form.
 
         Args:
             model: The model that is called.

@@ -104,7 +104,10 @@ def _needs_operator(x: Tensor) -> bool:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``. A dim read in a graph has only the name of its group, which is looked up."""
+    """Return the process group of ``dim``.
+
+    A dim inside a graph has only the group's name, by which the group is looked up.
+    """
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
@@ -326,7 +329,8 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
     Args:
         x: A uint8 CPU tensor that has the same length on all ranks.
         dim: The mesh dim whose ranks exchange bytes.
-        by_dim: The cached groups of :class:`HostGroups`. A missing group is looked up and added.
+        by_dim: The cached groups of :class:`HostGroups`, by the name of the mesh dim. A missing group is looked up and
+            added.
     """
     if dim.group is None:
         return x

@@ -107,8 +107,8 @@ def ranks_per_host() -> int | None:
     # Do not use LOCAL_WORLD_SIZE: hosts with different numbers of ranks would then choose different meshes.
     for ranks_named, hosts_named in (("WORLD_SIZE", "GROUP_WORLD_SIZE"), ("SLURM_NTASKS", "SLURM_NNODES")):
         hosts = os.environ.get(hosts_named, "")
-        # If the number of ranks differs, the variables describe a job whose processes started these ranks themselves,
-        # so ignore the variables.
+        # If the number of ranks differs, the variables describe an outer job, whose processes have started these ranks.
+        # Ignore such variables.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
             return ranks // int(hosts) if ranks % int(hosts) == 0 else None
     return None

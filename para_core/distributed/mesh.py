@@ -129,7 +129,7 @@ def find_or_make_group(
 ) -> ProcessGroup:
     """Return the process group with this ``description``; create it if it does not exist.
 
-    Unlike for ``dist.new_group``, only the member ``ranks`` call this function, and they may have created different
+    Unlike ``dist.new_group``, this function is only called by the member ``ranks``, which may have created different
     numbers of groups before.
     """
     for group in process_groups():

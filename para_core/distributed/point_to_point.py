@@ -152,7 +152,7 @@ class Links:
         """Record that a generation failed on this rank, so that transfers in flight may never end.
 
         The next :meth:`begin` replaces the connections. On NCCL this rank waits up to 5 s for transfers in flight, then
-        aborts.
+        aborts them.
         """
         self._broken = True
         if self._nccl_device is None:
@@ -209,8 +209,8 @@ class Links:
     def _connect(self, edge: Edge, number: int) -> None:
         """Set the process group of ``edge``, whose communicator has this ``number``; create the group if needed.
 
-        Both ranks of the edge call this, and a rank of several edges in the sorted order of its edges. With gloo all
-        edges use the group of the mesh dim.
+        Both ranks of the edge call this method. A rank with several edges calls it in the sorted order of its edges.
+        With gloo all edges use the group of the mesh dim.
         """
         if self._nccl_device is None:
             self._groups[edge] = self._group
@@ -325,7 +325,8 @@ class Links:
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
     """Return the device whose tensors ``group`` sends over NCCL; None if it does not use NCCL.
 
-    A group may have a different backend for each device, so the name of the group's default backend does not say this.
+    A group may have a different backend for each device, so the name of the group's backend does not tell which device
+    uses NCCL.
     """
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

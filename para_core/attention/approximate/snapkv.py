@@ -211,9 +211,9 @@ def _kept_blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values only.
 
-    Heads may keep different numbers of keys of a block. Shorter ones are filled up with other keys, which the yielded
-    mask hides. The next block is in flight while the caller computes. Received buffers through which gradients must
-    flow are appended to ``received``.
+    Heads may keep different numbers of keys of a block. For heads that keep fewer, other keys fill up the tensors, and
+    the yielded mask hides these. The next block is in flight while the caller computes. Received buffers through which
+    gradients must flow are appended to ``received``.
     """
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []

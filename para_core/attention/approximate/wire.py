@@ -24,7 +24,11 @@ register("pack_8_bits", "unpack_8_bits")
 
 @dataclass(frozen=True)
 class RoundedWire:
-    """A :class:`~para_core.attention.hooks.WireFormat` of 8-bit ``dtype``, with a scale per token and head."""
+    """A wire format for attention (:class:`~para_core.attention.hooks.WireFormat`) that sends values as 8-bit
+    ``dtype``.
+
+    Each vector of one token and head is scaled before it is rounded, and sent with its scale.
+    """
 
     dtype: torch.dtype
 
