@@ -11,7 +11,6 @@ PROGRAMS = (
     ("attention.mesh",),
     ("attention.large_worlds",),
     ("attention.low_precision",),
-    ("attention.compiled",),
     ("cache.images", "--record", "--folder", "docs/images"),
     ("cache.quality",),
     ("cache.forecasts",),

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.attention.compiled import Compiled, compile_kernel
 from para_core.kernels import attention
 from para_core.kernels.attention import RoundedKeys
 from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
+from tests.kernels.compiled import Compiled, compile_kernel
 
 # The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications
 # per Compute Capability"; a block's own share of shared memory is 1 KiB more than it asks for.

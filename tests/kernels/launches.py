@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention.compiled import ARCHS, Launch, launches
+from tests.kernels.compiled import ARCHS, Launch, launches
 
 on_each_arch = pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=() if arch in (min(ARCHS), max(ARCHS)) else pytest.mark.long) for arch in ARCHS]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.attention.compiled import ARCHS, SHARED_LIMIT, Compiled
 from para_core.kernels.attention_configs import (
     FLOAT32,
     HEAD_DIMS,
@@ -30,6 +29,7 @@ from tests.kernels.attention_compiled import (
     loop_counts,
     loop_counts_of_roles,
 )
+from tests.kernels.compiled import ARCHS, SHARED_LIMIT, Compiled
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from benchmarks.attention.compiled import ARCHS, SHARED_LIMIT, compile_kernel
+from tests.kernels.compiled import ARCHS, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.slow
 

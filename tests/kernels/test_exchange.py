@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.attention.compiled import compile_kernel
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange
 from para_core.kernels.exchange_reference import CopyRegion
+from tests.kernels.compiled import compile_kernel
 from tests.kernels.launches import by_use, on_each_arch
 from tests.pairwise import long_beyond_pairs
 

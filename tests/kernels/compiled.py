@@ -1,9 +1,5 @@
 """Triton kernels compiled for GPUs that are not here: registers, spills and shared memory of every launch of the small
-kernels.
-
-    python -m benchmarks.attention.compiled
-
-Compiles with what Triton ships; needs no GPU. Writes benchmarks/results/kernel_resources.json.
+kernels. Triton ships the compiler; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import parser_of, read_results, write_results
 from para_core.kernels import attention_int8, exchange, merge, norm, residual
 from para_core.kernels.exchange_reference import LARGEST
 
@@ -108,16 +103,16 @@ def compile_kernel(
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for place, parameter in enumerate(kernel.params):
+    for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        known = type(value) is int and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (known and value == 1):
+        is_specialized = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_specialized and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        aligned = value.startswith("*") if isinstance(value, str) else known and value % 16 == 0
+        aligned = value.startswith("*") if isinstance(value, str) else is_specialized and value % 16 == 0
         signature[parameter.name] = value if isinstance(value, str) else _type_of(value)
         if aligned:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     log = io.StringIO()
     with (
@@ -130,16 +125,16 @@ def compile_kernel(
         knobs.nvidia.dump_ptxas_log = True
         # A launch sets it until Triton 3.10; if it is unset, 3.9 warns.
         launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
-        found = compile_source(source, target=GPUTarget("cuda", arch, 32), options=launch)
+        kernel_binary = compile_source(source, target=GPUTarget("cuda", arch, 32), options=launch)
     return Compiled(
         arch,
         _number(r"Used (\d+) registers", log),
         _number(r"(\d+) bytes spill stores", log),
         _number(r"(\d+) bytes spill loads", log),
-        found.metadata.shared,
-        found.asm["ttgir"],
-        found.asm["ptx"],
-        found.asm["cubin"],
+        kernel_binary.metadata.shared,
+        kernel_binary.asm["ttgir"],
+        kernel_binary.asm["ptx"],
+        kernel_binary.asm["cubin"],
     )
 
 
@@ -152,10 +147,10 @@ def _type_of(value: Any) -> str:
 
 
 def _number(pattern: str, log: io.StringIO) -> int:
-    found = re.search(pattern, log.getvalue())
-    if found is None:
+    match = re.search(pattern, log.getvalue())
+    if match is None:
         raise RuntimeError(f"ptxas said nothing of {pattern!r}: {log.getvalue()!r}")
-    return int(found[1])
+    return int(match[1])
 
 
 # -- the launches of the small kernels
@@ -203,15 +198,15 @@ def _merges(head_dim: int) -> Iterator[Launch]:
         ("fp16", "fp16", False),
         ("fp32", "fp32", False),
     ):
-        known: dict[str, Any] = {"out_a": f"*{a}", "out_b": f"*{b}", "out": "*fp32", "width": head_dim}
-        known |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32") | dict.fromkeys(("num_heads", "num_rows"), "i32")
-        known |= merge.block_of(head_dim)
+        args: dict[str, Any] = {"out_a": f"*{a}", "out_b": f"*{b}", "out": "*fp32", "width": head_dim}
+        args |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32") | dict.fromkeys(("num_heads", "num_rows"), "i32")
+        args |= merge.block_of(head_dim)
         # Multiples of 16, as strides of whole heads are.
         steps = {
-            name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names if name not in known
+            name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names if name not in args
         }
         yield Launch(
-            merge.merge_kernel, f"merge {a} and {b}, D = {head_dim}", {**known, **steps}, merge.NUM_WARPS, common
+            merge.merge_kernel, f"merge {a} and {b}, D = {head_dim}", {**args, **steps}, merge.NUM_WARPS, common
         )
 
 
@@ -220,13 +215,13 @@ def _exchanges(head_dim: int) -> Iterator[Launch]:
         verb = "pack" if pack else "unpack"
         for pointer, size in _BYTES.items():
             name = f"{verb} {size} byte{'s' * (size > 1)}, D = {head_dim}"
-            known = _of_exchange(head_dim, pointer, pointer, pack=pack)
-            yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, common=size == 2)
+            args = _of_exchange(head_dim, pointer, pointer, pack=pack)
+            yield Launch(exchange.exchange_kernel, name, args, exchange.NUM_WARPS, common=size == 2)
         for dtype in ("bf16", "fp16", "fp32"):
             for eight in LARGEST:
                 name = f"{verb} {dtype} as {_NAMES[eight]}, D = {head_dim}"
-                known = _of_exchange(head_dim, f"*{dtype}", "*u8", pack=pack, eight_bits=eight)
-                yield Launch(exchange.exchange_kernel, name, known, exchange.NUM_WARPS, dtype == "bf16", rounded=True)
+                args = _of_exchange(head_dim, f"*{dtype}", "*u8", pack=pack, eight_bits=eight)
+                yield Launch(exchange.exchange_kernel, name, args, exchange.NUM_WARPS, dtype == "bf16", rounded=True)
 
 
 def _of_exchange(
@@ -234,20 +229,20 @@ def _of_exchange(
 ) -> dict[str, Any]:
     size = {"*bf16": 2, "*fp16": 2, "*fp32": 4, **_BYTES}[tensors]
     names = exchange.exchange_kernel.arg_names
-    known = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "regions": "*i64", "PACK": pack}
-    known |= exchange.block_of([head_dim], size, eight_bits)
-    known |= {name: head_dim for name in names if name.endswith("_width")}
-    known |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in known}
-    return known | {name: "i32" for name in names if name not in known}
+    args = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "regions": "*i64", "PACK": pack}
+    args |= exchange.block_of([head_dim], size, eight_bits)
+    args |= {name: head_dim for name in names if name.endswith("_width")}
+    args |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in args}
+    return args | {name: "i32" for name in names if name not in args}
 
 
 def _of_rounded_keys(head_dim: int) -> Iterator[Launch]:
     for dtype, common in (("bf16", True), ("fp16", False)):
-        arguments: dict[str, Any] = {"key": f"*{dtype}", "mean": "*fp32", "rounded": "*i8", "scales": "*fp32"}
-        arguments |= dict.fromkeys(("step_kb", "step_kh", "step_k"), 64) | {"num_heads": "i32", "num_keys": "i32"}
-        arguments |= {"width": head_dim, **merge.block_of(head_dim)}
+        args: dict[str, Any] = {"key": f"*{dtype}", "mean": "*fp32", "rounded": "*i8", "scales": "*fp32"}
+        args |= dict.fromkeys(("step_kb", "step_kh", "step_k"), 64) | {"num_heads": "i32", "num_keys": "i32"}
+        args |= {"width": head_dim, **merge.block_of(head_dim)}
         name = f"round keys {dtype}, D = {head_dim}"
-        yield Launch(attention_int8.round_keys_kernel, name, arguments, merge.NUM_WARPS, common)
+        yield Launch(attention_int8.round_keys_kernel, name, args, merge.NUM_WARPS, common)
 
 
 def _of_residuals() -> Iterator[Launch]:
@@ -259,11 +254,11 @@ def _of_residuals() -> Iterator[Launch]:
             residual.change_kernel, f"change {dtype}", {**tensors, **numbers, **block}, residual.NUM_WARPS, common
         )
         for residuals in range(1, residual.MOST_RESIDUALS + 1):
-            arguments: dict[str, Any] = dict.fromkeys(("entry", "x", "y", "z", "out"), f"*{dtype}")
-            arguments |= dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
-            arguments |= {"num_elements": 16, "RESIDUALS": residuals, "BLOCK": residual.BLOCK}
+            args: dict[str, Any] = dict.fromkeys(("entry", "x", "y", "z", "out"), f"*{dtype}")
+            args |= dict.fromkeys(("of_x", "of_y", "of_z"), "fp32")
+            args |= {"num_elements": 16, "RESIDUALS": residuals, "BLOCK": residual.BLOCK}
             name = f"forecast {dtype} of {residuals}"
-            yield Launch(residual.forecast_kernel, name, arguments, residual.NUM_WARPS, common)
+            yield Launch(residual.forecast_kernel, name, args, residual.NUM_WARPS, common)
     sums = {"sums": "*fp32", "totals": "*fp32", "num_chunks": "i32", "BLOCK": residual.BLOCK, "STEPS": 1}
     yield Launch(residual.add_up_kernel, "change, adding up", sums, residual.NUM_WARPS)
 
@@ -274,15 +269,15 @@ def _of_norms() -> Iterator[Launch]:
         for last in (False, True):
             name = f"{dtype}, channels {'last' if last else 'first'}"
             steps = {"batch_step": 64, "channel_step": 1 if last else 64, "step": 64 if last else 1}
-            known: dict[str, Any] = {"x": f"*{dtype}", "parts": "*fp32", "size": 64, "groups": "i32", **steps}
-            known |= {"channels": 16 if last else 1, "group_step": 64, **norm.block_of(16 if last else 1)}
-            known |= {"STEPS": norm.STEPS}
-            yield Launch(norm.moments_kernel, f"moments {name}", known, norm.NUM_WARPS, common)
-            known = {**steps, **{f"out_{step}": size for step, size in steps.items()}, "eps": "fp32", "size": 64}
-            known |= {**dict.fromkeys(("x", "out", "weight", "bias"), f"*{dtype}"), "channels": 64, "per_group": 16}
-            known |= {**dict.fromkeys(("of_ranks", "shares"), "*fp32"), "groups": "i32", "RANKS": 2}
-            known |= {"HAS_WEIGHT": True, "HAS_BIAS": True, **norm.block_of(norm.CHANNELS if last else 1)}
-            yield Launch(norm.normalize_kernel, f"normalize {name}", known, norm.NUM_WARPS, common)
+            args: dict[str, Any] = {"x": f"*{dtype}", "parts": "*fp32", "size": 64, "groups": "i32", **steps}
+            args |= {"channels": 16 if last else 1, "group_step": 64, **norm.block_of(16 if last else 1)}
+            args |= {"STEPS": norm.STEPS}
+            yield Launch(norm.moments_kernel, f"moments {name}", args, norm.NUM_WARPS, common)
+            args = {**steps, **{f"out_{step}": size for step, size in steps.items()}, "eps": "fp32", "size": 64}
+            args |= {**dict.fromkeys(("x", "out", "weight", "bias"), f"*{dtype}"), "channels": 64, "per_group": 16}
+            args |= {**dict.fromkeys(("of_ranks", "shares"), "*fp32"), "groups": "i32", "RANKS": 2}
+            args |= {"HAS_WEIGHT": True, "HAS_BIAS": True, **norm.block_of(norm.CHANNELS if last else 1)}
+            yield Launch(norm.normalize_kernel, f"normalize {name}", args, norm.NUM_WARPS, common)
     merged = {
         "x": "*bf16",
         "parts": "*fp32",
@@ -293,27 +288,3 @@ def _of_norms() -> Iterator[Launch]:
     }
     merged |= {"group_step": 64, "BLOCK": norm.BLOCK, "STEPS": 1}
     yield Launch(norm.merge_kernel, "moments, merged", merged, norm.NUM_WARPS)
-
-
-def main() -> None:
-    """Compile every launch for every GPU and write what the compiler reports."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", default="", help="compile launches with this in their name; the others stay as they are"
-    )
-    only = parser.parse_args().only
-    written = read_results("kernel_resources")["launches"] if only else []
-    rows = []
-    for launch in launches():
-        if only not in launch.name:
-            rows += [row for row in written if row["launch"] == launch.name]
-            continue
-        for arch in ARCHS:
-            compiled = launch.compiled(arch)
-            sizes = {name: getattr(compiled, name) for name in ("registers", "spills", "shared", "threads")}
-            rows.append({"launch": launch.name, "common": launch.common, "arch": arch, **sizes})
-    print(write_results("kernel_resources", {"launches": rows}, "triton"))
-
-
-if __name__ == "__main__":
-    main()
