@@ -59,7 +59,7 @@ class WrapperPriority(IntEnum):
     PLAN = auto()
     # If a submodule returns all tokens, the patch is taken inside the plan, before the plan shards the output.
     PATCH_OUTPUTS = auto()
-    # The cache compares the sharded outputs of a block, so it runs inside the plan.
+    # The cache compares the sharded outputs of blocks, so the cached block runs inside the plan.
     CACHED_BLOCK = auto()
     # Stages run inside the cache, because a block that the cache skips must not wait for another stage.
     STAGED_BLOCK = auto()
@@ -257,8 +257,7 @@ class ModuleTree:
         return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)
 
 
-# The wrappers of an instance. Key: (key of the wrapper, method). Value: (position, wrapper, whether copies without this
-# wrapper are permitted).
+# Wrappers maps (key of a wrapper, method) to (position, wrapper, whether copies without this wrapper are permitted).
 Wrappers = Mapping[tuple[str, str], tuple[WrapperPriority, Around, bool]]
 
 
@@ -315,7 +314,7 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
 
 
 def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``module``, which was compiled in place, with its original class. The module's wrappers call this innermost.
+    """Call ``module``, which was compiled in place, with its original class. The module's innermost wrapper calls this.
 
     Dynamo compiles once per class. With the original class, all blocks of a model share graphs even if their wrappers
     differ.

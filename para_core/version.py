@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 def version_and_sources() -> str:
     """Return the version of para_core and a digest of its source files, including adapters and kernels.
 
-    The result is equal on two hosts that have the same code.
+    The result is equal on two hosts with the same code, if para_core is installed on both, or a checkout on both.
     """
     here = Path(__file__).parent
     # In a checkout, adapters/ and kernels/ are siblings of this folder. In an installed package they are inside it.

@@ -63,7 +63,7 @@ class Choices:
             )
 
     def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
-        """Yield these choices, then alternatives to try if no mesh fits: the VAE in host memory, then int8 weights."""
+        """Yield these choices, then alternatives to try if no mesh fits: VAE in host memory, int8 weights, and both."""
         in_host_memory: Literal["first", "offload"] = "first" if ranks > 1 else "offload"
         placements = [self.vae_placement]
         placements += [in_host_memory] if self.vae_placement is None and weights.vae else []

@@ -80,8 +80,8 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Properties of the software. The defaults describe para_core; other values describe the software behind published
-    tables.
+    """Properties of the software. The defaults describe para_core. Other values can describe other software, to predict
+    its published figures.
 
     Args:
         compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
@@ -357,7 +357,7 @@ def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -
 def region_share(own: CallWork, ranks: int) -> float:
     """Return the fraction of a call's tokens that the first of ``ranks`` ranks holds; 1 if no tokens are sharded.
 
-    The fraction is that of the longest sharded sequence of queries.
+    Only the longest sharded sequence of queries is considered.
     """
     longest: tuple[Tokens, ...] = max(
         (x.queries for x in own.operations if isinstance(x, CountedAttention) and any(y.sharded for y in x.queries)),

@@ -1,7 +1,7 @@
 """Check a machine in one minute: versions, backends, attention over the ranks, links, host and memory.
 
-Prints a table on rank 0, and writes a JSON file that :func:`plan_mesh` accepts as ``measured=``. A check that raises is
-reported as broken, with its error, and the next check runs.
+Rank 0 prints a table, and with --output writes a JSON file that :func:`plan_mesh` accepts as ``measured=``. A check
+that raises is reported as broken, with its error, and the next check runs.
 """
 
 from __future__ import annotations

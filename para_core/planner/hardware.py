@@ -139,7 +139,7 @@ _BLOG = (
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
 # Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
 _PCIE5 = 45e9
-# The positional arguments of Device are name, products, memory, bandwidth, multiprocessors, link, of_products,
+# The positional arguments of each Device are name, products, memory, bandwidth, multiprocessors, link, of_products,
 # of_attention and of_convolutions.
 DEVICES = {
     x.name: x
@@ -220,8 +220,8 @@ LINKS = {
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# Users may name a link without its generation, such as "nvlink". This is the generation that each device has; devices
-# that are missing here have the _DEFAULT_GENERATION.
+# The generation of each device's links. It is used if the user names a link without its generation, such as "nvlink".
+# Devices that are missing here have the _DEFAULT_GENERATION.
 _GENERATIONS = {
     "nvlink": {
         **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),

@@ -112,8 +112,9 @@ def _judge_bandwidth(name: str, text: str, bandwidth: float, ranks: Ranks) -> Fi
 def _exchange(
     ranks: Ranks, group: ProcessGroup, size: int, index: int, large: int, *, ring: bool
 ) -> tuple[float, float]:
-    """Return the seconds of a small exchange (the latency), and the bytes per second of a large one, on the slowest
-    rank.
+    """Return the seconds of a small exchange (the latency), and the bytes per second of a large exchange.
+
+    Both are those of the slowest rank.
 
     Args:
         size: Number of ranks of ``group``.

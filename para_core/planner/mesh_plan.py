@@ -212,7 +212,7 @@ def communicators(shape: MeshShape) -> int:
     """Return the largest number of NCCL communicators that a rank of a mesh holds.
 
     There is one communicator for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair
-    of a sender and a receiver has another one. The last stage takes part in most pairs: it receives tokens from the
+    of a sender and a receiver has one of its own. The last stage takes part in most pairs: it receives tokens from the
     stage before it, and sends its output to all other stages.
 
     >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))

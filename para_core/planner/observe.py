@@ -81,8 +81,8 @@ class _ModelObserver(TorchFunctionMode):
         # last. A list contains the descriptions of the calls that are still to come. Its last description is never
         # removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
-        # A stack with an entry for each running module with linear attention, the innermost module last: the names of
-        # the summing functions that the module has called.
+        # A stack with an entry for each running module with linear attention, the innermost module last: the module's
+        # description in the plan, and the names of the summing functions that it has called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -257,8 +257,8 @@ class _ModelObserver(TorchFunctionMode):
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
     def _assign_joint_rows(self) -> None:
-        """Set the segments of products whose rows belong to no segment, but are as many as the queries of an attention
-        call.
+        """Give products that belong to no segment the segments of an attention call's queries, if they have as many
+        rows.
 
         Such rows are the tokens of several segments, concatenated in an order that only the attention call shows.
         """

@@ -308,8 +308,8 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     parts = [part.map(of_rank) for part in call.parts]
     rounds = [[replace(call, parts=parts)] * work.branches]
     sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
-    # Predict a later step, as two steps minus the first step. The first step differs, because calls with new sizes are
-    # computed by all ranks.
+    # Compute the bytes of a later step as those of two steps minus those of the first step. The first step differs,
+    # because all ranks compute a call with new sizes.
     two_dims = shape.ring_method == "2d"
     both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
     summed = sum(

@@ -16,8 +16,8 @@ from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel
 # Two more operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH = {*NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# The number of kernels that each of these operators launches on CUDA. They are not looked into, because their CPU
-# versions may consist of several operators.
+# The number of kernels that each of these operators launches on CUDA. The operators inside them are not counted,
+# because there are such operators only on the CPU.
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,

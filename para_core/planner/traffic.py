@@ -68,7 +68,7 @@ class CountedAttention:
 
 @dataclass(frozen=True)
 class CountedGather:
-    """A gather of ``tokens`` in an input or an output of a module, with the number of bytes per token."""
+    """A gather of ``tokens``, in an input or an output of a module. Each token has ``bytes_per_token`` bytes."""
 
     tokens: Tokens
     bytes_per_token: int

@@ -105,7 +105,7 @@ class Weights:
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
 
     def in_host_memory(self, placement: Placement) -> float:
-        """Return the bytes of weights that each rank keeps in host memory."""
+        """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
         encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0
         vae = self.vae if placement.vae_waits else 0.0
         return encoders + vae + self.transformers * self.copied(placement)
