@@ -30,7 +30,7 @@ ROUNDINGS = 32
 
 @dataclass(frozen=True)
 class Reference:
-    """Pixels generated on one rank, and how strongly they depend on rounding.
+    """Pixels generated on one rank, and their sensitivity to rounding.
 
     Args:
         pixels (`np.ndarray`): Float32, from 0 to 1.

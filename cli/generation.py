@@ -127,7 +127,7 @@ def make_task(
 
 
 def _room_of_rank(ranks: int) -> float:
-    """Return the bytes that a rank may hold: the memory of its GPU, else that of the machine divided by ``ranks``."""
+    """Return the bytes that a rank may hold: the memory of its GPU, else the machine's memory divided by ``ranks``."""
     if torch.cuda.is_available():
         return bytes_of_device()
     return bytes_of_device() * (os.cpu_count() or 1) / ranks

@@ -76,7 +76,7 @@ def in_torchrun() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of each replica: ``requested``, else those of torchrun, else one per available GPU.
+    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else one per available GPU.
 
     Raises:
         typer.BadParameter: If the numbers contradict the ranks of torchrun or the GPUs of this machine.

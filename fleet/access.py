@@ -89,7 +89,7 @@ def require_host(http: HttpRequest) -> str:
 
 
 def _encodings(key: str) -> tuple[bytes, ...]:
-    """Return the byte strings as which clients may send ``key``: most encode headers in UTF-8, some in Latin-1."""
+    """Return the bytes that clients may send for ``key``: most clients encode headers in UTF-8, some in Latin-1."""
     encodings = [key.strip().encode()]
     with contextlib.suppress(UnicodeEncodeError):
         encodings.append(key.strip().encode("latin-1"))

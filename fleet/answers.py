@@ -86,8 +86,8 @@ async def answer_events(
     """Yield the server-sent events of a job, encoded.
 
     The last events are one ``completed`` for each file of the result, or one ``error``. Before them come
-    ``partial_image`` events if the request asks for previews, and if it asks for ``progress``, one ``accepted`` and a
-    ``progress`` with the number of finished steps.
+    ``partial_image`` events if the request asks for previews. If it asks for ``progress``, there are also one
+    ``accepted``, and ``progress`` events with the number of finished steps.
 
     Args:
         waiting (`asyncio.Future[Result]`): Gives the result, or raises :class:`RequestError`.

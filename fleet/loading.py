@@ -110,7 +110,7 @@ def _load_whole(
     device: str,
     encode_first: EncodeFirst | None,
 ) -> Any:
-    """Load the pipeline with all weights and LoRAs on this rank. Move to ``device`` what does not stay in host memory.
+    """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host memory.
 
     Args:
         weights: How the caller will shard the weights, None for not at all.

@@ -43,8 +43,7 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Activate ``lora`` next to the recipe's LoRAs, and load it if necessary. None activates only the recipe's
-        LoRAs.
+        """Activate the recipe's LoRAs and, unless None, ``lora``, which is loaded if necessary.
 
         Raises:
             ValueError: If ``lora`` cannot be loaded. The previous LoRA then stays active.

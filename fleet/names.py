@@ -32,7 +32,8 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     """Return the lines to generate and the finished lines, each with the name of its files.
 
     A line is finished if the folder has a complete result with its digest. A line to generate is named by its number,
-    such as ``cat-00001`` if ``name`` is ``cat``. If the folder has files of that name, it gets an unused number.
+    such as ``cat-00001`` if ``name`` is ``cat``. If the folder already has files of that name, the line gets an unused
+    number.
     """
     prefix = "" if name is None else f"{name}-"
     pattern = re.compile(re.escape(prefix) + r"(\d{5,})(-\d+)?\.\w+")

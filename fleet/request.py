@@ -152,8 +152,8 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
     """Return the type by which pydantic validates a parameter with this annotation; Any if JSON has no such type.
 
-    ``str`` becomes ``str | list[str]``, because many pipelines accept a batch of strings. It stays ``str`` if
-    ``is_item``, which says that ``annotation`` is that of a list's items.
+    ``str`` becomes ``str | list[str]``, because many pipelines accept a batch of strings. With ``is_item``,
+    ``annotation`` is the annotation of a list's items, and ``str`` remains ``str``.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -337,8 +337,8 @@ def _read_images(name: str, value: str | list[str], read: Callable[[str], bytes]
 
 
 def _require_json(name: str, value: Any) -> None:
-    # pydantic does not check a value of type Any. It may contain a lone surrogate, which no tokenizer accepts, or NaN,
-    # which would make the image black.
+    # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no tokenizer
+    # accepts, or NaN, which would make the image black.
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

@@ -15,7 +15,7 @@ Message = MutableMapping[str, Any]
 class RequestLog:
     """ASGI middleware that appends one JSON object per finished HTTP request to a file.
 
-    It has time, client, method, path, status, seconds and bytes, but never the body, the API key or the query string.
+    The object has time, client, method, path, status, seconds and bytes, but never the body, API key or query string.
 
     Args:
         app (`Callable`): The ASGI application.

@@ -1,6 +1,6 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-It generates through a :class:`para_core.fleet.jobs.Backend`. :mod:`para_core.fleet.serving` runs it on Ray.
+The server generates through a :class:`para_core.fleet.jobs.Backend`. :mod:`para_core.fleet.serving` runs it on Ray.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: 
 def generate_batch(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, *, format_: str, fps: int, watch: Watch
 ) -> list[Result] | None:
-    """Run one call of the pipeline for requests with the same :func:`~para_core.fleet.request.batch_key`, and return a
-    result for each.
+    """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each.
 
     Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
     """
@@ -115,7 +114,7 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
     """Call ``pipe`` once for requests with the same ``batch_key``, and return its output. A collective call.
 
     Args:
-        options: Further arguments of the call. They override those of the requests.
+        options: Further arguments of the call. They override arguments of the requests.
     """
     # CPU generators give the same noise on every device. Each request has its own generator, so that it gives the same
     # result in a batch as alone.
@@ -166,9 +165,9 @@ def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_
 def step_callback(
     pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Return ``{"callback_on_step_end": function}``, where the function calls those of ``watch`` after each step.
+    """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
 
-    Empty if the pipeline's call has no such parameter.
+    Return an empty dict if the pipeline's call has no such parameter.
     """
     if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}

@@ -119,8 +119,8 @@ def _tiles(
 def _rounded(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.constexpr, D_END: tl.constexpr):
     """Round queries to int8.
 
-    Returns the two blocks of rounded queries, the scale of each query's scores, and what ``mean``, which was subtracted
-    from the keys, would add to the scores.
+    Returns the two blocks of rounded queries, the scale of each query's scores, and the number that each query's scores
+    lack because ``mean`` was subtracted from the keys.
     """
     dims = tl.arange(0, D)
     x = x.to(tl.float32)

@@ -33,8 +33,8 @@ def moments_kernel(
     chunk, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x += (group // groups) * batch_step + (group % groups) * group_step
     channel = tl.arange(0, CHANNELS)[:, None].to(tl.int64)
-    # Subtract the first element of the group from all elements. If they are far from zero, they are usually close to
-    # it, so the differences are small and keep their precision.
+    # Subtract the first element of the group from all elements. Elements far from zero are usually close to each other,
+    # so the differences are small and keep their precision.
     origin = tl.load(x).to(tl.float32)
     count = tl.zeros((CHANNELS, SIZE), tl.float32)
     mean = tl.zeros((CHANNELS, SIZE), tl.float32)

@@ -28,8 +28,8 @@ MOTIF = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Split after this layer: the model makes attention masks from the number of tokens, and they must cover
-            # this rank's keys only.
+            # Split after this layer: the model makes attention masks from the number of tokens, which must be this
+            # rank's number.
             "x_embedder": {0: Split(dim=1, segment="video")},
             "transformer_blocks.*": {"image_rotary_emb": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},

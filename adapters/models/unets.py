@@ -13,8 +13,9 @@ class UnetAdapter:
     Args:
         unet: Name of the class.
         pipelines: Names of its pipelines as users know them, for messages; empty for a ControlNet.
-        images: Names of the arguments ``[..., H, W]`` whose rows are sharded. The rows of the first one are split over
-            the ranks. The others must have a multiple of its number of rows, and are split at the same places.
+        images: Names of the arguments ``[..., H, W]`` whose rows are sharded. The rows of the first argument are split
+            over the ranks. The other arguments must have a multiple of its number of rows, and are split in the same
+            proportion.
     """
 
     unet: str

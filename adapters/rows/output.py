@@ -87,8 +87,8 @@ def _gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim, gather: Gather) -> Ten
     fetched = start_fetch(x, rows, wanted, ranks)()
     if fetched:
         return fetched[0].contiguous()
-    # This rank does not get the output. It returns zeros of the same shape, expanded from one element so that they take
-    # no memory.
+    # This rank does not get the output. Return zeros of the same shape, expanded from one element so that they take no
+    # memory.
     return x.new_zeros(()).expand([*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]])
 
 

@@ -79,7 +79,7 @@ class UnetRun:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         sample = inputs.get(self.images[0])
         if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
-            # Invalid arguments go to the model unchanged, because its own error explains them best.
+            # Pass invalid arguments to the model unchanged, because the model's own error explains them best.
             return call(unet, *args, **kwargs)
         if not self.inputs_verified:
             self.require_equal(inputs)
