@@ -1,6 +1,7 @@
 """Entry point of the command ``para_core`` and of ``python -m para_core``.
 
-The command line itself is in :mod:`para_core.cli`, which needs the extra ``cli`` (``pip install para_core[cli]``).
+The command line itself is in :mod:`para_core.cli`, which needs the extra ``cli`` (in a checkout:
+``pip install '.[cli]'``).
 """
 
 from __future__ import annotations
