@@ -1,5 +1,5 @@
-"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. This code works
-on tensors only; :mod:`~para_core.plans.region` calls it around modules.
+"""Apply the rules of a plan to tensors: shard them, gather them, or record how many tokens they hold. The wrappers of
+modules, which call this code, are in :mod:`~para_core.plans.region`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RuleExecutor:
     """An executor of plan rules on the tensors of one model call at a time.
 
     :attr:`segments` holds the segments that the rules of the current call have sharded or replicated so far, by name.
-    Later rules refer to them. The caller clears it after each call. It is a dict, because Dynamo 2.13 loses an
-    attribute that is set both before and after torch.cond, which a First Block Cache adds.
+    Later rules refer to these segments. The caller clears :attr:`segments` after each call. The attribute is a dict,
+    because Dynamo 2.13 loses an attribute that is set both before and after torch.cond, which a First Block Cache adds.
 
     Args:
         mesh: The ranks that hold the sequence.
@@ -258,7 +258,7 @@ class RuleExecutor:
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
             return type(output)([*gathered, *output[len(gathered) :]])
-        # A ModelOutput is an ordered dict whose entries are also attributes, so it is changed in place.
+        # Change a ModelOutput in place, because its entries are also attributes.
         for key, gather in zip(list(output.keys()), gathers, strict=False):
             output[key] = self._gather(output[key], gather)
         return output

@@ -15,8 +15,8 @@ from para_core.torch_internals import function_mode_stack
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim over which the samples of the current call of ``module`` are split; None if they are not
-    split.
+    """Return the mesh dim over which the samples of the current call of ``module`` are split; None if no dim splits
+    them.
     """
     region = region_of(module)
     return None if region is None else region.sharing_samples

@@ -15,7 +15,7 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
     """Return ``x`` with ``halo.size`` rows of the previous rank before it and ``halo.size`` rows of the next rank after
     it.
 
-    The first and the last rank get rows on one side only. Collective.
+    The first and the last rank of the sequence get rows on one side only. Collective.
 
     Args:
         x: This rank's rows of ``segment`` along ``halo.dim``.
@@ -60,8 +60,8 @@ def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
     before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size
     size = first.numel()
     sizes = [size * ((rank == before) + (rank == behind)) for rank in range(dim.size)]
-    # all_to_all orders what it sends by peer rank. With two ranks, the same peer is both the previous and the next
-    # rank, so it gets both parts.
+    # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is both the
+    # previous and the next rank, and gets both parts.
     sent = [first, last] if before <= behind else [last, first]
     arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
     earlier, later = (part.view(first.shape) for part in arrived.split([size, size]))

@@ -19,7 +19,8 @@ from para_core.plans.plan import AttentionByHeads
 
 
 class HeadExchange:
-    """The two exchanges in one call of a module: ``[B, S_local, H * D]`` to ``[B, S, H_local * D]``, and back.
+    """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to ``[B, S, H_local *
+    D]``, and the exchange back.
 
     Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. The attribute ``own`` is
     (first head, number of heads) of this rank.
@@ -45,7 +46,8 @@ class HeadExchange:
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-        # Each step of the exchange is (mesh dim, tokens of each rank along it, heads of each rank along it).
+        # Each step of the exchange is (mesh dim, tokens of each rank along this dim, heads of each rank along this
+        # dim).
         of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
         first, count = of_ulysses[mesh.ulysses.index]
         of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
@@ -71,8 +73,8 @@ class HeadExchange:
         this rank's heads. Collective.
 
         Raises:
-            RuntimeError: The module did not call each of its projections exactly once, for example because they are
-                fused.
+            RuntimeError: The module did not call each of its projections exactly once, for example because the
+                projections are fused.
         """
         if self._entered != len(self.attention.projections):
             raise RuntimeError(

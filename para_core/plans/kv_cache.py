@@ -1,8 +1,8 @@
 """Key-value caches of decoders under a plan: after each call every rank holds the keys and values of all tokens.
 
-In a call whose tokens are sharded, the model appends only this rank's tokens to the cache. They are gathered after the
-call, so that in a later call a single new token, which no plan shards, attends to all tokens on every rank. The
-``DynamicCache`` of transformers is recognised by its attributes, without importing transformers.
+In a call whose tokens are sharded, the model appends only this rank's tokens to the cache. The tokens of all ranks are
+gathered after the call, because a single new token in a later call, which no plan shards, must attend to all tokens on
+every rank. The ``DynamicCache`` of transformers is recognised by its attributes, without importing transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import SequenceMesh
 
-# Name of the segment of keys that earlier calls cached; they precede the keys of the current call. Its length is
-# inferred from the number of keys.
+# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. The length of the
+# segment is inferred from the number of keys.
 PAST = "past of a key-value cache"
 
 
@@ -45,8 +45,8 @@ class CachesOfCall:
         self.hold_tokens = any(before.values is not None for before in self._layers.values())
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
-        """Complete the caches in place: replace the tokens that this rank appended during the call by those of all
-        ranks. Collective.
+        """Complete the caches in place: replace the tokens that this rank appended during the call by the tokens that
+        all ranks appended. Collective.
 
         Caches are looked for in ``arguments`` and in ``output``. Does nothing if no segment is sharded.
 

@@ -60,7 +60,7 @@ _WAY_OUT = (
 
 
 def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
-    """Return the sum of ``x`` over all sequence ranks, with the same bits on each of them. Collective."""
+    """Return the sum of ``x`` over all sequence ranks, with the same bits on every rank. Collective."""
     for dim in mesh.dims:
         x = all_gather(x[None], [1] * dim.size, 0, dim).sum(dim=0)
     return x

@@ -21,11 +21,12 @@ class ModuleRules:
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
-        gathers: The rule for each tensor of the output; None leaves the tensor as it is.
+        gathers: The rule for each tensor of the output; None leaves the tensor unchanged.
         attention: The segments of the submodule's attention calls, or another description of its attention.
         halo: The rows of neighbouring ranks that the submodule needs.
-        exchange: The exchange of tokens for heads at a projection of an :class:`AttentionByHeads`: ``"enter"`` applies
-            it to the submodule's output, ``"leave"`` undoes it in the submodule's input. None for other submodules.
+        exchange: The exchange of tokens for heads at a projection of an :class:`AttentionByHeads`: ``"enter"``
+            exchanges the submodule's output, and ``"leave"`` undoes the exchange in the submodule's input. None for
+            other submodules.
     """
 
     name: str = ""
@@ -81,7 +82,7 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the submodules whose full names match ``pattern``, by name.
 
-    The name of a compiled submodule (``OptimizedModule``) is the one it had before it was compiled.
+    A compiled submodule (``OptimizedModule``) keeps the name of the original submodule.
     """
     parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _with_last_index(module, pattern)])
@@ -111,7 +112,7 @@ def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
 
 
 def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
-    """Return a rule for a module's output as a tuple with one gather for each tensor."""
+    """Return ``rule``, for the output of a module, as a tuple with one entry for each output tensor."""
     return (rule,) if isinstance(rule, Gather) else tuple(rule)
 
 

@@ -20,10 +20,10 @@ class Split:
 
     Args:
         dim (`int`): The dim to split.
-        segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Once it is split, attention is
-            intercepted.
-        like (`str`, *optional*): Instead of ``segment``: name of a segment for which the tensor has one entry per
-            token, such as position ids.
+        segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Attention is intercepted after
+            the first split of a segment in a call.
+        like (`str`, *optional*): Instead of ``segment``: name of a segment that the tensor accompanies with one entry
+            per token, such as position ids.
         ndim (`int`, *optional*): Expected number of dims. A tensor with ``segment`` and another number of dims is an
             error. A tensor with ``like`` and fewer dims has no dim for tokens and is replicated, such as a timestep per
             sample instead of per token.
@@ -62,9 +62,9 @@ class Replicate:
 class Count:
     """A rule that reads from an argument how many tokens ``segment`` has, before the segment itself is split.
 
-    The argument is a nested list that stays as it is. The number is the product of the list at the indices ``at``: with
-    ``img_shapes``, a list of images per sample with ``(frames, height, width)`` each, ``at=(0, -1)`` is ``frames *
-    height * width`` of the last image of the first sample.
+    The argument is a nested list, which is passed on unchanged. The number is the product of the list at the indices
+    ``at``: with ``img_shapes``, a list of images per sample with ``(frames, height, width)`` each, ``at=(0, -1)`` is
+    ``frames * height * width`` of the last image of the first sample.
     """
 
     segment: str
@@ -73,14 +73,14 @@ class Count:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """A rule for an int argument n: replace it by how many of the first n tokens of ``segment`` this rank holds."""
+    """A rule that replaces an int argument n by how many of the first n tokens of ``segment`` this rank holds."""
 
     segment: str
 
 
 @dataclass(frozen=True)
 class LastTokens:
-    """A rule for an int argument n: replace it by how many of the last n tokens of ``segment`` this rank holds."""
+    """A rule that replaces an int argument n by how many of the last n tokens of ``segment`` this rank holds."""
 
     segment: str
 
@@ -93,7 +93,7 @@ class Gather:
         dim (`int`): The dim to gather along.
         segment (`str`): Name of the segment.
         per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the segment; None to
-            infer it from the size of ``dim``.
+            infer the number from the size of ``dim``.
         after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by replicated
             entries.
         then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by replicated
@@ -109,7 +109,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Entries:
-    """Rules for the entries of a tuple or list argument, one for each; None leaves an entry as it is.
+    """Rules for the entries of a tuple or list argument, one for each; None leaves an entry unchanged.
 
     Only for tensors that accompany tokens, such as position ids, not for the tokens themselves.
     """
@@ -147,9 +147,9 @@ class Attention:
         queries (`tuple[str, ...]`): The segments of the queries.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
         mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded. ``"keys"``:
-            the columns are this rank's keys only, so they are gathered. ``"pairs"``: an entry says whether two tokens
-            of this rank are both valid, so the diagonal is used as the key mask. By default the form follows from the
-            size of the mask.
+            the columns are only this rank's keys, and are gathered from all ranks. ``"pairs"``: an entry says whether
+            two tokens of this rank are both valid, so the diagonal is used as the key mask. By default the form follows
+            from the size of the mask.
     """
 
     queries: tuple[str, ...]
@@ -159,7 +159,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class OneForEach:
-    """Attention of a module that makes one attention call for each entry of a list argument, and then one more.
+    """Attention of a module that makes one attention call for each entry of a list argument, and then one further call.
 
     Args:
         parameter (`str`): Name of the parameter with the list. None counts as an empty list.
@@ -214,7 +214,7 @@ class AttentionByHeads:
     caches: tuple[tuple[str, int], ...] = ()
 
 
-# The types of the values of Plan.attention.
+# The type of a value of Plan.attention: how a module attends.
 Attending = tuple[Attention, ...] | OneForEach | LinearAttention | AttentionByHeads
 
 
@@ -273,14 +273,14 @@ class Plan:
         attention (`Mapping[str, ...]`, *optional*): The attention of submodules, by module name: a tuple with an
             :class:`Attention` for each attention call (the last one also for all further calls), or an
             :class:`OneForEach`, :class:`LinearAttention` or :class:`AttentionByHeads`. If several names match a
-            submodule, the first one counts.
+            submodule, the first name counts.
         halos (`Mapping[str, Halo]`, *optional*): Submodules that need rows of neighbouring ranks, by module name.
         refused (`Mapping[str, str]`, *optional*): Parameters of the model's ``forward`` that raise if given, because
             they are not supported in parallel, each with the reason.
         batched (`Mapping[str, int | None]`, *optional*): Parameters that can be split along a ``batch`` mesh dim,
             because they hold all samples or all CFG branches, each with its dim of samples (None for a list with one
-            entry per sample). The number of samples is read from the first one. If empty, samples cannot be split, and
-            CFG branches must be passed in separate calls.
+            entry per sample). The number of samples is read from the first of these parameters. If empty, samples
+            cannot be split, and CFG branches must be passed in separate calls.
         common (`tuple[str, ...]`, *optional*): Further parameters that may hold tensors. They apply to all samples, so
             they are not split along ``batch``.
         unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them is given,

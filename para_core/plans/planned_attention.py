@@ -29,7 +29,7 @@ from para_core.plans.kv_cache import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 
-# Maximum number of MeshAttention objects that are cached per model. If it is reached, the cache is emptied.
+# Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
@@ -56,10 +56,10 @@ class PlannedAttention:
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
         prepared: The store of :class:`MeshAttention` objects, kept between calls of the model.
         attn_func: Computes local attention, as in :class:`MeshAttention`; None for the default.
-        bind: Binds a function to this call of the model, so that activation checkpointing can run it again in the
-            backward. None if nothing needs to be bound.
-        cross: Options for cross-attention. By default it uses ``options`` if its keys are sharded, and plain SDPA on
-            one device if they are replicated.
+        bind: Binds a function to this call of the model, so that activation checkpointing can recompute the function in
+            the backward. None if nothing needs to be bound.
+        cross: Options for cross-attention. By default, sharded keys use ``options``, and replicated keys plain SDPA on
+            one device.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class PlannedAttention:
 def layouts_on_one_device(
     num_queries: int, num_keys: int, ordered: bool = True
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys for attention on one device, which holds all of them."""
+    """Return the layouts of queries and keys for attention on one device, which holds all queries and keys."""
     # Use replicated segments, because mesh.alone() keeps this rank's index in the full mesh, and a segment that is
     # sharded over one rank has no part for that index.
     queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
@@ -250,7 +250,7 @@ def layout_of_segments(
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
-    # The remaining tokens belong to the one segment that was never sharded.
+    # The remaining tokens belong to the only segment in ``names`` that is not in ``segments``.
     remaining = held - local
     unknown = [name for name in names if name not in by_name]
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
@@ -304,14 +304,16 @@ class Interception:
         self._attending = [planned]
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Return a context manager; while it is entered, attention calls are intercepted."""
+        """Return a context manager that intercepts attention calls."""
         if self.mode is not None:
             return self.mode
         return at_the_dispatcher(self._attend, lambda: self._attending[-1].active[0])
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Turn interception off inside the ``with`` block: attention runs on one device, over the tokens it gets."""
+        """Turn interception off inside the ``with`` block: each attention call runs on one device, over the tokens of
+        its arguments.
+        """
         active = self.planned.active
         before, active[0] = active[0], False
         try:

@@ -7,14 +7,14 @@ from typing import Any
 
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
-# Parameter names of the token streams in diffusers models that publish a plan. They become the names of the segments.
+# Parameter names of the token streams in diffusers models that publish a plan. The segments get the same names.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
 def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     """Return a :class:`Plan` that is equivalent to a diffusers ``_cp_plan``.
 
-    The segments are ``hidden_states`` and ``encoder_hidden_states``; the one that the plan does not split is
+    The segments are ``hidden_states`` and ``encoder_hidden_states``; if the plan does not split one of the two, it is
     replicated. As everywhere in diffusers, a module named ``attn1`` is self-attention over ``hidden_states``, ``attn2``
     is cross-attention from ``hidden_states`` to ``encoder_hidden_states``, and any other module attends to both
     jointly.

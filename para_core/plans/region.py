@@ -1,7 +1,7 @@
 """Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their outputs.
 
-The module and its submodules are wrapped by :mod:`para_core.instance_patching`, so their code, hooks, ``forward`` and
-attributes stay as they are.
+The module and its submodules are wrapped by :mod:`para_core.instance_patching`, which leaves their code, hooks,
+``forward`` and attributes unchanged.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Region:
         # flex_attention, which take Python functions. Modules with either need an attention mode.
         self._must_use_mode = self._has_encoders or uses_flex_attention(module)
         attending = plan.attention.values()
-        # Cache parameters whose values differ between ranks, because each rank fills in the keys of its own heads. They
-        # are left out when arguments are compared.
+        # Cache parameters whose values differ between ranks, because each rank fills in the keys of its own heads. The
+        # comparison of arguments between ranks leaves these parameters out.
         self._caches_by_heads = {
             name for attention in attending if isinstance(attention, AttentionByHeads) for name, _ in attention.caches
         }
@@ -117,8 +117,8 @@ class Region:
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
-        # The wrapped submodules by name. attach() compares them with the current ones, because loading a LoRA replaces
-        # some.
+        # The wrapped submodules by name. attach() compares them with the model's current submodules, because loading a
+        # LoRA replaces some.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
@@ -147,7 +147,7 @@ class Region:
 
     @property
     def sharing_samples(self) -> MeshDim | None:
-        """The mesh dim over which the samples of the current call are split; None if they are not split."""
+        """The mesh dim over which the samples of the current call are split; None if no dim splits them."""
         return self._sharing_samples[-1] if self._sharing_samples else None
 
     @property
@@ -181,15 +181,15 @@ class Region:
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
                 return call(module, *args, **kwargs)
-            # The module was compiled before the plan was applied: run the compiled graph, and shard and gather outside
-            # of it.
+            # The module was compiled before the plan was applied, so run its compiled graph, and shard and gather
+            # outside of the graph.
             return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
 
         Raises:
-            RuntimeError: The module already runs in another thread, or it made no attention call that can be
+            RuntimeError: The module already runs in another thread, or the module made no attention call that can be
                 intercepted although its tokens are sharded.
             ValueError: An argument is refused by the plan or does not fit it, or a block mask was not sharded.
         """
@@ -314,7 +314,8 @@ class Region:
             interception.planned.active[0] = True
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names. Does nothing if they are already wrapped and none was replaced.
+        """Wrap the submodules that the plan names. Does nothing if these submodules are already wrapped and none of
+        them was replaced.
 
         Raises:
             ValueError: The plan names a module that does not exist.

@@ -16,7 +16,7 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples in ``value``; None if it is unknown.
+    """Return the number of samples in ``value``; None if the number is unknown.
 
     Args:
         value: A tensor with samples along ``dim``, or a list or tuple with an entry for each sample. If the tensors in

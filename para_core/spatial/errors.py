@@ -29,7 +29,7 @@ def unknown(func: Callable[..., Any], rows: RowTag | None, reason: str) -> Mixes
     """Return (not raise) an error that says that ``func`` cannot run on sharded rows.
 
     Args:
-        rows: The sharding of the tensor argument, for the message; None if it is not known.
+        rows: The sharding of the tensor argument, for the message; None if the sharding is not known.
         reason: What is not supported.
     """
     sharding = ""

@@ -141,7 +141,7 @@ def start_fetch(
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
     """Fetch and return the rows in this rank's range ``wanted[rank]``. Like :func:`start_fetch` with one range per
-    rank, but waits.
+    rank, but waits for the rows.
     """
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part

@@ -128,8 +128,8 @@ def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **paramete
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on this rank's rows. If the output has the shape of the first argument, it is sharded in the same
-    way.
+    """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like the first
+    argument.
 
     The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)`` does.
     """
@@ -206,7 +206,7 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     """Run a function that works along one dim, such as softmax or layer norm, on this rank's rows.
 
     Raises:
-        MixesRows: If it works along the sharded dim.
+        MixesRows: If ``func`` works along the sharded dim.
     """
     x, rows = only_first(func, args, kwargs)
     position, default = ALONG[name_of(func)]

@@ -17,7 +17,7 @@ from para_core.torch_internals import group_timeout
 
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
-    """Return one mesh dim with the ranks of all dims of ``mesh``. Every rank of the mesh must call it."""
+    """Return one mesh dim with the ranks of all dims of ``mesh``. Every rank of the mesh must call this function."""
     if isinstance(mesh, ProcessGroup):
         return of_group(mesh)
     guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
@@ -31,7 +31,7 @@ def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
 
 
 def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGroup]:
-    """Return the process groups of those dims of ``mesh`` that have several ranks."""
+    """Return the process group of each dim of ``mesh`` that has several ranks."""
     if isinstance(mesh, ProcessGroup):
         return [mesh]
     guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
@@ -39,7 +39,8 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
 
 
 def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
-    """Return a mesh dim of the first ``count`` of ``members``, which are global ranks. Only these ranks may call it.
+    """Return a mesh dim of the first ``count`` of the global ranks ``members``. Only these ``count`` ranks may call
+    this function.
 
     One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU memory.
     Otherwise a group with the backend and timeout of ``like`` is created at the first call, and reused by later calls.
@@ -53,7 +54,7 @@ def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: S
 
 
 def of_group(group: ProcessGroup | None) -> MeshDim:
-    """Return ``group`` as a mesh dim; a dim of size 1 for None."""
+    """Return a mesh dim with the ranks of ``group``; for None a dim of size 1."""
     if group is None or group.size() == 1:
         return MeshDim("rows", 1, 0, "", None)
     return MeshDim("rows", group.size(), group.rank(), group.group_name, group)

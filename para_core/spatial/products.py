@@ -91,7 +91,9 @@ def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Te
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``baddbmm`` with ``beta=0``, as attention code without a mask calls it. Another ``beta`` raises."""
+    """Run ``baddbmm`` with ``beta=0``, which attention code without a mask calls. Raises :class:`MixesRows` for another
+    ``beta``.
+    """
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:

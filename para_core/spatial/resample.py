@@ -101,7 +101,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         total = sizes[axis]
         factor = total // sum(rows.layout)
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
-        # For these factors torch rounds in the same way for local and global sizes, so each row can be repeated
+        # For these factors PyTorch rounds in the same way for local and global sizes, so each rank can repeat its rows
         # locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
             return tagged(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
@@ -175,7 +175,7 @@ def _span(resampling: _Resampling) -> tuple[int, int]:
 @kept_outside_graphs
 def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
     """Return the index of each input row that each output row combines, ``[taps, rows]``, counted from the first input
-    row that any of them needs.
+    row that any output row needs.
     """
     index = (_taps(resampling)[0] - _span(resampling)[0]).T
     return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)

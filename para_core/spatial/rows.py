@@ -137,10 +137,10 @@ class Overlapped:
 
 @lru_cache(maxsize=4096)
 def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
-    """Return the two steps of the :func:`convolution` with these arguments; None if it cannot be computed in two steps.
+    """Return the two steps of the :func:`convolution` with these arguments; None if two steps are not possible.
 
-    It cannot if ``extent`` is even or 1, if on some rank all output rows need a halo, or if the padding is wider than
-    half a window.
+    Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo, or if the
+    padding is wider than half a window.
 
     >>> plan = overlapped((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom

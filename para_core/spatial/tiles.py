@@ -125,7 +125,7 @@ class Tiles(TorchFunctionMode):
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return the tensor of a call's output, which may be a tuple (tensor, cache). The cache is not exchanged."""
+    """Return the tensor in the output of a call, which may be a tuple (tensor, cache). The cache is not exchanged."""
     x: Tensor = value[0] if isinstance(value, tuple) else value
     return x
 
@@ -136,7 +136,7 @@ class Pending:
 
     Args:
         get: Returns the value, after an exchange if necessary.
-        own: Returns the value without an exchange. Only called on the rank that computed it.
+        own: Returns the value without an exchange. Only called on the rank that computed the value.
     """
 
     def __init__(self, get: Callable[[], Any], own: Callable[[], Any]) -> None:
@@ -164,7 +164,9 @@ class Pending:
         self.value()[index] = _value(value)
 
     def __iter__(self) -> Any:
-        """Yield the output and the cache of a call that returns both. The cache stays on the rank that computed it."""
+        """Yield the output and the cache of a call that returns (output, cache). The cache stays on the rank that
+        computed it.
+        """
         yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
         yield Pending(lambda: self.own()[1], lambda: self.own()[1])
 

@@ -33,8 +33,8 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
 
 
 def lengths_to_check(total: int, ranks: int) -> tuple[int, ...]:
-    """Return the lengths to check: ``total`` and a shorter one, so that ``ranks`` divides one of them and not the
-    other.
+    """Return the lengths to check: ``total`` and a shorter length, such that ``ranks`` divides one of the two but not
+    the other.
 
     The shorter length is left out if it is less than ``ranks``, because many models fail on an empty part.
     """

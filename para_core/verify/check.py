@@ -116,11 +116,11 @@ def check_parallel(
 ) -> ParallelCheck:
     """Run ``model`` on virtual ranks, and compare the output with that of the unmodified model.
 
-    Each number of ranks is checked with ring and with Ulysses attention, at a length that the ranks divide evenly and
-    at one that they do not. The ranks are threads of this process, so neither a process group nor several devices are
-    needed. Each rank runs a copy of the model that shares its weights, in eval mode and without gradients. The model
-    itself, its buffers and the random state do not change. A wrong result is traced to the first module whose output
-    differs. An error on a rank is not raised but reported.
+    Each number of ranks is checked with ring and with Ulysses attention, at a length that is a multiple of the number
+    of ranks, and at a length that is not. The ranks are threads of this process, so neither a process group nor several
+    devices are needed. Each rank runs a copy of the model that shares its weights, in eval mode and without gradients.
+    The model itself, its buffers and the random state do not change. A wrong result is traced to the first module whose
+    output differs. An error on a rank is not raised but reported.
 
     Use the numbers of ranks and the lengths of your real runs, because some models compute differently depending on the
     length that a rank holds. In float16 and bfloat16 only large differences can be detected; check a float32 copy if
@@ -136,8 +136,8 @@ def check_parallel(
         plan (:class:`Plan` or `_cp_plan`, *optional*): A plan to check instead of ``UnifiedAttnMode``.
         forward (`Callable`, *optional*): A function that replaces the call of the model, for a model that creates its
             tokens itself. It is called as ``forward(cp, model, *inputs, **kwargs)`` under the ``UnifiedAttnMode``
-            ``cp``, and shards and gathers with ``cp.shard`` and ``cp.gather``. It must take all tensors from its
-            arguments. It returns the output of the model, or one tensor of it.
+            ``cp``, shards and gathers with ``cp.shard`` and ``cp.gather``, takes all tensors from its arguments, and
+            returns the output of the model, or one tensor of it.
         ranks (`int` or sequence of `int`, defaults to `(2, 3)`): Numbers of ranks.
         tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to 1e-4 for
             float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16.
@@ -310,7 +310,7 @@ def _mesh(method: Method, ranks: int) -> tuple[int, int]:
 def _error_of(
     outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any, *, some: bool
 ) -> float | str:
-    """Return the largest error of all output tensors, or the reason why they cannot be compared.
+    """Return the largest error of all output tensors, or the reason (`str`) why the outputs cannot be compared.
 
     Args:
         outputs: The output tensors of each rank.

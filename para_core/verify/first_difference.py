@@ -53,8 +53,8 @@ def first_difference(
 ) -> Difference:
     """Return the first recorded event, in order of time, in which the ranks differ from the unmodified model.
 
-    If all events agree, the result describes ``failure``; without a failure it says that code outside of the modules
-    differs.
+    If all events agree, the result describes ``failure``; without a failure the result says that code outside of the
+    modules differs.
 
     Args:
         module: The unmodified model.

@@ -28,13 +28,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
-    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity if it is NaN, None if the shapes do not fit.
+    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity instead of NaN, None if the shapes do not fit.
 
     Args:
         parts: The tensor of each rank: a copy of ``whole``, or the rank's part of it along one dim.
         whole: The whole tensor.
-        segments: The segments that were sharded or replicated. The tensor may hold several of them, concatenated in any
-            order. If several orders fit, the smallest error is returned.
+        segments: The segments that were sharded or replicated. The tensor may hold several segments, concatenated in
+            any order. If several orders fit, the smallest error is returned.
     """
     dim = sharded_dim([tuple(part.shape) for part in parts], tuple(whole.shape))
     if dim is None:

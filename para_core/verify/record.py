@@ -59,8 +59,8 @@ class Event:
     """The record of the start or the end of a module's call or of an attention call.
 
     For a module, the kinds are ``"call"`` and ``"return"``, with digests of its inputs or outputs. For an attention
-    call they are ``"attention"``, with digests of query, key and value, and ``"attended"``, with that of the output;
-    ``module`` is then the innermost module that is running.
+    call, the kinds are ``"attention"``, with digests of query, key and value, and ``"attended"``, with the digest of
+    the output; ``module`` is then the innermost module that is running.
     """
 
     kind: Kind
@@ -155,7 +155,7 @@ class _AttentionRecorder(TorchFunctionMode):
         mask = None if sdpa.attn_mask is None else tuple(sdpa.attn_mask.shape)
         call = AttentionRecord(sdpa.query.shape[-2], sdpa.key.shape[-2], mask, bool(sdpa.is_causal))
         name = recording.running[-1] if recording.running else ""
-        # The recorders of outer modules see the same call. `busy` keeps them from recording it again.
+        # The recorders of outer modules see the same call. `busy` keeps these recorders from recording the call again.
         recording.busy = True
         try:
             recording.note("attention", name, sdpa[:3], call)

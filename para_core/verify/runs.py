@@ -137,7 +137,9 @@ def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: M
 
 
 class _NotingMode(UnifiedAttnMode):
-    """A :class:`UnifiedAttnMode` that notes in ``result`` which tensors it has sharded and which segments it knows."""
+    """A :class:`UnifiedAttnMode` that notes in ``result`` the tensors that it has sharded and the segments that it
+    knows.
+    """
 
     def __init__(self, mesh: SequenceMesh, result: RankRun, inputs: ModelInputs) -> None:
         self._result, self._inputs = result, inputs
@@ -145,7 +147,7 @@ class _NotingMode(UnifiedAttnMode):
 
     def shard(self, x: Any, dim: int | None = None, **options: Any) -> Any:
         if dim is None:
-            # x is a BlockMask. Do not note it, because its tokens are also sharded as tensors.
+            # Do not note x, which is a BlockMask, because its tokens are also sharded as tensors.
             return super().shard(x, **options)
         part = super().shard(x, dim, **options)
         index = next((i for i, leaf in enumerate(self._inputs.leaves()) if leaf is x), None)

@@ -41,7 +41,7 @@ class _RankTurns:
     """The state that all ranks of one run share: whose turn it is, and how many ranks are running and waiting."""
 
     def __init__(self, running: int) -> None:
-        # The rank whose turn it is holds this lock. A thread never acquires it while it holds ``changed``, to avoid
+        # The rank that may run holds this lock. A thread never acquires ``turn`` while it holds ``changed``, to avoid
         # deadlocks.
         self.turn = threading.Lock()
         self.changed = threading.Condition()
@@ -53,11 +53,11 @@ class _RankTurns:
         """Wait until all ranks of ``meeting`` have arrived.
 
         The caller must hold ``changed`` and the turn. This method gives up the turn, and afterwards the caller must
-        acquire it again.
+        acquire the turn again.
 
         Returns:
-            True if all ranks have arrived. False if a rank failed, or if all running ranks are waiting, so that none
-                can arrive.
+            True if all ranks have arrived. False if a rank failed, or if all running ranks are waiting, so that no
+                other rank can arrive.
         """
         generation = meeting.generation
         meeting.waiting += 1
@@ -90,7 +90,7 @@ class _RankTurns:
 
 
 class _Meeting:
-    """A barrier for the ranks of one group, at which they exchange values."""
+    """A barrier at which the ranks of one process group exchange values."""
 
     def __init__(self, size: int, ranks: _RankTurns) -> None:
         self.sent: list[Any] = [None] * size

@@ -23,8 +23,8 @@ from para_core.weights.gradients import Gradients
 from para_core.weights.subclasses import consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
 
-# Parameters outside of the blocks with fewer elements than this stay on every rank. They are too small to be worth a
-# collective, and pipelines read some of them directly, such as the last norm of CLIP.
+# Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are not worth
+# a collective, and pipelines read some of them directly, such as the last norm of CLIP.
 LARGE = 2**20
 # Name of the module attribute with the Gradients record, from which gather_blocks restores requires_grad of the
 # parameters.
@@ -48,7 +48,7 @@ def shard_blocks(
     Args:
         module: The model. All ranks of ``mesh`` must hold the same weights and call the model equally often.
         blocks: Blocks of ``module``, in the order in which they run.
-        mesh: A mesh of one dim, or of two, ``replicate × shard`` (HSDP).
+        mesh: A mesh of one dim, or of the two dims ``replicate × shard`` (HSDP).
         offload_policy: FSDP2's policy for offloading. ``CPUOffloadPolicy()`` keeps this rank's shards in host memory.
         replicated: Parameters of ``module`` that are not sharded but stay on every rank.
 
@@ -67,7 +67,7 @@ def shard_blocks(
     with unwrapped([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-        # Make the whole model the FSDP2 root of its blocks, so that they share streams and can be prefetched.
+        # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
             # Change the class before the wrappers are restored, because a wrapper derives its own class from the
@@ -166,7 +166,7 @@ def shard_mesh(module: nn.Module) -> DeviceMesh | None:
 
 
 def gather_blocks(module: nn.Module) -> None:
-    """Undo :func:`shard_blocks`: gather all weights on every rank. Every rank of the mesh must call it."""
+    """Undo :func:`shard_blocks`: gather all weights on every rank. Every rank of the mesh must call this function."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.reshard()
@@ -203,8 +203,8 @@ def forget_gradients(module: nn.Module) -> None:
         module.__dict__[_GRADIENTS].forget()
 
 
-# The sharded parameters, by (id of the module, name of the parameter). They are kept, because FSDP2 replaces them by
-# gathered parameters while a block runs.
+# The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because FSDP2
+# replaces them by gathered parameters while a block runs.
 Sharded = Mapping[tuple[int, str], DTensor]
 
 

@@ -1,4 +1,6 @@
-"""Turn off the gradients of a model while its weights are distributed, and turn them on again afterwards."""
+"""Turn off ``requires_grad`` of a model's parameters while its weights are distributed, and turn it on again
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,16 @@ class Gradients:
     """A record of the parameters of a model whose ``requires_grad`` was turned off, to turn it on again.
 
     A parameter is identified by module and name, because FSDP2, tensor parallelism and pipeline stages replace the
-    parameter object. If the user replaced a parameter by one of another class, such as a quantized weight, its
-    ``requires_grad`` is left alone.
+    parameter object. If the user replaced a parameter by a parameter of another class, such as a quantized weight, its
+    ``requires_grad`` does not change.
     """
 
     def __init__(self) -> None:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for all parameters of ``module``, and record those that had them on. Call it again after
-        parameters were added.
+        """Turn gradients off for all parameters of ``module``, and record those that had them on. Call this method
+        again after parameters were added.
         """
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
@@ -39,7 +41,7 @@ class Gradients:
     def forget(self) -> None:
         """Drop the record, so that :meth:`restore` leaves gradients off.
 
-        Call it after peft adds an adapter and freezes all other parameters. The record does not show that peft froze
-        them, so :meth:`restore` would turn their gradients on again.
+        Call this method after peft adds an adapter and freezes all other parameters. The record does not show that peft
+        froze them, so :meth:`restore` would turn their gradients on again.
         """
         self._enabled.clear()

@@ -24,7 +24,7 @@ WEIGHTS_DIM = "weights"
 
 
 def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
-    """Return the timeout of the first process group of ``mesh``; None if the mesh has one rank, and so no group."""
+    """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no group."""
     group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
     if group is None:
         return None

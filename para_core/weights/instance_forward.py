@@ -9,7 +9,7 @@ from para_core.instance_patching import Around
 
 
 class ForwardOfInstance:
-    """A wrapper of the ``forward`` attribute of one instance, such as the one that a hook of accelerate sets.
+    """A wrapper of the ``forward`` attribute of one instance, such as a ``forward`` that a hook of accelerate has set.
 
     Other code may keep a reference to the wrapper and wrap it again. After :meth:`remove`, such a leftover wrapper only
     calls the original ``forward``.
@@ -22,7 +22,7 @@ class ForwardOfInstance:
 
     @classmethod
     def put_on(cls, instance: Any, around: Around) -> ForwardOfInstance:
-        """Replace the ``forward`` attribute of ``instance`` by one that calls ``around``, and return the wrapper."""
+        """Replace the ``forward`` attribute of ``instance`` by a wrapper that calls ``around``, and return it."""
         forward = cls(instance, around)
         instance.forward = forward
         return forward

@@ -1,8 +1,8 @@
 """Define the attention of one PipeFusion patch as an opaque operator, so that the stored keys of other patches stay out
 of the graph of a compiled block.
 
-When the operator runs, it calls the function that :func:`patch_attention_handler` set. So one graph serves all patches
-of equal length, and all blocks with equal attention calls.
+The operator calls the function that :func:`patch_attention_handler` has set. Therefore one graph serves all patches of
+equal length, and all blocks with equal attention calls.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class PatchHooks:
 
     Attributes:
         executor: Applies the rules of the plan to the patch of the current model call. None outside of a call.
-        attentions: The attention entries of the plan. The first one is for modules that the plan does not name.
+        attentions: The attention entries of the plan. The first entry is for modules that the plan does not name.
     """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:

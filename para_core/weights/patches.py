@@ -41,7 +41,7 @@ class Arrival:
         return len(self._runs)
 
     def add(self, get: Callable[[], Tensor]) -> None:
-        """Add the next patch. ``get`` is called later; it waits for the patch and returns it."""
+        """Add the next patch. ``get`` is called later; it must wait for the patch and return it."""
         self._pending.append(get)
 
     def up_to(self, patch: int) -> Tensor:
@@ -115,8 +115,8 @@ class Patched(Deferred):
     """A tensor that arrives in patches. Elementwise functions of the tensor are recorded; any other operation waits for
     all patches.
 
-    Other tensor arguments of a recorded function are copied, because pipelines may change them in place,
-    for example latents.
+    Other tensor arguments of a recorded function, such as latents, are copied, because pipelines may change them in
+    place.
     """
 
     source: Arrival | _Pointwise
@@ -149,8 +149,8 @@ class Patched(Deferred):
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
-    """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot be evaluated patch by
-    patch.
+    """Record the call ``func(*args, **kwargs)``, and return its result; None if the function cannot be evaluated patch
+    by patch.
     """
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None

@@ -114,7 +114,7 @@ class _FusedBranch:
     Args:
         keys: The stored keys and values.
         signature: Name, shape and dtype of the tensors among the model's inputs.
-        output: Shape, dtype and device of the model's output. None if it is not a single tensor.
+        output: Shape, dtype and device of the model's output. None if the output is not a single tensor.
     """
 
     keys: StaleKeys
@@ -167,7 +167,7 @@ class Fusion:
         self._sent_before: list[int] = []
 
     def install(self) -> None:
-        """Wrap the model and those of its blocks that this rank computes."""
+        """Wrap the model and the blocks that this rank computes."""
         wrap_method(self.module, "__call__", _KEY, self.run, order=WrapperPriority.STAGES)
         wrap_alike(self._own, "__call__", _KEY, self._run_block, order=WrapperPriority.STAGED_BLOCK)
         self._hooks.install()
@@ -262,8 +262,8 @@ class Fusion:
             or branch.output is None
             or self.options.is_whole(index, total)
         ):
-            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees them before
-            # the call.
+            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees these keys
+            # before the call.
             branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)

@@ -60,7 +60,7 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
     """Split blocks into stages so that the largest cost of a stage is minimal, and return each stage's range of block
     indices.
 
-    Each stage gets at least one block. Of several optimal splits, the one with more blocks in earlier stages is
+    Each stage gets at least one block. Of several optimal splits, the split with more blocks in earlier stages is
     returned.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
@@ -346,10 +346,11 @@ def gather_stages(module: nn.Module) -> None:
     """Undo :func:`hold_stages` or :func:`install_stages`: the rank that owns a block sends its weights to the ranks
     that had freed them.
 
-    All ranks of the mesh dim ``pipe`` must call it. Does nothing if ``module`` has no stages.
+    All ranks of the mesh dim ``pipe`` must call this function. Does nothing if ``module`` has no stages.
 
     Raises:
-        RuntimeError: If blocks were freed and the process group was destroyed, so that they cannot be received.
+        RuntimeError: If blocks were freed and the process group was destroyed, so that their weights cannot be
+            received.
     """
     stages = stages_of(module)
     if stages is None:
@@ -380,8 +381,8 @@ def _gather_weights(stages: Stages) -> None:
         for weight, owners in weights_of(staged.block):
             whole = map_plain_tensors(sent, weight.detach())
             if owner != stages.dim.index:
-                # Keep requires_grad, because peft enables it for the active adapter, even if its weights are on the
-                # meta device.
+                # Keep requires_grad, because peft enables it for the active adapter, even for weights on the meta
+                # device.
                 if isinstance(weight, nn.Parameter):
                     whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
                 put_weight(owners, whole)

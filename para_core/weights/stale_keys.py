@@ -1,5 +1,5 @@
-"""Compute the attention of one PipeFusion patch to all tokens. The keys of later patches are those stored in the
-previous step, so the result is not exact.
+"""Compute the attention of one PipeFusion patch to all tokens. The keys of later patches were stored in the previous
+step, so the result is not exact.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StaleKeys:
 
         Args:
             attention: The plan entry of the call.
-            attend_exactly: Computes the call if it has the keys of all tokens.
+            attend_exactly: Computes the attention of a call that has the keys of all tokens.
 
         Raises:
             RuntimeError: The lengths do not fit the plan, the call is causal, or the shape of the mask is not
@@ -137,7 +137,7 @@ def _mask_of_patch(
     """Return the rows of ``mask`` for the queries of a patch; None if ``mask`` and ``stored`` are None.
 
     Args:
-        mask: The mask of the patch's call. Its columns are the keys of all patches, or only those of this patch.
+        mask: The mask of the patch's call. Its columns are the keys of all patches, or only the keys of this patch.
         queries: First index and length of each run of queries in the patch.
         stored: The mask of the first call, which computed all tokens.
         num_keys: Number of keys of the patch.

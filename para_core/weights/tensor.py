@@ -66,14 +66,15 @@ class _Record:
 
     def __post_init__(self) -> None:
         # All layers share these two wrapper functions, so that layers of one class also share one wrapped class. The
-        # functions get the mesh as an argument, because Dynamo cannot read it from a DTensor inside a quantized weight.
+        # functions get the mesh as an argument, because Dynamo cannot read the mesh of a DTensor inside a quantized
+        # weight.
         self.columns = partial(_linear_by_columns, self.mesh)
         self.rows = partial(_linear_by_rows, self.mesh)
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``. All ranks must call it, with equal
-    weights.
+    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``. All ranks must call this function, with
+    equal weights.
 
     Raises:
         ValueError: If ``plan`` does not fit the module, for example because the number of ranks does not divide the
@@ -118,10 +119,11 @@ def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
 
 
 def gather_tensors(module: nn.Module) -> None:
-    """Undo :func:`shard_tensors`: gather all weights on every rank. Every rank of the mesh must call it.
+    """Undo :func:`shard_tensors`: gather all weights on every rank. Every rank of the mesh must call this function.
 
     Raises:
-        RuntimeError: If a sharded weight was replaced by one that PyTorch cannot gather. The module is then unchanged.
+        RuntimeError: If a sharded weight was replaced by a weight that PyTorch cannot gather. The module is then
+            unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
     _forget_removed(module, record)
@@ -178,7 +180,7 @@ def _whole(part: Any) -> Tensor:
 def discard_tensors(module: nn.Module) -> None:
     """Undo :func:`shard_tensors` on this rank without communication, even if it failed half-way.
 
-    The parameters stay as they are, sharded or not. The caller must restore them.
+    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back.
     """
     record: _Record | None = module.__dict__.pop(_RECORD, None)
     if record is not None:
@@ -206,7 +208,7 @@ def forget_gradients(module: nn.Module) -> None:
 def shard_new_loras(module: nn.Module) -> None:
     """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and drop the state of removed LoRAs.
 
-    Every rank must call it.
+    Every rank must call this function.
 
     Raises:
         ValueError: If an added adapter is not a plain LoRA. The module is then unchanged.

@@ -101,7 +101,7 @@ def parts_of(linear: Any, style: Linear) -> tuple[int, ...]:
 
 
 def base_linear(layer: nn.Module) -> Any:
-    """Return the layer inside a peft adapter, or ``layer`` itself if it is not an adapter."""
+    """Return the layer inside a peft adapter, or ``layer`` itself if ``layer`` is not an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
