@@ -1,4 +1,4 @@
-"""Settings that the command changes for its process."""
+"""Settings that the command changes for its process, and the width of its terminal."""
 
 import logging
 import warnings
@@ -13,3 +13,9 @@ def settings_of_this_process() -> Iterator[None]:
     with warnings.catch_warnings():
         yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In 80 columns a message is wrapped inside a word if a temporary folder's path is long.
+    monkeypatch.setenv("COLUMNS", "2000")

@@ -237,7 +237,7 @@ def test_an_image_is_an_input(tmp_path, image_to_image):
 def test_bad_options_exit_with_2(monkeypatch, capsys, options, named):
     monkeypatch.setattr(para_core.cli.measurement, "build", not_called)
     assert run(["bench", *options]) == 2
-    assert named in " ".join(capsys.readouterr().err.split())
+    assert named in capsys.readouterr().err
 
 
 def test_sigterm_ends_with_a_sentence_and_no_figures(tmp_path, monkeypatch, capsys):
