@@ -35,8 +35,8 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
 def refuse_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of ``module`` is on and gradients are enabled.
 
-    For plans with linear attention or halos: the recomputation in the backward intercepts attention only, so it would
-    miss the sums over ranks and the halo exchange.
+    Plans with linear attention or halos need this check, because the recomputation in the backward intercepts attention
+    only, and would miss the sums over ranks and the halo exchange.
     """
     if _checkpointing(module):
         raise RuntimeError(

@@ -60,7 +60,7 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the output of a projection for all tokens and this rank's heads, given ``x``, its output for this
+        """Return the output of a projection for all tokens and this rank's heads, given ``x``, the output for this
         rank's tokens and all heads. Collective.
         """
         self._entered += 1

@@ -119,7 +119,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class SplitMask:
-    """A rule that shards a ``BlockMask`` of flex attentionof all tokens to the rows of this rank's queries.
+    """A rule that shards a flex-attention ``BlockMask`` of all tokens to the rows of this rank's queries.
 
     Args:
         queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded before is

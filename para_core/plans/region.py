@@ -113,7 +113,8 @@ class Region:
             bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
         # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph does not
-        # look up _call_impl again, so it would bypass the wrapper, and call_outer shards outside of it.
+        # look up _call_impl again, so it would bypass the wrapper. Therefore call_outer shards and gathers outside of
+        # the graph.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None

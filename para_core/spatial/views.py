@@ -53,7 +53,8 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
     """Return the tag of the output of a reshape from the local shape ``before`` to ``after``; None if the rows would be
     spread over several dims.
 
-    Rows may be merged with dims before them (frames) and after them (columns), and several units may become one unit.
+    Rows may be merged with dims before them (frames) and after them (columns), and several units (see :class:`RowTag`)
+    may become one unit.
 
     >>> match((2, 6, 5), RowTag(1, (6, 4)), (2, 30), rank=0)
     RowTag(dim=1, layout=(30, 20), outer=1)

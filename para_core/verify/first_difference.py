@@ -51,7 +51,8 @@ def first_difference(
     tolerance: float,
     failure: str | None = None,
 ) -> Difference:
-    """Return the first recorded event, in order of time, in which the ranks differ from the unmodified model.
+    """Return the first difference, in order of time, between the recorded events of the ranks and of the unmodified
+    model.
 
     If all events agree, the result describes ``failure``; without a failure the result says that code outside of the
     modules differs.
@@ -92,7 +93,7 @@ def first_difference(
 def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
     """Return the events of each recording, without the events of modules that are not called in every recording.
 
-    A user's ``forward`` function may call only parts of the model.
+    Such modules exist if a user's ``forward`` function calls only parts of the model.
     """
     called = [{event.module for event in recording.events if event.kind == "call"} for recording in recordings]
     common = set.intersection(*called)

@@ -133,7 +133,7 @@ class _Completed:
         return True
 
 
-# Typed as Any, because ProcessGroup declares overloads that _LocalGroup does not implement, which mypy rejects.
+# Use the type Any, because ProcessGroup declares overloads that _LocalGroup does not implement, which mypy rejects.
 _ProcessGroup: Any = dist.ProcessGroup
 
 

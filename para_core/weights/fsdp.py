@@ -110,7 +110,7 @@ def _private_class(fsdp_class: type, written: type) -> type:
     return private
 
 
-# Maps each class of FSDP2 to its private subclass. An entry disappears when no module uses the subclass any more.
+# A map from each class of FSDP2 to its private subclass. An entry disappears when no module uses the subclass any more.
 _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
@@ -204,13 +204,13 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 # The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because FSDP2
-# replaces them by gathered parameters while a block runs.
+# replaces a block's parameters by gathered parameters while the block runs.
 Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
     """Return the sharded parameters of ``layer``, an argument of :func:`whole_blocks`. Must not be called while a block
-    runs, when its parameters are gathered.
+    runs, because its parameters are then gathered.
     """
     return {
         (id(owner), name): x

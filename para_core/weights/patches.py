@@ -96,8 +96,8 @@ class _Pointwise:
 
 
 class _NeverOver:
-    """A stand-in for the :class:`PendingRound` of a deferred tensor. It is never over, because each :class:`Patched`
-    tensor waits only for its own patches.
+    """A stand-in for the :class:`PendingRound`, the round of model calls whose end an ordinary deferred tensor waits
+    for. It is never over, because each :class:`Patched` tensor waits only for its own patches.
     """
 
     later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
