@@ -1,8 +1,8 @@
 """ComfyUI's options of a prompt, which may replace blocks, on several ranks."""
 
+from tests.outside.inputs import build, inputs_of
+from tests.outside.recipes import comfy
 from tests.tiny import cpu_mesh, relative_error
-from zoo.outside.inputs import build, inputs_of
-from zoo.outside.recipes import comfy
 
 
 def scaled(args, extra):

@@ -7,8 +7,8 @@ import pytest
 from para_core import check_parallel
 from para_core.adapters import propose_plan
 from tests.modes.fake_flash_attn import flash_attn_func
-from zoo.outside import official
-from zoo.outside.inputs import build, inputs_of
+from tests.outside import official
+from tests.outside.inputs import build, inputs_of
 
 
 def flash(q, k, v, mask=None):

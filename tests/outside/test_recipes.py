@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from tests.outside.recipes import RECIPES, expected, on_mesh
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
-from zoo.outside.recipes import RECIPES, expected, on_mesh
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 # Decoding from an empty cache and a step of training attend in ways that the control does not imitate.

@@ -8,11 +8,11 @@ import transformers
 from torch import nn
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, check_parallel
+from tests.outside import official
+from tests.outside.inputs import build, inputs_of, noise
+from tests.outside.recipes import HUNYUAN_PLAN, planned
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh
-from zoo.outside import official
-from zoo.outside.inputs import build, inputs_of, noise
-from zoo.outside.recipes import HUNYUAN_PLAN, planned
 from zoo.tiny.random_weights import fill
 
 

@@ -33,8 +33,8 @@ from para_core import (
 )
 from para_core.adapters import propose_plan
 from tests.modes.fake_flash_attn import flash_attn_func
-from zoo.outside import official
-from zoo.outside.inputs import IMAGE_TOKENS, ONE_SIZE, VIDEO_TOKENS, WINDOW, build, inputs_of
+from tests.outside import official
+from tests.outside.inputs import IMAGE_TOKENS, ONE_SIZE, VIDEO_TOKENS, WINDOW, build, inputs_of
 
 Inputs = dict[str, Any]
 Run = Callable[[nn.Module, Inputs, DeviceMesh], Tensor]
@@ -289,9 +289,9 @@ def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
         )
         rows.append(cp.gather(out.logits, dim=1)[:, -1:])
         for step in range(1, 5):
-            one = SequenceLayout((Segment("token", 1, replicated=True),), mesh.size())
+            token = SequenceLayout((Segment("token", 1, replicated=True),), mesh.size())
             keys = SequenceLayout((prompt, Segment("answer", step, replicated=True)), mesh.size())
-            with cp.using(one, key_layout=keys):
+            with cp.using(token, key_layout=keys):
                 position = positions[:, prompt.total + step - 1 :][:, :1]
                 rows.append(model(rows[-1].argmax(-1), position_ids=position, past_key_values=cache).logits)
     return torch.cat(rows, dim=1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.outside.official import HEADS, WIDTH, EmbedND, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
+from tests.outside.official import HEADS, WIDTH, EmbedND, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
 
 # -- timm: blocks in nn.Sequential; class token and positions are added before them, one token is read after them.
 

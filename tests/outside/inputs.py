@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from zoo.outside import official, others
+from tests.outside import official, others
 from zoo.tiny.random_weights import fill
 
 # Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks
