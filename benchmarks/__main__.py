@@ -14,7 +14,6 @@ PROGRAMS = (
     ("cache.images", "--record", "--folder", "docs/images"),
     ("cache.quality",),
     ("cache.forecasts",),
-    ("pipelines.speed",),
     ("pipelines.beside_diffusers",),
     ("pipelines.exactness",),
     ("pipelines.stages",),

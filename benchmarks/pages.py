@@ -27,7 +27,6 @@ from benchmarks.pipelines import (
     generation,
     lossy,
     modular,
-    speed,
     stages,
     supported,
     vae,
@@ -153,7 +152,7 @@ def _requirement(text: str) -> str:
 
 # The programs whose parts a page has; a program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
-    "README.md": (peers.parts, speed.parts),
+    "README.md": (peers.parts, beside_diffusers.parts),
     "docs/cache.md": (forecasts.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),

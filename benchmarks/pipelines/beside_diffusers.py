@@ -8,7 +8,7 @@ of even numbers, which diffusers asks for, and once with odd ones (there with it
 and with which error. Then, where both are exact, models of the same classes with 2 layers (of each kind) of 4 heads ×
 128 and a few thousand tokens, so that a step takes about a second: in each round one rank alone with the unmodified
 model, then every way in turns, the first one later in the next round. Quoted are medians of the rounds and of their
-ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md).
+ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md, README.md).
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
 Build = Callable[[], nn.Module]
 # Largest relative error of what counts as exact.
 EXACT = 1e-5
-# Rounds whose medians are quoted.
-ROUNDS = 7
 
 
 def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
@@ -141,22 +139,22 @@ def applied(
     build: Build, inputs: dict[str, Any], expected: Tensor, ways: list[str], *, uneven: bool
 ) -> tuple[dict[str, nn.Module], dict[str, dict[str, Any]]]:
     """Return the transformer of each way, unless a rank failed, and its error or its message."""
-    transformers, found = {}, {}
+    transformers, outcomes = {}, {}
     for way in ways:
         failed = torch.zeros(1)
         try:
             transformer = WAYS[way](build(), uneven=uneven)
             out = transformer(**inputs)[0]
             error = relative_error(out, expected) if out.shape == expected.shape else float("inf")
-            found[way] = {"error": error}
+            outcomes[way] = {"error": error}
             transformers[way] = transformer
         except Exception as error:  # whatever it is: the table says it
-            found[way] = {"refused": str(error).strip().split("\n")[0][:160]}
+            outcomes[way] = {"refused": str(error).strip().split("\n")[0][:160]}
             failed += 1
         dist.all_reduce(failed)
         if failed:
             transformers.pop(way, None)
-    return transformers, found
+    return transformers, outcomes
 
 
 def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
@@ -165,8 +163,8 @@ def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
     return applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
 
 
-def is_exact(found: dict[str, Any]) -> bool:
-    return bool(found.get("error", float("inf")) < EXACT)
+def is_exact(outcome: dict[str, Any]) -> bool:
+    return bool(outcome.get("error", float("inf")) < EXACT)
 
 
 def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
@@ -175,7 +173,7 @@ def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, 
     """
     build, inputs = large(name, size)
     alone = build()
-    transformers, found = applied(build, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
+    transformers, outcomes = applied(build, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
     taken: dict[str, list[tuple[float, float]]] = {"1 rank": [], **{way: [] for way in transformers}}
     order = list(transformers)
     for _ in range(rounds):
@@ -188,7 +186,7 @@ def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, 
         order = [*order[1:], *order[:1]]
     dist.barrier()
     seconds, on_a_core = ({way: [both[kind] for both in rounds] for way, rounds in taken.items()} for kind in (0, 1))
-    return {"found": found, "seconds": seconds, "CPU seconds": on_a_core}
+    return {"found": outcomes, "seconds": seconds, "CPU seconds": on_a_core}
 
 
 def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
@@ -198,9 +196,9 @@ def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def ratio(ones: list[float], others: list[float]) -> str:
+def ratio(numerators: list[float], denominators: list[float]) -> str:
     """Return the median of the rounds' ratios, and the lowest and highest of them."""
-    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
 
 
@@ -212,12 +210,12 @@ LIMITS = {
 }
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(outcome: dict[str, Any]) -> str:
     """Return a cell of the first table."""
-    if "refused" not in found:
-        return f"{found['error']:.0e}" if is_exact(found) else f"**wrong**, {found['error']:.1g}"
-    limits = [limit for message, limit in LIMITS.items() if message in found["refused"]]
-    return f"*stopped by {limits[0]}*" if limits else f"refused: {found['refused']}"
+    if "refused" not in outcome:
+        return f"{outcome['error']:.0e}" if is_exact(outcome) else f"**wrong**, {outcome['error']:.1g}"
+    limits = [limit for message, limit in LIMITS.items() if message in outcome["refused"]]
+    return f"*stopped by {limits[0]}*" if limits else f"refused: {outcome['refused']}"
 
 
 def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
@@ -254,15 +252,27 @@ def speed_row(row: dict[str, Any]) -> list[str]:
     for way in ("para_core", "diffusers", "para_core, ring"):
         cell = verdict(row["found"][way])
         if way in seconds:
-            speed_up = statistics.median(one / many for one, many in zip(seconds["1 rank"], seconds[way], strict=True))
+            speed_up = statistics.median(a / b for a, b in zip(seconds["1 rank"], seconds[way], strict=True))
             cell = f"{statistics.median(seconds[way]):.2f} ({speed_up:.2f} ×)"
         cells.append(cell)
     return [*cells, ratio(seconds["diffusers"], seconds["para_core"])]
 
 
+def flux_table(row: dict[str, Any]) -> list[str]:
+    """Return the table of README.md: a row for each way in which FLUX was measured."""
+    seconds, rows = row["seconds"], []
+    for way, of_rounds in seconds.items():
+        is_parallel = way != "1 rank"
+        name = f"{way}, Ulysses" if is_parallel and "ring" not in way else way
+        cells = [name, f"{statistics.median(of_rounds):.2f}"]
+        cells += [ratio(seconds["1 rank"], of_rounds), f"{row['found'][way]['error']:.1e}"] if is_parallel else ["", ""]
+        rows.append(cells)
+    return markdown_table(["", "seconds per step", "speed-up over 1 rank", "relative difference"], rows)
+
+
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/peers.md on diffusers' context parallelism. The JSON has the cell of each
-    model.
+    """Return the parts of docs/measured/peers.md on diffusers' context parallelism, and the table of README.md
+    (``speed``). The JSON has the cell of each model.
     """
     results = read_results("beside_diffusers")
     heads = ["model", "1 rank, s", "para_core, s", "diffusers, s", "para_core, ring, s"]
@@ -270,19 +280,9 @@ def parts() -> dict[str, list[str]]:
     return {
         "outcome": outcome(results["tiny"]),
         "seconds": markdown_table([*heads, "diffusers' seconds / para_core's"], rows),
-        "conclusion": (conclusion(results["large"]) + caution(results["rounds"])).split("\n"),
+        "conclusion": [conclusion(results["large"])],
+        "speed": flux_table(next(row for row in results["large"] if row["model"] == "flux")),
     }
-
-
-def caution(rounds: int) -> str:
-    """Return a warning if there were fewer rounds than ``ROUNDS``."""
-    if rounds >= ROUNDS:
-        return ""
-    return (
-        f"\n\nThese are {rounds} rounds, on a machine that was not quiet: `python -m "
-        "benchmarks.pipelines.beside_diffusers` alone on a machine measures "
-        f"{ROUNDS}, and until then ratios between 0.8 and 1.2 mean nothing."
-    )
 
 
 def measure(names: list[str], rounds: int) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure on two ranks; write if all models were measured."""
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="only these; then nothing is written")
     options = parser.parse_args()
     # Short, because a way may fail on one rank alone.
