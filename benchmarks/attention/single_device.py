@@ -1,13 +1,12 @@
 """The attention kernel beside PyTorch's backends on one GPU:  python -m benchmarks.attention.single_device
 
 TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are
-padding. Writes benchmarks/results/attention.json and a plot. ``--tiny --device cpu``: see that it runs, under Triton's
-interpreter. ``--hopper``: the Hopper tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
+padding. Writes benchmarks/results/attention.json. ``--tiny --device cpu`` shows that it runs, by Triton's interpreter.
+``--hopper``: the Hopper tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.job import first_line, is_fatal
+from benchmarks.gpu.processes import interpreted_on_cpu
 from benchmarks.gpu.timing import milliseconds
-from benchmarks.harness import RESULTS, environment, parser_of
+from benchmarks.harness import RESULTS, environment, parser_of, relative_error
 
 # The gaps between them are what matters: PyTorch's are measured in the same run.
 PYTORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -70,7 +70,7 @@ def measure(
     sizes: Sequence[Size],
     device: torch.device,
     *,
-    ways: Callable[[list[Tensor], Size], Ways] | None = None,
+    ways: Callable[[list[Tensor], Size], Ways],
     enough_time: Callable[[], bool] = lambda: True,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each way of each size; a way that refuses a size gives a row that says why.
@@ -78,7 +78,6 @@ def measure(
     Args:
         enough_time: asked before each way; the row says so if there is not.
     """
-    ways = portable_ways if ways is None else ways
     for size in sizes:
         if not enough_time():
             yield {**asdict(size), "way": "all ways", "left out": "out of time"}
@@ -105,7 +104,7 @@ def measure(
                 **times,
                 "TFLOP/s": round(size.flops / seconds / 1e12, 3),
                 "GB/s": round(size.bytes / seconds / 1e9, 3),
-                "error": None if exact is None else _error(out, exact),
+                "error": _error(out, exact),
             }
 
 
@@ -118,8 +117,8 @@ def triton_ways(
     sizes: Sequence[Size], device: torch.device, ways: Callable[[list[Tensor], Size], Ways]
 ) -> list[tuple[Size, str]]:
     """Return the ways of ``sizes`` that compile a Triton kernel; nothing is computed."""
-    one = torch.empty(1, 1, 1, 1, device=device)
-    return [(size, name) for size in sizes for name in ways([one] * 3, size) if name.startswith("triton")]
+    tensor = torch.empty(1, 1, 1, 1, device=device)
+    return [(size, name) for size in sizes for name in ways([tensor] * 3, size) if name.startswith("triton")]
 
 
 def make(size: Size, device: torch.device) -> list[Tensor]:
@@ -200,7 +199,7 @@ def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
     return so_far[0]
 
 
-def _exact(tensors: list[Tensor], size: Size) -> Tensor | None:
+def _exact(tensors: list[Tensor], size: Size) -> Tensor:
     """Return attention of the last queries in float64, for the first head."""
     query, key, value = (x[:1, :1].double() for x in tensors)
     query = query[:, :, -QUERIES_OF_ERROR:]
@@ -212,40 +211,16 @@ def _exact(tensors: list[Tensor], size: Size) -> Tensor | None:
 
 
 def _error(out: Tensor, exact: Tensor) -> float:
-    found = out[:1, :1, -exact.shape[2] :].double()
-    return float((found - exact).norm() / exact.norm())
-
-
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot TFLOP/s over the number of tokens, a panel for each head dim, without a causal mask."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [row for row in rows if "TFLOP/s" in row and not row["is_causal"]]
-    dims = sorted({row["head_dim"] for row in rows})
-    figure, panels = plt.subplots(1, max(1, len(dims)), figsize=(4 * max(1, len(dims)), 3.2), squeeze=False)
-    for panel, head_dim in zip(panels[0], dims, strict=False):
-        for way in sorted({row["way"] for row in rows}):
-            points = [
-                (row["tokens"], row["TFLOP/s"]) for row in rows if row["head_dim"] == head_dim and row["way"] == way
-            ]
-            panel.plot(*zip(*sorted(points), strict=True), marker="o", label=way)
-        panel.set(title=f"D = {head_dim}", xlabel="tokens", ylabel="TFLOP/s", xscale="log")
-        panel.legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return relative_error(out[:1, :1, -exact.shape[2] :], exact)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write, tell; returns the exit code."""
+    """Measure and write; return the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
     parser.add_argument("--hopper", action="store_true", help="the tier that only --hopper of tune takes")
-    parser.add_argument("--output", type=Path, help="the plot lies beside it")
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
     output = args.output or RESULTS / ("attention_hopper.json" if args.hopper else "attention.json")
     if args.device != "cpu" and not torch.cuda.is_available():
@@ -260,21 +235,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, sizes = [], TINY if args.tiny else REAL
     if args.hopper:
         sizes = TINY_HOPPER if args.tiny else tuple(size for size in REAL if size.head_dim != 96)
-    # Under the interpreter where there is no GPU: what it measures then is the interpreter.
-    with _interpreted() if args.device == "cpu" else contextlib.nullcontext():
-        for row in measure(sizes, torch.device(args.device), ways=hopper_ways if args.hopper else None):
+    device = torch.device(args.device)
+    with interpreted_on_cpu(device):
+        for row in measure(sizes, device, ways=hopper_ways if args.hopper else portable_ways):
             rows.append(row)
             print(json.dumps(row))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"environment": environment("triton"), "rows": rows}, indent=1) + "\n")
-    plot(rows, output.with_suffix(".png"))
     return 0
-
-
-def _interpreted() -> contextlib.AbstractContextManager[None]:
-    from benchmarks.interpreted import interpreted
-
-    return interpreted()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ def run(job: Job) -> None:
     with interpreted_on_cpu(job.device):
         for case in cases:
             _add_errors(job, case)
-        for row in measure(sizes, job.device, enough_time=lambda: job.seconds_left > (0 if job.tiny else WAY)):
+        for row in measure(
+            sizes, job.device, ways=portable_ways, enough_time=lambda: job.seconds_left > (0 if job.tiny else WAY)
+        ):
             if "left out" in row:
                 job.run_out(f"{row['way']}, {row['tokens']} tokens, D = {row['head_dim']}")
                 continue

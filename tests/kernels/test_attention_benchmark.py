@@ -11,7 +11,7 @@ from benchmarks.attention import single_device as attention
 from benchmarks.attention.single_device import Size
 
 
-def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):
+def test_it_writes_a_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(attention, "TINY", (Size(18, 16, False, heads=1, dtype="float16"),))
     file = tmp_path / "attention.json"
     assert attention.main(["--tiny", "--device", "cpu", "--output", str(file)]) == 0
@@ -19,7 +19,6 @@ def test_it_writes_a_json_and_a_plot(tmp_path, capsys, monkeypatch):
     assert {"device", "versions", "date"} <= set(found["environment"])
     for row in found["rows"]:
         assert row["TFLOP/s"] == pytest.approx(4 * 18 * 18 * 16 / row["ms"] / 1e9, abs=1e-3)
-    assert file.with_suffix(".png").stat().st_size > 1000
     assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 5
 
 
