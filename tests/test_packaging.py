@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 import para_core
+from para_core.version import version_and_sources
 from tests.distributions import FOLDERS, INSTALL, ROOT, copy_checkout, run
 
 pytestmark = pytest.mark.slow
@@ -118,6 +119,16 @@ def test_wheel_holds_every_file_and_only_para_core(distributions):
     assert any(name.endswith("LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"para_core"}
+
+
+def test_installed_sources_have_the_digest_of_the_checkout(distributions, tmp_path):
+    with zipfile.ZipFile(distributions[1]) as archive:
+        archive.extractall(tmp_path)
+    installed = runpy.run_path(str(tmp_path / "para_core" / "version.py"))["version_and_sources"]
+    assert installed() == version_and_sources()
+    (tmp_path / "para_core" / "fleet" / "other.py").write_text("changed = True")
+    installed.cache_clear()
+    assert installed() != version_and_sources()
 
 
 def test_metadata_is_what_an_index_shows(distributions):
