@@ -6,12 +6,12 @@ python -m benchmarks
 from benchmarks.harness import launch
 
 PROGRAMS = (
-    ("demo", "--record", "--output", "docs/images/demo.png"),
+    ("demo", "--output", "docs/images/demo.png"),
     ("demo.gallery",),
     ("attention.mesh",),
     ("attention.large_worlds",),
     ("attention.low_precision",),
-    ("cache.images", "--record", "--folder", "docs/images"),
+    ("cache.images", "--folder", "docs/images"),
     ("cache.quality",),
     ("cache.forecasts",),
     ("pipelines.beside_diffusers",),

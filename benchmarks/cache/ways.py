@@ -23,12 +23,14 @@ from diffusers import (
     MagCacheConfig,
     SeaCacheConfig,
     TaylorSeerCacheConfig,
+    WanPipeline,
 )
 from diffusers.utils import logging
 from torch import Tensor
 
 from para_core.adapters import apply_cache_on_pipe
 from para_core.cache.forecasts import FOCA
+from zoo import video
 from zoo.flux import PIPELINE, grammar
 
 # -- a method that neither para_core nor diffusers has
@@ -90,6 +92,14 @@ def load() -> FluxPipeline:
     logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_wan() -> WanPipeline:
+    """Return the tiny Wan, unmodified."""
+    logging.disable_progress_bar()
+    pipe = WanPipeline.from_pretrained(video.PIPELINE, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -191,12 +201,12 @@ def mag_cache(threshold: float, skips: int = 3) -> Way:
 
 @lru_cache
 def _mag_ratios(steps: int) -> tuple[float, ...]:
-    pipe, said = load(), io.StringIO()
+    pipe, output = load(), io.StringIO()
     pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=steps))
     scene = grammar.training_scene(np.random.default_rng(0))
-    with redirect_stdout(said):
+    with redirect_stdout(output):
         generate(pipe, grammar.caption(scene), steps=steps, seed=0)
-    return tuple(ast.literal_eval(said.getvalue().strip().splitlines()[-1]))
+    return tuple(ast.literal_eval(output.getvalue().strip().splitlines()[-1]))
 
 
 def taylor_seer(interval: int, order: int = 1) -> Way:

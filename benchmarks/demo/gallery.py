@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxPipeline, WanPipeline
-from diffusers.utils import logging
 from PIL import Image, ImageDraw
 
+from benchmarks.cache.ways import load, load_wan
 from benchmarks.harness import ROOT, markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
-from zoo import flux, video
 
 IMAGES, CLIPS = ROOT / "docs/images/gallery_images.png", ROOT / "docs/images/gallery_clips.gif"
 SEED, STEPS = 5, 20
@@ -50,14 +48,6 @@ WAYS: tuple[tuple[str, int, dict[str, int], float | None], ...] = (
 AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
 
 
-def build(model: str) -> Any:
-    """Return the pipeline that was trained here."""
-    cls, folder = (FluxPipeline, flux.PIPELINE) if model == "flux" else (WanPipeline, video.PIPELINE)
-    pipe = cls.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
     """Return ``[frames, H, W, 3]`` in 0 … 1; an image is one frame."""
     generator = torch.Generator().manual_seed(SEED)
@@ -74,11 +64,10 @@ def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
 
 def generate_all(way: int) -> dict[str, Any]:
     """Return the images and clips of all captions, and their computed steps, in one way."""
-    logging.disable_progress_bar()
     _, ranks, mesh, threshold = WAYS[way]
-    found: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     for model, captions in CAPTIONS.items():
-        pipe = build(model)
+        pipe = load() if model == "flux" else load_wan()
         if ranks > 1:
             parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_batch_dim_size=1, **mesh))
         if threshold is not None:
@@ -89,24 +78,19 @@ def generate_all(way: int) -> dict[str, Any]:
             if threshold is not None:
                 report = cache_report(pipe)
                 computed.append(STEPS * report.computed / len(report.rows))  # two branches a step
-        found |= {model: generated, f"{model}, computed": computed}
-    return found
+        outputs |= {model: generated, f"{model}, computed": computed}
+    return outputs
 
 
-def difference(one: np.ndarray, other: np.ndarray, times: float) -> np.ndarray:
-    """Return the amplified difference of two ``[frames, H, W, 3]``, clipped to 0 … 1."""
-    return np.clip(np.abs(one - other) * times, 0, 1)
-
-
-def panels(found: dict[str, dict[str, Any]], model: str) -> list[list[tuple[str, np.ndarray]]]:
+def panels(outputs: dict[str, dict[str, Any]], model: str) -> list[list[tuple[str, np.ndarray]]]:
     """Return a row of panels for each caption: one rank, then each way and its difference."""
     rows = []
     for i in range(len(CAPTIONS[model])):
-        alone = found["1 rank"][model][i]
+        alone = outputs["1 rank"][model][i]
         row = [("1 rank", alone)]
         for name, times in AMPLIFIED.items():
-            other = found[name][model][i]
-            row += [(name, other), (f"difference x {times:,}", difference(alone, other, times))]
+            other = outputs[name][model][i]
+            row += [(name, other), (f"difference x {times:,}", np.clip(np.abs(alone - other) * times, 0, 1))]
         rows.append(row)
     return rows
 
@@ -127,17 +111,17 @@ def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> I
     return image
 
 
-def measured(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def measured(outputs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each model and way the largest difference from one rank, and the number of 8-bit values that
     differ.
     """
     rows = []
     for model, captions in CAPTIONS.items():
-        alone = np.stack(found["1 rank"][model])
+        alone = np.stack(outputs["1 rank"][model])
         for name in AMPLIFIED:
-            other = np.stack(found[name][model])
+            other = np.stack(outputs[name][model])
             eight_bits = np.abs((other * 255).round() - (alone * 255).round())
-            computed = found[name][f"{model}, computed"]
+            computed = outputs[name][f"{model}, computed"]
             rows.append(
                 {
                     "model": model,
@@ -171,16 +155,16 @@ def parts() -> dict[str, list[str]]:
 def main() -> None:
     """Generate in all ways, compare and write."""
     parser_of(__doc__).parse_args()
-    found = {name: measure_on_ranks(generate_all, ranks, i) for i, (name, ranks, _, _) in enumerate(WAYS)}
-    sheet(panels(found, "flux"), 0, 1).save(IMAGES, optimize=True)
-    rows = panels(found, "wan")
+    outputs = {name: measure_on_ranks(generate_all, ranks, i) for i, (name, ranks, _, _) in enumerate(WAYS)}
+    sheet(panels(outputs, "flux"), 0, 1).save(IMAGES, optimize=True)
+    rows = panels(outputs, "wan")
     # Every second frame in few colours: a clip of megabytes would be loaded by every reader.
     frames = [
         sheet(rows, i, 2).quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
         for i in range(0, len(rows[0][0][1]), 2)
     ]
     frames[0].save(CLIPS, save_all=True, append_images=frames[1:], duration=160, loop=0, optimize=True)
-    write_results("gallery", {"captions": CAPTIONS, "steps": STEPS, "rows": measured(found)}, "diffusers")
+    write_results("gallery", {"captions": CAPTIONS, "steps": STEPS, "rows": measured(outputs)}, "diffusers")
     print(IMAGES, CLIPS, sep="\n")
 
 

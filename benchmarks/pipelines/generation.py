@@ -19,17 +19,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from diffusers import FluxPipeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.cache.ways import load
 from benchmarks.harness import counted_traffic, largest_over_ranks, markdown_table, read_results, relative_error
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.planner import observe
 from para_core.planner.traffic import ModelCall, sent_in_rounds
-from zoo.flux import PIPELINE
 from zoo.tiny.pipelines.registry import PIPELINES as OTHERS
 from zoo.tiny.pipelines.registry import TinyPipeline
 
@@ -157,18 +156,11 @@ MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1), "3 
 MESHES_OF_16_BITS = ("2 Ulysses", "2 ring")
 
 
-def flux() -> Any:
-    """Return the FLUX.1 that was trained here."""
-    pipe = FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 _FLUX_SIZE = {"height": 48, "width": 80, "max_sequence_length": 13}
 PIPELINES = {
-    "flux": TinyPipeline(flux, _FLUX_SIZE),
+    "flux": TinyPipeline(load, _FLUX_SIZE),
     "flux, true guidance": TinyPipeline(
-        flux, {**_FLUX_SIZE, "negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+        load, {**_FLUX_SIZE, "negative_prompt": "a blue square", "true_cfg_scale": 3.0}
     ),
     **OTHERS,
 }

@@ -20,11 +20,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
 from torch import Tensor
 
 from benchmarks.cache.judged import SEED, THINGS, decode, scenes_of, ssim
-from benchmarks.cache.ways import generate, load
+from benchmarks.cache.ways import generate, load, load_wan
 from benchmarks.harness import ROOT, markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, cache_report, parallelize_pipe
@@ -32,7 +31,6 @@ from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention import backend_selection, local
 from para_core.kernels import attention_int8_reference
 from para_core.weights.subclasses import plain_tensors
-from zoo import video
 from zoo.flux import grammar
 from zoo.flux.check import check as check_image
 from zoo.video import evaluate
@@ -127,7 +125,7 @@ def generate_setting(model: str, name: str, count: int, folder: str) -> None:
     """Write the outputs of ``count`` captions, one call each, the computed steps and the bytes of the transformer.
     Every rank calls this function, and the first one writes.
     """
-    pipe = load() if model == "FLUX" else _load_wan()
+    pipe = load() if model == "FLUX" else load_wan()
     settings_of(model)[name].apply(pipe)
     size = sum(part.nbytes for x in pipe.transformer.parameters() for part in plain_tensors(x.detach()))
     outputs, computed = [], []
@@ -143,12 +141,6 @@ def generate_setting(model: str, name: str, count: int, folder: str) -> None:
         partial_path = path.with_suffix(".partial.npz")
         np.savez_compressed(partial_path, outputs=np.stack(outputs), computed=np.array(computed), bytes=size)
         partial_path.rename(path)
-
-
-def _load_wan() -> WanPipeline:
-    pipe = WanPipeline.from_pretrained(video.PIPELINE, dtype=torch.float32, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def _images(pipe: Any, count: int) -> Iterator[np.ndarray]:
