@@ -13,7 +13,7 @@ from para_core.plans.plan import Plan
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan
 
-# How text tokens are treated: sharded like image tokens, or replicated on every rank.
+# Text tokens are sharded like image tokens, or replicated on every rank.
 Text = Literal["shard", "replicate"]
 
 
@@ -38,8 +38,8 @@ class Adapter:
             itself. PipeFusion then splits the input into patches of whole frames.
         empty_text (`bool`, defaults to `True`): Whether the model accepts a text without tokens. Then only PipeFusion's
             first patch carries the text; otherwise each patch carries all of it.
-        fills (`tuple[str, str]`, *optional*): Name and value of an argument by which a call only fills a cache of keys
-            that the calls of all CFG branches read. Every rank along ``batch`` computes such a call.
+        fills (`tuple[str, str]`, *optional*): Name and value of an argument that marks a call which only stores keys
+            and values, for the calls of all CFG branches to read. Every rank along ``batch`` runs such a call.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.

@@ -1,9 +1,9 @@
 """Map the attention backends that diffusers names to backends of para_core, for calls on several ranks.
 
 A user chooses a backend of diffusers by ``set_attention_backend``, ``attention_backend(...)`` or the environment. Most
-of these do not call scaled_dot_product_attention, so interception cannot see them. During a call on several ranks the
-processors therefore use ``"native"``, which calls it, and para_core computes attention with the equivalent backend of
-its own. Written for diffusers 0.42.1, ``models/attention_dispatch.py``.
+of these do not call scaled_dot_product_attention, the function that para_core intercepts. During a call on several
+ranks the attention processors therefore use ``"native"``, which calls that function, and para_core computes attention
+with its own equivalent of the chosen backend. Written for diffusers 0.42.1, ``models/attention_dispatch.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads
 from para_core.plans.region import region_of
 
-# Names of backends that call scaled_dot_product_attention, so interception sees them.
+# Names of backends that call scaled_dot_product_attention, so para_core can intercept their attention.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-# Names of the other backends, each with para_core's equivalent. None lets SDPA choose: these names compute exact
-# attention with kernels that PyTorch has too, and unlike a fixed kernel SDPA also takes masks.
+# Names of the other backends, each with para_core's equivalent. None leaves the choice of a kernel to SDPA: these
+# backends compute exact attention as SDPA does, and a fixed kernel would not take masks.
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,
@@ -34,7 +34,8 @@ TRANSLATED: Mapping[str, Backend | None] = {
     "flex": None,
     "xformers": None,
     **dict.fromkeys(("sage", "sage_varlen"), "sage"),
-    # sageattn itself chooses one of the following kernels, by the GPU.
+    # These names fix one kernel of SageAttention. Its function sageattn, which "sage" calls, chooses among them by the
+    # GPU.
     **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"), "sage"),
     **dict.fromkeys(("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"), "sage"),
 }
@@ -46,7 +47,8 @@ class _Setting(NamedTuple):
     path: str
     processor: Any
     name: str
-    crosses: bool  # whether it is cross-attention, whose keys come from another sequence
+    # Whether the processor computes cross-attention, whose keys come from another sequence.
+    crosses: bool
 
     @property
     def backend(self) -> Backend | None:
@@ -164,7 +166,8 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
     plan = plan_for(module)
     for pattern, attention in () if plan is None else plan.attention.items():
         if isinstance(attention, AttentionByHeads):
-            # This module runs on all tokens and some of the heads, for which any backend is correct.
+            # Under this rule the module attends to all tokens with some of the heads, so any backend of diffusers is
+            # correct.
             by_heads |= set(matching_modules(module, pattern))
         elif isinstance(attention, tuple) and all(call.keys is not None for call in attention):
             crossing |= set(matching_modules(module, pattern))

@@ -97,9 +97,9 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
 
 
 def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
-    """Return the blocks of ``module`` in the order in which they run.
+    """Return a :class:`StagedBlock` for each block of ``module``, in the order in which the blocks run.
 
-    Each comes with its streams (the tensors that a block passes to the next one) and its relative cost.
+    It holds the block, its streams (the tensors that the block passes to the next one), and its relative cost.
 
     Raises:
         TypeError: If no adapter describes the blocks.
@@ -112,13 +112,13 @@ def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBl
 
 
 def cost_of(block: nn.Module) -> float:
-    """Return the relative cost of ``block``: the number of elements of the matrices for image or video tokens."""
+    """Return the relative cost of ``block``: the elements of its weight matrices for image or video tokens."""
     matrices = {name: x.numel() for name, x in block.named_parameters() if x.ndim > 1}
     return sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
 
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """Return how PipeFusion splits a supported transformer into patches, or (a string) the reason why it cannot."""
+    """Return the plan by which PipeFusion splits ``module`` into patches, or a string: the reason why it cannot."""
     own = require_adapter(module, adapter)
     text: Text | None = None if own.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, own.frames)

@@ -1,4 +1,4 @@
-"""Runs the caches of one pipeline: finds the branch and the step of each transformer call, reports and warns."""
+"""Run the caches of one pipeline: find the CFG branch and the step of each transformer call, report and warn."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ class PipelineCache:
         return put_back
 
     def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
-        """Restore ``callers`` as this pipeline's hooks, and their ``run``, which a hook loses when it is freed."""
+        """Make ``callers`` this pipeline's hooks again, and set ``run`` of each, which freeing a hook clears."""
         self._callers = callers
         for name, caller in callers.items():
             caller.run = self._around_model(name)
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """Thresholds by component name. Values that are set take effect at the next call of the pipeline."""
+        """Threshold of each cache by component name. Assigned values take effect at the next call of the pipeline."""
         return {name: cache.threshold for name, cache in self.caches.items()}
 
     @thresholds.setter
@@ -127,7 +127,7 @@ class PipelineCache:
 
     @property
     def options(self) -> CacheOptions:
-        """Options of the first transformer, with its current threshold."""
+        """Cache options of the first transformer, with its current threshold."""
         cache = next(iter(self.caches.values()))
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 
@@ -161,8 +161,8 @@ class PipelineCache:
         for name, cache in self.caches.items():
             cache.reset()
             cache.readings.clear()
-            # Attach before the first branch is identified, because another pipeline with other first_blocks may have
-            # replaced the hooks since the last generation.
+            # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that shares the
+            # model and has other first_blocks may have replaced them since the last generation.
             host = cache.attach()
             component = getattr(pipe, name)
             if name not in self._callers:
@@ -170,7 +170,8 @@ class PipelineCache:
                 self._callers[name].run = self._around_model(name)
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
-                # The component may be a compiled module. Wrap that one, so that the hook runs outside the graph.
+                # Wrap a compiled component itself and not the module inside it, so that the hook runs outside the
+                # graph.
                 wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
         self._pipe = pipe
         try:
@@ -192,7 +193,7 @@ class PipelineCache:
             if torch.compiler.is_compiling() or not self._tracker.active:
                 return call(module, *args, **kwargs)
             if self._in_callback or self._thread != get_ident():
-                # This call belongs to another pipeline that shares the model.
+                # Another pipeline that shares the model makes this call, so run the model without this cache.
                 return call(module, *args, **kwargs)
             cache = self.caches[name]
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -233,8 +234,8 @@ class PipelineCache:
     def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
         """Remove this pipeline's hook from the component ``name``, if it has one.
 
-        If ``caches`` has a cache for ``name``, the classes of ``modules`` stay alive, because graphs that were compiled
-        with them are valid only as long as the classes exist.
+        If ``caches`` has a cache for ``name``, the classes that wrapping gave to ``modules`` are kept alive, because
+        compiled graphs are valid only as long as these classes exist.
 
         Args:
             name: Name of the component.

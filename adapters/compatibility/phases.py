@@ -98,7 +98,7 @@ class CheckedModel:
 
     @property
     def called(self) -> Any:
-        """The object that the pipeline calls: ``module``, the compiled module around it, or a model in its place."""
+        """The object that the pipeline calls: ``module``, the compiled module around it, or its replacement."""
         return component_of(self.owner, self.component) if self.component else self.module
 
 
@@ -124,7 +124,7 @@ def check_parallelize(
     Args:
         models: The models to parallelize.
         mesh: The mesh; None if it is not known yet, which leaves out the checks that need it.
-        unshards: Whether weights that are sharded now will be gathered first, so they are no problem.
+        unshards: Whether weights that are sharded now will be gathered first. If so, sharded weights are not refused.
     """
     for model in models:
         owner, module, adapter = model.owner, model.module, model.adapter

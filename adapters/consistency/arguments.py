@@ -16,7 +16,8 @@ from para_core.distributed.fingerprints import fingerprints
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
 
-# Longest text of a value in a record. A longer text is cut and ends with a hash of all of it.
+# Maximum number of characters that describe one value in a record. A longer text is cut, and a hash of the whole text
+# is appended.
 _MAX_CHARACTERS = 60
 
 
@@ -86,7 +87,7 @@ def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, 
 
 
 def _record(values: Mapping[str, Any]) -> Record:
-    """Return a short text for each value that is not None. Waits for the device only once, for all tensors together."""
+    """Return a short text for each value that is not None, by name. Waits for the device once, for all tensors."""
     pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
     tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
     digits = iter(fingerprints(tensors))
@@ -101,7 +102,7 @@ def _require_equal(
 ) -> None:
     """Raise on every rank if ``values()`` differs between ranks, or if ``check`` or ``values`` raised on one of them.
 
-    ``way_out`` ends the message: advice to the user.
+    ``way_out`` is advice to the user, with which the error message ends.
     """
 
     def explain(records: list[Record]) -> str:
@@ -144,9 +145,11 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):
         yield from _joined("[]", [("", item) for item in value])
-    elif is_dataclass(value) and not isinstance(value, type):  # for example the conditions of LTX-Video
+    elif is_dataclass(value) and not isinstance(value, type):
+        # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
-    elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
+    elif hasattr(value, "tobytes"):
+        # PIL images and numpy arrays have this method. The size of a PIL image is its shape.
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:

@@ -94,7 +94,8 @@ class CheckedCallbacks:
         try:
             check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
         except RuntimeError:
-            return  # Ignore this error: the caller raises that of the callback, even if no other rank answers.
+            # Ignore this error: the caller raises the error of the callback, even if no other rank answers.
+            return
 
     def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
         state: Record = {

@@ -26,8 +26,8 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.foreign_errors import is_lost_connection
 from para_core.torch_internals import default_store
 
-# Seconds to wait until the other ranks sign in. They give up at nearly the same time as this one, because a rank that
-# gives up closes its connections.
+# Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out closes its
+# connections, which ends the collectives of the other ranks too.
 _PATIENCE = 4.0
 _INTERVAL = 0.05
 _REASON_CHARACTERS = 2000
@@ -65,7 +65,8 @@ def why_no_answer(token: str, places: Places) -> str:
 def _call_roll(store: Any, token: str, places: Places) -> str:
     """Sign in at the store and wait up to ``_PATIENCE`` seconds for the other ranks.
 
-    Returns a text: the reason that a rank has stored, or else the ranks that did not sign in.
+    Returns a text for the message: the reason that a rank has stored; or the ranks that did not sign in; or, if all of
+    them did, that the exchange took longer than the time-out.
     """
     store.set(_key(token, f"here/{_own_rank()}"), "")
     deadline = time.monotonic() + _PATIENCE
@@ -98,7 +99,8 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
     def run() -> None:
         try:
             results.append(query(default_store()))
-        except (RuntimeError, ValueError):  # the process that holds the store has ended
+        except (RuntimeError, ValueError):
+            # The process that holds the store has ended, so the default is returned.
             return
 
     thread = threading.Thread(target=run, name="para_core: torch's store", daemon=True)
@@ -109,7 +111,7 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 
 @contextmanager
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
-    """If the ``with`` block raises, tell the other ranks of the call ``token`` why; and tell this rank why others left.
+    """Exchange the reasons for which ranks leave the call ``token``, if the ``with`` block raises.
 
     An exception on this rank is stored for the other ranks. If a collective of this rank times out, the raised error
     contains the reason that another rank has stored. Works with gloo only: a time-out of NCCL ends the process and

@@ -40,7 +40,8 @@ class _Weight:
 
     @classmethod
     def of(cls, owner: nn.Module, x: Tensor) -> _Weight:
-        # No address for a sharded weight: the values of these are not compared, so it does not matter where they are.
+        # Leave out the addresses of a sharded weight: its values are not compared between ranks, so moving it is no
+        # change.
         pointers = () if isinstance(x, DTensor) else tuple(inner.data_ptr() for inner in plain_tensors(x))
         return cls(ref(owner), id(x), version_of(x), pointers)
 
@@ -135,7 +136,7 @@ def _weights_of(layers: list[Any]) -> list[tuple[nn.Module, nn.Parameter]]:
 
 
 def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
-    """Return those of ``weights`` that every rank can compare.
+    """Return the items of ``weights`` that every rank can compare.
 
     In stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was quantized afterwards, only
     the rank that holds it has its new values, so quantized weights are left out.

@@ -77,7 +77,8 @@ class ParallelCall:
         self._assume_equal = assume_equal
         self._loras = Loras()
         self._caching: PipelineCache | None = None
-        self._places: Places = {}  # process and host of each rank, for error messages; exchanged in the first call
+        # Process and host of each rank, for error messages. The ranks exchange them in the first call.
+        self._places: Places = {}
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
@@ -123,15 +124,16 @@ class ParallelCall:
             for name, module in self._transformers.items():
                 region, stages = region_of(module), stages_of(module)
                 if region is not None:
-                    region.attach(module)  # Attach again, because loading a LoRA may have replaced submodules.
+                    # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
+                    region.attach(module)
                 if stages is not None:
                     stages.links.begin()
                 stack.enter_context(inputs_verified([region, stages]))
                 stack.enter_context(translated_attention(module))
                 component = getattr(pipe, name)
                 if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
-                    # If the component is a compiled module, wrap that one: its graph holds the call of one branch, and
-                    # branches are distributed outside the graph.
+                    # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
+                    # branch, and the branches are distributed outside the graph.
                     wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
             stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))

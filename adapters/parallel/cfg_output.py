@@ -76,8 +76,8 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
             output = _copy(module)(*args, **kwargs)
     except Exception as error:
-        # Expected if the model reads a value, the meta device lacks an operator, or an argument is wrong. The real call
-        # follows and raises a proper error.
+        # An error is expected if the model reads a value, the meta device lacks an operator, or an argument is wrong.
+        # The call of the real model follows and raises a proper error.
         logger.debug("the output of %s is not known before its call: %s", type(module).__name__, error)
         return None
     leaves = [x for x in pytree.tree_leaves(output) if x is not None]

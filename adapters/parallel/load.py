@@ -48,10 +48,10 @@ def from_pretrained_sharded(
 ) -> Any:
     """Load a pipeline, shard its weights and parallelize it, with host memory for one copy of the weights per node.
 
-    Gives the same as ``pipeline.from_pretrained(name)`` followed by
-    ``parallelize_pipe(pipe, mesh=mesh, weights=weights)``. Every rank of the mesh must call this function. Each rank
-    memory-maps the safetensors files, so that ranks of a node share their pages, reads its shard of each weight, and
-    unmaps the weight. Weights are cast to ``dtype`` after sharding.
+    The result equals that of ``pipeline.from_pretrained(name)`` followed by ``parallelize_pipe(pipe, mesh=mesh,
+    weights=weights)``. Every rank of the mesh must call this function. Each rank memory-maps the safetensors files, so
+    that ranks of a node share their pages, reads its shard of each weight, and unmaps the weight. Weights are cast to
+    ``dtype`` after sharding.
 
     Args:
         pipeline (`type[DiffusionPipeline]`): Pipeline class of diffusers.

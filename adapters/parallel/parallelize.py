@@ -70,8 +70,8 @@ def parallelize_pipe(
             every rank. Both are exact. Defaults to the faster one for the model.
         timeout (`timedelta` or `float` in seconds, *optional*): How long the ranks of the mesh wait for a rank that
             does not answer; set on the process groups of the mesh. Afterwards gloo raises, and NCCL ends the process.
-            If several pipelines set it on the same groups, the latest that is not undone counts. Defaults to leaving
-            the time-outs of the groups unchanged.
+            If several pipelines set it on the same groups, the latest one that has not been undone is in effect.
+            Defaults to leaving the time-outs of the groups unchanged.
         adapter (`Adapter`, *optional*): Facts about a transformer that is not supported. For a supported class it
             replaces the adapter of para_core.
         assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of arguments over the ranks, made
@@ -87,16 +87,17 @@ def parallelize_pipe(
             copied to the device while it runs; or the same, but only the first rank runs them and sends their outputs
             to the others. All are exact (docs/weights.md). Defaults to ``"fsdp"`` if ``weights`` shards the
             transformer, and to leaving them as they are otherwise.
-        vae_placement (`"replicate"`, `"offload"` or `"first"`, *optional*): The same for the autoencoders of images and
-            of sound. ``"offload"`` goes with ``vae=True``. Defaults to leaving them as they are.
+        vae_placement (`"replicate"`, `"offload"` or `"first"`, *optional*): The same placements for the autoencoders of
+            images and of sound. With ``vae=True`` all but ``"first"`` are possible. Defaults to leaving them as they
+            are.
         offload (`"blocks"`, *optional*): Keeps the blocks of the transformers in host memory, also on one rank; each is
             copied to the device before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md).
             Defaults to leaving them on the device.
         resident_blocks (`int`, defaults to `1`): With ``offload``, the number of first blocks that stay on the device.
             A step that a cache skips copies nothing if these include the first blocks of the cache.
         pipefusion (`PipeFusion`, *optional*): Lets the stages of a mesh with ``pipe`` work at the same time, on patches
-            that attend to keys of the previous step. **Not exact.** Without stages one process computes the same
-            (docs/stages.md). Defaults to exact stages.
+            that attend to keys of the previous step. **Not exact.** On a mesh without stages a single process can
+            compute the same result (docs/stages.md). Defaults to exact stages.
         rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, *optional*): How keys and values travel around the ring:
             from neighbour to neighbour; all at once; or in a grid of ring ranks, where queries travel along rows and
             keys along columns. All are exact. Defaults to ``"alltoall"``, or to the prediction of :func:`plan_mesh` if

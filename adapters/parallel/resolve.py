@@ -244,9 +244,6 @@ def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
 
 
-# -- session parts for time-outs and autoencoders
-
-
 @dataclass(frozen=True)
 class TimeoutPart(Part):
     """Session part that sets the time-out of process groups."""
@@ -260,8 +257,8 @@ class TimeoutPart(Part):
         return override_timeouts(self.groups, self.timeout, self.ranks)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # Keep the time-out for now: finish() undoes it once the next session runs. A time-out that the next session
-        # sets has priority meanwhile, so nothing needs to be restored if that session fails.
+        # Leave the time-out set until finish(), which runs after the next session has started. Until then a time-out of
+        # the next session overrides this one, and if that session fails, this one is still set.
         return nothing
 
     def finish(self, undo: Undo) -> None:

@@ -52,8 +52,9 @@ class ScheduledAttention:
         self._options = {backend: replace(options, backend=backend) for backend in schedule.backends}
         self._tracker = SchedulerTracker()
         self._parameters = {id(module): parameters_of(module) for module in transformers.values()}
-        # Some pipelines step with copies of the scheduler, which then does not tell the step. For these, count calls
-        # per CFG branch; the conditioning arguments identify the branch.
+        # Some pipelines step with copies of their scheduler, so the scheduler itself does not tell the current step.
+        # For them the step is found by counting model calls per CFG branch, which these conditioning arguments
+        # identify.
         adapters = [(module, adapter_for(module, adapter)) for module in transformers.values()]
         self._conditions = {
             id(module): conditions_of(module, require_blocks(module, adapter))
@@ -76,8 +77,8 @@ class ScheduledAttention:
             require_native_attention(module, f"pipe.{name}")
             component = getattr(pipe, name)
             if wrapper(component, "__call__", _KEY) != self._around_model:
-                # The wrapper goes around a compiled component, not inside, because changing the backend must not be
-                # traced.
+                # Wrap a compiled component itself and not the module inside it, because the change of backend must not
+                # be traced.
                 wrap_method(component, "__call__", _KEY, self._around_model, order=WrapperPriority.CACHE)
         with ExitStack() as stack:
             stack.callback(self._use, self.schedule.exact)

@@ -25,7 +25,8 @@ class Part(ABC):
     removes the wrappers (:mod:`para_core.instance_patching`) that it may have left.
     """
 
-    name = "a part"  # names the part in error messages
+    # Name of the part in error messages.
+    name = "a part"
     shards_weights = False
 
     @abstractmethod
@@ -38,7 +39,7 @@ class Part(ABC):
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
 
-        Returns a function that restores what was removed, except for wrappers.
+        Returns a function that restores what was removed, except for wrappers, which :func:`replace_session` restores.
         """
         return nothing
 
@@ -50,7 +51,8 @@ class Part(ABC):
             mesh: Ranks of the new session.
 
         Returns:
-            A function that makes the change again, except for wrappers. It is called if the new session fails.
+            A function that makes the change again if the new session fails, except for wrappers, which
+            :func:`replace_session` restores.
         """
         undo()
         return nothing
@@ -115,7 +117,7 @@ class ParallelSession:
 
 
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
-    """Undo ``previous`` and start ``session`` on ``instance``. Every rank of the session's mesh must call it.
+    """Undo ``previous`` and start ``session`` on ``instance``. Every rank of ``session.mesh`` must call this.
 
     If this fails on one rank, every rank raises, and ``previous`` is in effect again.
     """

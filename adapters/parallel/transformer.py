@@ -70,8 +70,8 @@ def parallelize_transformer(
         transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
         mesh, text, adapter, rotate_method, backend, cross_backend, comm_dtype, attn_func: As in
             :func:`parallelize_pipe`.
-        assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of inputs. It costs a fingerprint on
-            the device, 8 bytes per tensor copied to the host, and one small exchange.
+        assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of inputs. The comparison costs a
+            fingerprint on the device, 8 bytes per tensor copied to the host, and one small exchange.
 
     Returns:
         ``transformer`` itself.

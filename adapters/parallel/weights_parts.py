@@ -29,7 +29,8 @@ class WeightsPart(Part):
     pipe: Any
     mesh: GuidedMesh
     method: Method | None
-    components: Sequence[str] | None = None  # names of the components; None for all that the method can shard
+    # Names of the components to shard; None for all that the method can shard.
+    components: Sequence[str] | None = None
     name = "sharding the weights"
 
     def apply(self) -> Undo:
@@ -44,8 +45,8 @@ class WeightsPart(Part):
         return self.method is not None
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # The next session shards the weights again or has a WeightsPart that gathers them. Only stages need full
-        # weights to start from, so gather them now in that case.
+        # Leave the weights sharded, because the next session shards them again or has a WeightsPart that gathers them.
+        # Only a session with stages needs full weights to start from, so gather them for such a session.
         return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
 
 
@@ -74,8 +75,8 @@ class TextEncodersPart(Part):
     def apply(self) -> Undo:
         if self.placement == "replicate":
             return nothing
-        # Checked here and not in __init__, because the session that this one replaces may have offloaded the encoders
-        # itself.
+        # Check here and not in __init__: the session that this one replaces may have offloaded the encoders, which has
+        # been undone by now.
         require_not_offloaded(text_encoders_of(self.pipe), "text_encoders")
         if self.placement == "fsdp":
             mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
@@ -109,8 +110,8 @@ class VaePlacementPart(Part):
         self._offloaded = OffloadedModules(self.vaes, self.mesh, methods=VAE_METHODS, first_rank_only=first)
 
     def apply(self) -> Undo:
-        # Checked here and not in __init__, because the session that this one replaces may have offloaded the
-        # autoencoders.
+        # Check here and not in __init__: the session that this one replaces may have offloaded the autoencoders, which
+        # has been undone by now.
         require_not_offloaded(self.vaes, "vae_placement")
         self._offloaded.apply()
         return self._offloaded.remove
@@ -134,8 +135,8 @@ class BlocksPart(Part):
 
     def apply(self) -> Undo:
         for name, module in transformers_of(self.pipe).items():
-            # Checked here and not in __init__, because the session that this one replaces may have offloaded the blocks
-            # itself.
+            # Check here and not in __init__: the session that this one replaces may have offloaded the blocks, which
+            # has been undone by now.
             offloader = offloader_of(module)
             if offloader is not None or is_distributed(module):
                 raise ValueError(

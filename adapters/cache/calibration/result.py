@@ -30,7 +30,7 @@ class CalibrationRow:
             ``computed_steps``, the mean per generation and CFG branch; also the metric of the target.
         computed (`int`): Number of computed steps, summed over branches and prompts, on the first rank.
         steps (`int`): Number of steps, computed or skipped, summed over branches and prompts, on the first rank.
-        seconds (`float`): Mean time of a generation on the first rank, including text encoders and decoder.
+        seconds (`float`): Mean seconds of a generation on the first rank, including text encoders and decoder.
     """
 
     threshold: float
@@ -54,7 +54,7 @@ class Calibration:
         metric (`str`): The metric of the target.
         target (`float`): The value that the metric had to reach.
         rows (`Sequence[CalibrationRow]`): The results of all thresholds, from the smallest to the largest.
-        seconds (`float`): Mean time of a generation without the cache.
+        seconds (`float`): Mean seconds of a generation without the cache.
     """
 
     threshold: float
