@@ -3,7 +3,6 @@
 - machines.json (docs/which_option.md): the planner's best mesh for each model and machine, and the bytes that a rank
   holds.
 - weights_memory.json (docs/weights.md): gigabytes of weights that a rank holds and receives per step, by method.
-  Parameters are counted on the models of diffusers and transformers at the published sizes, on the meta device.
 
 Nothing runs on a GPU, and nothing is downloaded.
 """
@@ -12,27 +11,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-import diffusers
-import torch
-from torch import nn
-
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.adapters.components import blocks_of
-from para_core.adapters.planner import encoders
 from para_core.adapters.planner.workload import workload
-from para_core.adapters.registry import tensor_plan_for
 from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
 from para_core.planner.mesh_plan import duration, make_plan
 from para_core.planner.prediction import MeshPrediction, Workload, predict
 from para_core.planner.weights import Placement
-from para_core.plans.module_matching import matching_modules
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
 # The device, its link (left out: the usual one), and numbers of ranks; as many in one host.
@@ -102,7 +90,7 @@ def machine_of(name: str, link: str | None, ranks: int) -> Machine:
     return Machine(device, topology, Host(), Runtime(compiled=True))
 
 
-def machines_table(found: dict[str, Any], kind: str) -> list[str]:
+def machines_table(results: dict[str, Any], kind: str) -> list[str]:
     """Return a row per model and device, a column per number of ranks.
 
     Args:
@@ -110,7 +98,7 @@ def machines_table(found: dict[str, Any], kind: str) -> list[str]:
     """
     rows, equal = [], []
     for model in SHOWN_MODELS:
-        name, cells = next((name, cells) for name, cells in found["machines"].items() if name.startswith(model))
+        name, cells = next((name, cells) for name, cells in results["machines"].items() if name.startswith(model))
         for device, _, counts in MACHINES if kind == "exact" else MACHINES[:1]:
             options = [cells[f"{ranks} × {device}"] for ranks in (1, *counts)]
             if kind == "int8" and all(math.isclose(x["int8"]["seconds"], x["exact"]["seconds"]) for x in options):
@@ -132,7 +120,7 @@ def _option(cell: dict[str, Any], kind: str) -> str:
     return f"{row}{': ' * bool(row)}{rounded} ({cell['one rank'] / seconds:.2f}×)"
 
 
-def memory_table(found: dict[str, Any]) -> list[str]:
+def memory_table(results: dict[str, Any]) -> list[str]:
     """Return gigabytes of a rank, and the smallest device that has them, replicated on one and on most ranks."""
     ends = RANKS[:: len(RANKS) - 1]
     heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in ends), *(f"tensor {ranks}" for ranks in RANKS[1:])]
@@ -143,7 +131,7 @@ def memory_table(found: dict[str, Any]) -> list[str]:
             *(_held(row["replicated"][str(ranks)]) for ranks in ends),
             *map(_held, row["tensor"].values()),
         ]
-        for model, row in found["memory"].items()
+        for model, row in results["memory"].items()
     ]
     return markdown_table(["model", "weights", *heads], rows, right=range(1, 2 + len(heads)))
 
@@ -157,117 +145,32 @@ def _held(memory: float | None) -> str:
 
 # -- weights by method
 
-BYTES = 2  # of a weight or an activation in bfloat16
 WEIGHT_RANKS = (2, 4, 8)
 CARDS = (24, 48, 80)
-# Gigabytes of a card that are kept for activations, the autoencoder, CUDA and NCCL.
+# Gigabytes of a card that are kept for activations, CUDA and NCCL.
 RESERVED_GB = 6
 # Gigabytes per second that a rank receives in a collective: what NCCL reaches of 32, 64 and 450 GB/s.
 LINKS = {"PCIe 4": 22.0, "PCIe 5": 45.0, "NVLink 4": 350.0}
-# Outside of the blocks, smaller weights are not sharded by FSDP2 (para_core/weights/fsdp.py).
-LARGE = 2**20
+SHARDED = ("FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Qwen-Image")
 
 
-@dataclass(frozen=True)
-class ShardedModel:
-    """The size of a published pipeline and of one of its calls.
-
-    Args:
-        transformers: how many the pipeline has.
-        tokens: of one call, text and image.
-        calls: of a transformer per step.
-    """
-
-    cls: str
-    encoder: Callable[[], nn.Module]
-    tokens: int
-    transformers: int = 1
-    calls: int = 1
-    config: dict[str, Any] = field(default_factory=dict)
-
-
-SHARDED = {
-    "FLUX.2 [dev], 1024 × 1024": ShardedModel("Flux2Transformer2DModel", encoders.MISTRAL, 64 * 64 + 512),
-    "HunyuanVideo, 1280 × 720 × 129": ShardedModel(
-        "HunyuanVideoTransformer3DModel", encoders.LLAMA, 33 * 45 * 80 + 256
-    ),
-    "Wan 2.2 A14B, 1280 × 720 × 81": ShardedModel(
-        "WanTransformer3DModel", encoders.UMT5, 21 * 45 * 80, transformers=2, calls=2
-    ),
-    "Qwen-Image, 1328 × 1328": ShardedModel("QwenImageTransformer2DModel", encoders.QWEN, 83 * 83 + 128, calls=2),
-}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Parameters of one module: all, those that FSDP2 shards, those that are gathered at once (a block, its buffer,
-    the next block and the root), and those that tensor ranks share."""
-
-    total: int
-    sharded: int
-    at_once: int
-    tensor: int
-    reduced: int  # all-reduced activations per token of one call
-
-    def fsdp(self, ranks: int) -> float:
-        """Return the parameters held at most while the module runs."""
-        return self.total - self.sharded + self.sharded / ranks + self.at_once
-
-    def at_rest(self, ranks: int) -> float:
-        return self.total - self.sharded + self.sharded / ranks
-
-    def tensor_parallel(self, ranks: int) -> float:
-        return self.total - self.tensor + self.tensor / ranks
-
-
-def count(parameters: Any) -> int:
-    return sum(x.numel() for x in {id(x): x for x in parameters}.values())
-
-
-def sizes_of(module: nn.Module) -> Sizes:
-    blocks = blocks_of(module)
-    of_blocks = [count(block.parameters()) for block in blocks]
-    inside = {id(x) for block in blocks for x in block.parameters()}
-    root = count(x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE)
-    gathered = max(2 * first + second for first, second in pairwise(of_blocks))
-    plan, tensor, reduced = tensor_plan_for(module), 0, 0
-    for name, style in plan.linears.items() if plan is not None else ():
-        for linear in matching_modules(module, name).values():
-            tensor += linear.weight.numel()
-            # Activations summed over the ranks. The text stream has few tokens and is left out.
-            if style.along == "rowwise" and not any(part in name for part in ("context", "add_out", "txt", "refiner")):
-                reduced += linear.weight.shape[0]
-    return Sizes(count(module.parameters()), sum(of_blocks) + root, root + gathered, tensor, reduced)
-
-
-def row(model: ShardedModel) -> dict[str, Any]:
-    """Return gigabytes of weights on a rank by method and ranks, and gigabytes received per step."""
-    with torch.device("meta"):
-        transformer = sizes_of(getattr(diffusers, model.cls)(**model.config))
-        encoder = sizes_of(model.encoder())
-    giga = BYTES / 1e9
-    one_copy = giga * (transformer.total * model.transformers + encoder.total)
-    held: dict[str, dict[int, float]] = {"fsdp": {}, "tensor": {}}
-    sent: dict[str, dict[int, float]] = {"fsdp": {}, "tensor": {}}
+def weights_row(work: Workload) -> dict[str, Any]:
+    """Return gigabytes of weights on a rank by number of ranks, and gigabytes received per step by method."""
+    weights, placement = work.weights, Placement("fsdp")
+    machine = machine_of("H100", None, max(WEIGHT_RANKS))
+    fsdp, sent = {}, {ranks: predict(MeshShape(tensor=ranks), work, machine).sent for ranks in WEIGHT_RANKS}
     for ranks in WEIGHT_RANKS:
-        resting = transformer.at_rest(ranks) * (model.transformers - 1)
+        shape = MeshShape(ring=ranks, fsdp=True)
         # Either denoises or encodes; the other rests.
-        held["fsdp"][ranks] = giga * max(
-            resting + transformer.fsdp(ranks) + encoder.at_rest(ranks),
-            resting + transformer.at_rest(ranks) + encoder.fsdp(ranks),
-        )
-        # Text encoders by FSDP2 over the same ranks.
-        held["tensor"][ranks] = giga * (transformer.tensor_parallel(ranks) * model.transformers + encoder.fsdp(ranks))
-        share = (ranks - 1) / ranks
-        sent["fsdp"][ranks] = giga * model.calls * share * transformer.sharded
-        sent["tensor"][ranks] = giga * model.calls * 2 * share * transformer.reduced * model.tokens
-    return {
-        "one copy": one_copy,
-        "transformer, billions": transformer.total / 1e9,
-        "text encoder, billions": encoder.total / 1e9,
-        "held": held,
-        "received per step": sent,
+        gathered = max(weights.while_denoising(shape), weights.while_encoding(shape, placement))
+        fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
+    passes = work.branches * len(work.calls[1].parts)
+    received = {
+        "fsdp": {ranks: passes * weights.transformer.gathered(ranks) / 1e9 for ranks in WEIGHT_RANKS},
+        "tensor": {ranks: bytes_sent / 1e9 for ranks, bytes_sent in sent.items()},
     }
+    one_copy = weights.at_rest(MeshShape(), Placement()) / 1e9
+    return {"one copy": one_copy, "held": {"fsdp": fsdp}, "received per step": received}
 
 
 def fits(held: float) -> str:
@@ -311,8 +214,8 @@ def main() -> None:
     """Count, predict and write."""
     parser_of(__doc__).parse_args()
     print(write_results("machines", plan_all(), "diffusers"))
-    rows = {name: row(model) for name, model in SHARDED.items()}
-    print(write_results("weights_memory", {"gigabytes": rows}, "diffusers", "transformers"))
+    rows = {work.name: weights_row(work) for work in map(workload, SHARDED)}
+    print(write_results("weights_memory", {"gigabytes": rows}, "diffusers"))
 
 
 if __name__ == "__main__":
