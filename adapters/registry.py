@@ -69,7 +69,8 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
     """
     adapter = adapter_for(module)
     if adapter is None:
-        # Text encoders have none: classes of the transformers library also publish a _tp_plan, but in another format.
+        # Ignore the _tp_plan of a class without an adapter: classes of the transformers library publish one in another
+        # format.
         return None
     if adapter.tensor is not None:
         return adapter.tensor
@@ -186,9 +187,7 @@ def cached() -> str:
     return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
 
 
-# -- wrappers that para_core installs
-
-# Keys of the wrappers of ``__call__`` on pipelines and on UNets. The object that handles the call has an attribute
+# Keys of the wrappers of ``__call__`` on parallel pipelines and UNets. The handler of each wrapper has an attribute
 # ``mesh``.
 PARALLEL_PIPE = "parallel"
 PARALLEL_UNET = "parallel_unet"
@@ -211,7 +210,7 @@ def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
     return mesh if isinstance(mesh, GuidedMesh) else None
 
 
-# -- checks that docs/refusals.md lists
+# -- The page docs/refusals.md lists the following checks.
 
 
 def refuse_missing_transformer(owner: Any, module: Any) -> None:

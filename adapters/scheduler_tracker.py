@@ -10,7 +10,8 @@ from para_core.cache.options import CacheOptions
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 _KEY = "scheduler tracker"
-# Schedulers whose list of timesteps ends with the end of the schedule. The pipelines of diffusers take no step there.
+# Schedulers whose list of timesteps includes the end of the schedule as its last entry. Diffusers' pipelines take no
+# step there.
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
 
@@ -46,12 +47,12 @@ class SchedulerTracker:
         self._scheduler: Any = None
         self._with_copies = False
         self._begin: Callable[[], None] = lambda: None
-        # Number of steps that the scheduler has taken.
+        # Number of steps that the scheduler has taken in the current schedule.
         self._num_taken = 0
         # ``scheduler.step_index`` after the last step; None if the scheduler has no such attribute.
         self._step_index: int | None = None
-        # Only if copies take the steps: number of model calls by branch, and the number of steps in the current section
-        # of the video.
+        # Used only if copies of the scheduler take the steps: number of model calls by CFG branch, and number of steps
+        # in the current section of the video.
         self._num_calls: dict[str, int] = {}
         self._section = 0
         # Timesteps are read once per schedule, because reading them from an accelerator makes the host wait.
@@ -62,10 +63,10 @@ class SchedulerTracker:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
         Args:
-            pipe: The pipeline. One without a scheduler has a schedule of one step.
+            pipe: The pipeline. A pipeline without a scheduler has a schedule of one step.
             begin: Called each time a schedule begins. Some pipelines run one schedule per section of a video.
-            with_copies (`bool`, defaults to `False`): Whether the pipeline may step with copies of its scheduler
-                instead.
+            with_copies (`bool`, defaults to `False`): Whether the pipeline may step with copies of its scheduler. If it
+                does, model calls are counted instead.
 
         Raises:
             RuntimeError: If this tracker already follows a pipeline, in another thread.
@@ -136,7 +137,7 @@ class SchedulerTracker:
         return times[begin or 0 :]
 
     def _times_of_copies(self) -> list[float]:
-        """Return one timestep per step of the section, spread evenly over the schedule.
+        """Return one timestep per step of a section of the video, spread evenly over the schedule.
 
         They are approximate, because in diffusion forcing each frame has its own timestep.
         """

@@ -204,14 +204,14 @@ def weights_of(
 
 
 def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
-    """Return the bytes of a module: in total, sharded by FSDP2, and gathered at the same time while the module runs."""
+    """Return the bytes of a module: all, those that FSDP2 shards, and the most that it holds gathered at one time."""
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block, in_8_bits=in_8_bits) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
     root = sum(x.numel() * x.element_size() for x in outside)
-    # While a block runs, FSDP2 holds its gathered buffer and the weights made from it, and already gathers the next
-    # block.
+    # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that buffer,
+    # and already gathers the next block.
     gathered = max((2 * first + second for first, second in pairwise(of_blocks)), default=2 * sum(of_blocks))
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
     total = bytes_of(module, in_8_bits=in_8_bits)

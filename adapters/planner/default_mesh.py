@@ -2,8 +2,8 @@
 
 If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be fastest at the pipeline's
 default sizes; rank 0 predicts for all ranks. Otherwise :func:`choose_mesh` chooses by a fixed rule, from the number of
-ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default. That is the case on other
-devices or several hosts, for a transformer or UNet without a pipeline, and for a device or model that the planner does
+ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default. The fixed rule applies on other
+devices, on several hosts, to a transformer or UNet without a pipeline, and to a device or model that the planner does
 not know.
 
 Rank 0 logs the mesh and its reason at level INFO. If the planner raises an error that it does not document, which is a
@@ -121,8 +121,8 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
         transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()), None)
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
-    # Several hosts are not predicted, because the planner does not know the network between them. choose_mesh keeps
-    # Ulysses within a host.
+    # The planner does not predict meshes over several hosts, because it does not know the network between them.
+    # choose_mesh is used instead and keeps Ulysses within a host.
     one_host = on_host == dist.get_world_size()
     predicted = _planned(device_type, owner, weights) if one_host else Unpredicted("the ranks are on several hosts")
     if isinstance(predicted, MeshChoice):

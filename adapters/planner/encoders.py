@@ -33,7 +33,7 @@ LLAMA: Callable[[], nn.Module] = partial(
     num_key_value_heads=8,
     vocab_size=128320,
 )
-# The language model of Mistral Small 3, in FLUX.2.
+# The language model of Mistral Small 3, the text encoder of FLUX.2.
 MISTRAL: Callable[[], nn.Module] = partial(
     _make,
     "MistralForCausalLM",
@@ -47,7 +47,7 @@ MISTRAL: Callable[[], nn.Module] = partial(
     vocab_size=131072,
     tie_word_embeddings=False,
 )
-# Qwen2.5-VL 7B, in Qwen-Image.
+# Qwen2.5-VL 7B, the text encoder of Qwen-Image.
 QWEN: Callable[[], nn.Module] = partial(
     _make,
     "Qwen2_5_VLForConditionalGeneration",

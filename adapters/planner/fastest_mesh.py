@@ -28,13 +28,15 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
         return Unpredicted(f"{error}")
     try:
         sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
-        placed: Any = "fsdp" if sharing else "replicate"  # the default of parallelize_pipe
+        # By default parallelize_pipe places the weights of text encoders in the same way.
+        placed: Any = "fsdp" if sharing else "replicate"
         plan = plan_mesh(
             pipe,
             ranks=ranks,
             device=device,
             ranks_per_host=ranks,
-            compiled=False,  # unknown at this time: the pipeline may be compiled later
+            # Predict for eager code, because it is unknown whether the pipeline will be compiled later.
+            compiled=False,
             weights=sharing,
             text_encoders=placed,
             vae_placement="replicate",

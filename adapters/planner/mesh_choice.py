@@ -25,7 +25,8 @@ class Unpredicted:
     """The reason why the planner did not predict a mesh."""
 
     reason: str
-    failed: bool = False  # whether the planner raised an error that it does not document
+    # Whether the planner raised an error that it does not document.
+    failed: bool = False
 
 
 def choose_mesh(

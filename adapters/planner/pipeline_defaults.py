@@ -14,9 +14,10 @@ from para_core.instance_patching import original_class
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
     """Return why calls of ``pipe`` with default arguments use classifier-free guidance; None if they do not.
 
-    If the pipeline has the property ``do_classifier_free_guidance``, it decides, because it knows distilled models.
-    Otherwise guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there is a default negative
-    prompt, or (for ``guidance_scale``) the pipeline takes a negative prompt and the model does not embed the scale.
+    If the pipeline has a guider, the number of its conditions decides. Else, if the pipeline has the property
+    ``do_classifier_free_guidance``, that property decides, because it knows distilled models. Otherwise guidance is
+    used if the default scale is above 1 and (for ``true_cfg_scale``) there is a default negative prompt, or (for
+    ``guidance_scale``) the pipeline takes a negative prompt and the model does not embed the scale.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:
@@ -77,7 +78,8 @@ def number_of_heads(transformer: Any) -> int | None:
         heads = getattr(config, name, None)
         if isinstance(heads, int):
             return heads
-    # Kandinsky's config gives the width of a token, and the width of a head in parts, one for each rotary axis.
+    # Kandinsky's config does not name the number of heads. It gives the width of a token (model_dim), and the width of
+    # a head in parts, one for each rotary axis (axes_dims).
     width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
     return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 

@@ -46,8 +46,8 @@ def plan_mesh(
             (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …).
         ranks (`int`): Number of ranks.
         device (`str` or `Device`, defaults to `"H100"`): The device of each rank, by name or with your own figures.
-        link (`str` or `Link`, *optional*): Link between the devices of a host; ``"nvlink"`` and ``"pcie"`` stand for
-            the generation of the device. Defaults to the usual one of the device.
+        link (`str` or `Link`, *optional*): Link between the devices of a host; ``"nvlink"`` and ``"pcie"`` mean the
+            generation of that link which the device has. Defaults to the usual one of the device.
         between (`str` or `Link`, defaults to `"infiniband"`): Link between hosts.
         ranks_per_host (`int`, *optional*): Ranks per host. Defaults to 8, and to 72 for a GB200.
         height, width, frames, steps (`int`, *optional*): Sizes of the generation. Default to those of the pipeline, or
@@ -56,8 +56,8 @@ def plan_mesh(
         weights (`Sequence[str]`, defaults to `("tensor", "stages", "fsdp")`): Ways to shard weights. ``"stages"`` adds
             a ``pipe`` mesh dim; ``"fsdp"`` is tried if the weights do not fit otherwise; ``()`` replicates them.
         text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Placement of the text encoders,
-            as in :func:`parallelize_pipe`. Defaults to its default, and to ``"first"`` (on one rank ``"offload"``) for
-            meshes that do not fit otherwise.
+            as in :func:`parallelize_pipe`. Defaults to the default of that function, and to ``"first"`` (on one rank
+            ``"offload"``) for meshes that do not fit otherwise.
         vae_placement (`"replicate"`, `"offload"` or `"first"`, *optional*): The same for the VAE. Defaults to
             ``"replicate"``, and to ``"first"`` (on one rank ``"offload"``) if no mesh fits otherwise.
         offload (`bool`, defaults to `True`): Whether meshes that do not fit may keep transformer blocks in host memory.
@@ -66,7 +66,7 @@ def plan_mesh(
         pipefusion (`PipeFusion`, *optional*): Include meshes whose stages work on patches, which approximates. Defaults
             to exact meshes only.
         measured (`str` or `Path`, *optional*): JSON file of ``python -m para_core.doctor`` or of ``make gpu-check``
-            whose figures replace those of the table.
+            whose measured figures replace the planner's built-in ones.
 
     Returns:
         The :class:`MeshPlan`.

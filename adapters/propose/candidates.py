@@ -26,7 +26,8 @@ class Choice:
         split_masks: Whether masks and other arguments that are not floating-point are split with the tokens; otherwise
             they are replicated.
         mask: How attention reads its mask (``Attention.mask``).
-        numbers: The rule for an integer argument that grows: whether it counts the first or the last tokens.
+        numbers: Type of the rule for an integer argument that grows with the tokens: the integer counts the first or
+            the last tokens of a sequence.
     """
 
     text_first: bool
@@ -73,7 +74,7 @@ class ObservedRegion:
         start: The block at which tokens are first sharded.
         small: The smaller call. Tensors computed from the tokens at the start are marked as ``derived``.
         large: The larger call.
-        segment: Name of these tokens in plans.
+        segment: Name of the segment of these tokens in plans.
     """
 
     start: Start
@@ -156,8 +157,6 @@ class ObservedRegion:
         """
         of_list = [] if call.block_list is None else self.small.of_list(call.block_list)
         return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
-
-    # -- rules for tensors that are split with the tokens
 
     def _joined_inputs(self) -> dict[str, ShardRule]:
         """Return a rule for each model argument with an entry per token that joins the tokens outside of submodules."""
@@ -284,10 +283,8 @@ class ObservedRegion:
             return Split(dim, like=self.segment, after=TEXT)
         return Split(dim, like=self.segment, then_replicated=True)
 
-    # -- rules for attention calls
-
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
-        """Return the segments of a sequence with these two lengths; None if no combination of segments has them."""
+        """Return the segments that make up a sequence of ``lengths`` in the two calls; None if no segments fit."""
         small, large = self.start.tokens
         if lengths == (small, large):
             return (self.segment,)

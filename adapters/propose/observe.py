@@ -139,12 +139,14 @@ class _CallObserver(TorchFunctionMode):
         self._start, self._streams = start, streams
         self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         self._derived = WeakTensorKeyDictionary()
-        self._sources = WeakTensorKeyDictionary()  # by tensor: names of the model arguments that it was computed from
+        # For each tensor: names of the model arguments from which it was computed.
+        self._sources = WeakTensorKeyDictionary()
         for name, value in inputs.items():
             self._set_sources(value, frozenset([name]))
         # Keep every recorded value alive: the id of a freed tensor could be given to another one.
         self._alive: list[Any] = []
-        self._module_names: list[str] = []  # names of the modules that are running, innermost last
+        # Names of the modules that are running, the innermost one last.
+        self._module_names: list[str] = []
         self._began: list[int] = []
         self._num_running_blocks = 0
         self._time = 0
@@ -161,8 +163,8 @@ class _CallObserver(TorchFunctionMode):
             self.observed.softmax.setdefault(name, tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
-            # Compute it through this observer: inside an intercepted function modes are off, so its attention would not
-            # be seen.
+            # Compute this function's attention through the observer: torch function modes are off inside an intercepted
+            # function, so the observer would not see the attention call.
             out = multi_head_attention(self._attend, *args, **kwargs)
         elif type(func) in OPERATOR_TYPES and attention_kind(func) == "flash":
             out = flash_attention(self._attend, raise_here, func, args, kwargs)
@@ -224,7 +226,8 @@ class _CallObserver(TorchFunctionMode):
 
     def _add_hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
         parameters = parameters_of(module)
-        recorded_arguments: list[dict[str, Any] | None] = []  # a stack, because a module may call itself
+        # This list is a stack, because a module may call itself.
+        recorded_arguments: list[dict[str, Any] | None] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._time += 1

@@ -1,4 +1,4 @@
-"""Imagine the second, larger call for a model that accepts one size only: the observed call with one more token."""
+"""Make up the second, larger call for a model that accepts one size only: the observed call with one more token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from para_core.adapters.propose.observe import ObservedCall, TensorRecord, tenso
 
 
 def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
-    """Yield ``observed`` with one token more, once for each length in it that may be the number of tokens.
+    """Yield copies of ``observed`` with one more token, one copy for each length that may be the number of tokens.
 
     A size counts as the number of tokens if it equals that length, or that length plus the length of another tensor
     that a block receives (such as text). This is a guess; the check of the resulting plan on virtual ranks confirms or

@@ -110,9 +110,9 @@ def _without_options(
 
 
 def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of ``inputs`` that have a default in ``forward``, and could be left out.
+    """Return the names of ``inputs`` that have a default in ``forward``, so that a call may omit them.
 
-    Leaves out booleans and strings, which decide what is returned.
+    Names of booleans and strings are not returned, because these arguments decide what the model returns.
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     return [

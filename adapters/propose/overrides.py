@@ -116,7 +116,7 @@ def _with_module(plan: Plan, name: str, answer: Any) -> Plan:
         return replace(plan, halos={**plan.halos, name: answer})
     attention = {key: calls for key, calls in plan.attention.items() if key != name}
     if answer is not None:
-        # The answer comes first, because the first of several names that match a module counts.
+        # Put the answer first: if several names in a plan match a module, the first one applies.
         return replace(plan, attention={name: answer, **attention})
     outputs = {key: gather for key, gather in plan.outputs.items() if key != name}
     return replace(plan, outputs=outputs, attention=attention)

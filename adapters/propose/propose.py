@@ -193,7 +193,7 @@ def _with_text(
 
 
 def _applies(reason: str, plan: Plan) -> bool:
-    """Whether ``plan`` still has the entry ``module(parameter)`` at the start of ``reason``. True if it names none."""
+    """Whether ``plan`` still has the entry ``module(parameter)`` at the start of ``reason``, or ``reason`` has none."""
     name = PARAMETER_NAME.fullmatch(reason.partition(": ")[0])
     return name is None or name[2] in plan.inner.get(name[1], {})
 
@@ -267,7 +267,8 @@ def _with_samples(
 ) -> Proposal:
     """Return ``proposal`` with ``batched`` and ``common`` in its plan, or with a question about samples.
 
-    ``answers["samples"]`` decides. Without it there is a question, unless the samples depend on each other.
+    Without ``answers["samples"]`` a question is added instead of the two fields, unless the samples depend on each
+    other.
     """
     samples = answers.get("samples", None if of_start is None else of_start.samples())
     if proposal.plan is None or samples is None:

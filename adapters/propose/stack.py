@@ -27,7 +27,7 @@ _SKIP_THRESHOLD = 0.5
 def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     """Return the block stack of the module lists in ``region``.
 
-    None if there is no list, or if it is unknown which parameters a block returns updated.
+    None if there is no list of blocks, or if an output of a block belongs to none of its parameters.
     """
     began = region.calls()[0][0].began
     groups: list[BlockGroup] = []
@@ -67,7 +67,7 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
             continue
         pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
         fixed = [record for record, larger in pairs if record.shape == larger.shape]
-        # A list has one tensor per sample, without batch dim, so its tensors have a dim less.
+        # A list holds one tensor per sample, without the batch dim, so its tensors have one dim fewer.
         kind = _kind_of(fixed, in_list=isinstance(value, (list, tuple)))
         if kind == "sequence" or (kind is not None and not _TIME_NAME.search(name)):
             kinds[kind].append(name)

@@ -19,7 +19,7 @@ class Start:
         block: Name of the module.
         tokens: Number of tokens in the smaller and in the larger call.
         streams: Parameters of the module that hold the tokens.
-        dim: The dim of the tokens in these.
+        dim: Dim of the tokens in the ``streams``.
     """
 
     block: str

@@ -118,7 +118,7 @@ class _Block:
         self._state = self._current_state()
 
     def _offload(self) -> None:
-        # Imported here, so that this module can be imported without diffusers.
+        # Import here, so that this module can be imported without diffusers.
         from diffusers.hooks.group_offloading import ModuleGroup
 
         host = torch.device("cpu")

@@ -67,7 +67,7 @@ def _started(download: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
             future.set_exception(error)
 
-    # A daemon thread, because otherwise an interrupted program would wait for the download before it exits.
+    # Use a daemon thread: an interrupted program would otherwise wait for the download before it exits.
     Thread(target=run, name="para_core: download", daemon=True).start()
     return future
 

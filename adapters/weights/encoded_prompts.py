@@ -20,7 +20,7 @@ _KEY = "encoded prompts"
 
 
 class EncodedPrompts:
-    """Outputs of a pipeline's text encoders, kept by the inputs of the call. The least recently used are dropped first.
+    """Store of the outputs of a pipeline's text encoders, keyed by their inputs. Drops the least recently used first.
 
     Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a LoRA, call
     :meth:`clear`. Ranks that make the same calls keep the same outputs, so this also works with text encoders that run

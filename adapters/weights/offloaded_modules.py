@@ -147,8 +147,8 @@ def _run_on_first(
 ) -> Any:
     output: Any = None
     header, tensors = b"", list[Tensor]()
-    # Inputs that still travel between the ranks of CFG branches arrive by a collective, also on ranks that do not need
-    # them.
+    # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank takes
+    # part, although only the first rank needs the inputs.
     args, kwargs = materialize((args, kwargs))
     with raising_on_all(mesh, f"pipe.{name} failed"):
         if mesh.rank == 0:
@@ -162,8 +162,8 @@ def _run_on_first(
         pickled, kinds = pickle.loads(shared.numpy().tobytes())
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     for x in tensors:
-        # One broadcast per mesh dim, each from index 0. After that along one dim, the ranks with index 0 along the next
-        # dims have the tensor, so they can send it on.
+        # Broadcast once per mesh dim, from index 0. The ranks that have the tensor after one dim are the sources along
+        # the next dim, so after the last dim every rank has it.
         for dim in mesh.dims:
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)

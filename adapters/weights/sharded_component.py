@@ -84,7 +84,7 @@ class ShardedComponent:
         follow_loras(self.module, self.ranks)
 
     def is_applied(self) -> bool:
-        """Whether the module is already sharded with these settings. Always False if either has an offload policy."""
+        """Whether the module is already sharded with these settings. Always False with an offload policy."""
         earlier = sharded_component(self.module)
         return (
             earlier is not None
@@ -246,7 +246,7 @@ class _Move:
         return self.guard.move(call, module, *args, **kwargs)
 
 
-# -- checks that docs/refusals.md lists
+# -- The page docs/refusals.md lists the following checks.
 
 
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:

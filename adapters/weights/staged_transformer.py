@@ -53,7 +53,8 @@ _TOO_LATE = {
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }
-# Methods of a pipeline with the same problem. The pipeline refuses them itself, before they change other components.
+# Methods of a pipeline that would call the methods in _TOO_LATE. The pipeline's own wrappers raise before other
+# components are changed. The values complete the error message.
 _TOO_LATE_FOR_PIPE = {
     "to": "moving it",
     "enable_model_cpu_offload": "offloading it",
@@ -179,7 +180,7 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
     return call(pipe, *args, **kwargs)
 
 
-# -- LoRAs on a model of which this rank holds one stage
+# -- The following functions add and change LoRAs of a model of which this rank holds one stage.
 
 
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
@@ -198,7 +199,8 @@ def _change_lora(
 ) -> Any:
     """Call a method that changes loaded LoRAs.
 
-    The weights of freed blocks are on the meta device, so changing them is free, but peft must not read their values.
+    The weights of freed blocks are on the meta device: changing them costs nothing, but peft must not read their
+    values.
     """
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
@@ -254,7 +256,7 @@ def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
         yield
 
 
-# -- checks that docs/refusals.md lists
+# -- The page docs/refusals.md lists the following checks.
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
@@ -272,7 +274,7 @@ def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None
     """Refuse stages for weights that accelerate moves or that are sharded.
 
     Args:
-        unshards: Whether sharded weights are gathered before the model runs in stages, so they are no problem.
+        unshards: Whether sharded weights are gathered before the model runs in stages. If so, they are not refused.
     """
     if any(hasattr(part, "_hf_hook") for part in module.modules()):
         problem, undo = "is moved by a hook of accelerate", "pipe.remove_all_hooks()"
