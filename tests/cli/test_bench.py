@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from para_core.fleet.loading import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TINY_FLUX, TINY_WAN = ROOT / "zoo/flux/pipeline", ROOT / "zoo/video/pipeline"
@@ -90,6 +93,22 @@ def test_launches_are_those_dispatched():
     counted = count_run(pipe, Request(FIELDS))
     assert counted["launches"] == operators.launches
     assert counted["launches per step"] == (at_steps[2] - at_steps[0]) / 2
+
+
+def test_warmup_runs_are_not_timed(tmp_path, monkeypatch):
+    calls = []
+
+    def build_recorded(recipe):
+        pipe = build(recipe)
+        pipe.transformer.register_forward_hook(lambda module, args, output: calls.append(time.perf_counter()))
+        return pipe
+
+    monkeypatch.setattr(para_core.cli.measurement, "build", build_recorded)
+    out = tmp_path / "figures.json"
+    assert bench("--warmup-runs", "3", "--runs", "1", "--out", str(out)) == 0
+    # Three warm-up runs, a timed one and a counted one, of two steps each.
+    assert len(calls) == 2 * (3 + 1 + 1)
+    assert len(json.loads(out.read_text())["seconds"]["per generation"]["each"]) == 1
 
 
 @pytest.mark.parametrize(("approximation", "passes"), [([], False), (["--cache", "0.1"], True)])

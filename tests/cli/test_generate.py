@@ -155,6 +155,7 @@ def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, 
     assert re.search(r"line 2: .*3.1e\+07 GB, .*out .* GB free", shown)
 
 
+@pytest.mark.slow
 def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monkeypatch, capsys):
     asked = stand_in(monkeypatch)
     path = prompts({"prompt": "a"}, {"prompt": "b", "size": "4096x4096"}, {"prompt": "c", "size": "1040x1040"})
@@ -468,6 +469,7 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, ca
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     path = prompts({"prompt": CAPTION}, "[]", {"prompt": CAPTION})
@@ -654,6 +656,7 @@ def test_placed_text_encoders_and_stages_equal_plain_pipeline(rank_pool, tmp_pat
     assert record["request"]["guidance_scale"] == 2
 
 
+@pytest.mark.slow
 def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
     command = ["generate", "--prompt", CAPTION, *SMALL, "--out", str(tmp_path), "--dry-run"]
     assert run([*command[:-1]]) == 0
@@ -670,6 +673,7 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
         assert f"{1 - finished}, {finished} finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     held = []
     for options in ([], ["--quantize", "int8"], ["--offload", "blocks"]):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import para_core
 from para_core.cli.app import app, run
 
@@ -61,6 +63,7 @@ def test_flags_are_shown_without_a_value(monkeypatch, capsys):
     assert "--vae --no-vae Run the VAE on all ranks. [default: no-vae]" in shown
 
 
+@pytest.mark.slow
 def test_public_names_are_imported_when_used():
     code = """
 import sys, para_core

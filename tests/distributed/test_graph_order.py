@@ -81,7 +81,7 @@ def check(rank_pool, seed, ring, ulysses, backend, backward=False):
             assert relative_error(grad, x.grad) < 1e-4, f"gradient, rank {rank}"
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20)]])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) for seed in range(20)])
 def test_independent_attentions_keep_their_order_under_inductor(rank_pool, seed):
     check(rank_pool, seed, 1, 2, "inductor")
 

@@ -15,6 +15,8 @@ from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from tests.cli.test_generate import CAPTION, SMALL, TINY_FLUX, pixels, plain_pixels
 
+pytestmark = pytest.mark.slow
+
 SIZE = {"height": 48, "width": 64, "num_inference_steps": 2}
 COLOURS = ("red", "green", "blue", "red")
 

@@ -239,6 +239,7 @@ def test_null_is_what_was_left_out():
         assert dict(backend.ran[0][1].fields) == {"prompt": "a"}
 
 
+@pytest.mark.slow
 def test_one_request_more_than_may_wait_comes_back_later():
     with serving(StandIn(0.3), limits=Limits(waiting=1)) as (port, _):
         connections = [start(port, {"prompt": "a"}, X_Request_Id=f"r{i}") for i in range(2)]

@@ -105,6 +105,7 @@ def test_all_ranks_stop_after_same_step(rank_pool, step):
     assert before == after
 
 
+@pytest.mark.slow
 def test_memory_is_weights_plus_share_of_pixels():
     recipe = Recipe(str(find_tiny_flux()))
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)

@@ -13,6 +13,8 @@ from tests.kernels.compiled import compile_kernel
 from tests.kernels.launches import by_use, on_each_arch
 from tests.pairwise import long_beyond_pairs
 
+pytestmark = pytest.mark.slow
+
 # -- what is right, by loops over elements
 
 

@@ -12,6 +12,8 @@ from para_core.spatial.operators import moments_on_gpu, normalized_on_gpu
 from tests.kernels.launches import by_use, on_each_arch
 from tests.pairwise import long_beyond_pairs
 
+pytestmark = pytest.mark.slow
+
 CHUNK = norm.BLOCK * norm.STEPS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

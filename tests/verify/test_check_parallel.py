@@ -256,6 +256,7 @@ def shard_both(cp, model, x, mask):
     return cp.gather(model(cp.shard(x, dim=1), cp.shard(mask)), dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_masks_are_shortened_with_tokens():
     torch.manual_seed(0)

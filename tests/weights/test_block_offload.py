@@ -152,6 +152,7 @@ def test_each_block_is_copied_while_the_one_before_runs():
         assert events.index(f"copy {following}") < events.index(f"run {index}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("offload", "compile"), ("compile", "offload")])
 def test_compiled_blocks_are_whole_graphs(order):
     expected, pipe = generate(make("flux"), "flux"), make("flux")

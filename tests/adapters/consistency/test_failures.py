@@ -47,6 +47,7 @@ def test_if_all_ranks_answer_the_link_was_slow():
         assert why_no_answer("token", PLACES).startswith("all ranks ")
 
 
+@pytest.mark.slow
 def test_silent_store_is_not_waited_for(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "host-of-the-store")
     release = threading.Event()

@@ -14,6 +14,8 @@ from zoo.flux.check import check, find
 from zoo.flux.draw import draw
 from zoo.flux.grammar import Scene, Thing
 
+pytestmark = pytest.mark.slow
+
 
 def rng(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
