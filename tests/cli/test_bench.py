@@ -19,7 +19,7 @@ from benchmarks.harness import counted_traffic
 from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
-from para_core.cli.measurement import count_run, timed_run
+from para_core.cli.measurement import _seconds, count_run, timed_run
 from para_core.fleet.loading import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
@@ -109,6 +109,14 @@ def test_warmup_runs_are_not_timed(tmp_path, monkeypatch):
     # Three warm-up runs, a timed one and a counted one, of two steps each.
     assert len(calls) == 2 * (3 + 1 + 1)
     assert len(json.loads(out.read_text())["seconds"]["per generation"]["each"]) == 1
+
+
+def test_the_slowest_rank_counts():
+    fast = [{"seconds": 1.0, "steps": [0.25, 0.75]}, {"seconds": 4.0, "steps": [1.0, 2.0]}]
+    slow = [{"seconds": 2.0, "steps": [0.5, 1.0]}, {"seconds": 3.0, "steps": [1.0, 1.5]}]
+    seconds = _seconds([fast, slow])
+    assert seconds["per generation"] == {"median": 3.0, "min": 2.0, "max": 4.0, "each": [2.0, 4.0]}
+    assert seconds["per step"]["each"] == [0.75, 1.5]
 
 
 @pytest.mark.parametrize(("approximation", "passes"), [([], False), (["--cache", "0.1"], True)])
