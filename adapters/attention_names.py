@@ -24,8 +24,9 @@ from para_core.plans.region import region_of
 
 # Names of backends that call scaled_dot_product_attention, so para_core can intercept their attention.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-# Names of the other backends, each with para_core's equivalent. None leaves the choice of a kernel to SDPA: these
-# backends compute exact attention as SDPA does, and a fixed kernel would not take masks.
+# Names of the backends that do not call scaled_dot_product_attention, each with para_core's equivalent. None leaves the
+# choice of a kernel to SDPA: these backends compute exact attention as SDPA does, and a fixed kernel would not take
+# masks.
 TRANSLATED: Mapping[str, Backend | None] = {
     "flash": "flash",
     "flash_varlen": None,
@@ -109,7 +110,7 @@ def require_native_attention(module: nn.Module, name: str) -> None:
 
 
 def _by_kind(module: nn.Module) -> list[list[_Setting]]:
-    """Return the settings of self-attention processors, and those of cross-attention processors."""
+    """Return two lists: the settings of the self-attention and of the cross-attention processors."""
     settings = _settings(module)
     return [[setting for setting in settings if setting.crosses == crosses] for crosses in (False, True)]
 
@@ -180,8 +181,8 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
 
 def _name_of(backend: Any) -> str:
     if backend is None:
-        # No backend is set on this processor, so diffusers uses its default, which set_attention_backend,
-        # attention_backend(...) and the environment change.
+        # No backend is set on this processor, so diffusers uses its global default, which attention_backend(...),
+        # set_attention_backend and the environment can change.
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
         backend, _ = _AttentionBackendRegistry.get_active_backend()

@@ -72,8 +72,8 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
     stack = [name for group in groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
-    # The other blocks come first in the result: most of them (text refiners, blocks of a condition) run before the
-    # stack.
+    # Blocks outside the stack come first in the result: most of them (text refiners, blocks of a condition) run before
+    # the stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
 
 
@@ -118,7 +118,7 @@ def cost_of(block: nn.Module) -> float:
 
 
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """Return the plan by which PipeFusion splits ``module`` into patches, or a string: the reason why it cannot."""
+    """Return the plan by which PipeFusion splits ``module`` into patches, or (a string) why it cannot split it."""
     own = require_adapter(module, adapter)
     text: Text | None = None if own.empty_text else "replicate"
     return patch_plan(plan_for(module, text, adapter), module, own.frames)

@@ -142,7 +142,7 @@ def is_transformer_class(cls: Any) -> bool:
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty if it has a transformer or no UNet."""
+    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet."""
     unet = uncompiled(getattr(pipe, "unet", None))
     if not isinstance(unet, nn.Module) or transformers_of(pipe):
         return {}

@@ -139,7 +139,7 @@ class SchedulerTracker:
     def _times_of_copies(self) -> list[float]:
         """Return one timestep per step of a section of the video, spread evenly over the schedule.
 
-        They are approximate, because in diffusion forcing each frame has its own timestep.
+        The timesteps are approximate, because in diffusion forcing each frame has its own timestep.
         """
         total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
         return [self._times[i * len(self._times) // total] for i in range(total)]

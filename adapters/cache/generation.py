@@ -90,7 +90,7 @@ class PipelineCache:
         self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
 
     def undo(self) -> Callable[[], None]:
-        """Return a function that restores the present caches, if :meth:`replace` has replaced them by then."""
+        """Return a function that restores the present caches, if :meth:`replace` has been called in between."""
         caches, adapter = self.caches, self._adapter
 
         def put_back() -> None:

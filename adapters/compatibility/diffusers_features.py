@@ -61,7 +61,8 @@ def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: A
         )
 
 
-# Hooks of diffusers that only move or cast weights. They are correct for any part of the tokens.
+# Hooks of diffusers that only move or cast weights. Their results on a part of the tokens are right, so several ranks
+# may use them.
 _WEIGHT_HOOKS = (
     "GroupOffloadingHook",
     "LazyPrefetchGroupOffloadingHook",
@@ -69,7 +70,7 @@ _WEIGHT_HOOKS = (
     "LayerwiseCastingHook",
     "PeftInputAutocastDisableHook",
 )
-# Hooks that skip layers. They are correct for a part of the tokens, unless they apply random dropout.
+# Hooks that skip layers. Their results on a part of the tokens are right, unless they apply random dropout.
 _SKIP_HOOKS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook", "FeedForwardSkipHook")
 _DROPS = "it drops activations at random, and each rank would draw its own values. Skip whole layers (dropout=1.0)"
 _BLURS = (
@@ -97,7 +98,7 @@ def refuse_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int)
 
 
 def _reason_against(hook: Any, sequence_ranks: int) -> str | None:
-    """Return why ``hook`` of diffusers is not correct on several ranks; None if it is, or if it is the user's own."""
+    """Return why ``hook`` of diffusers gives wrong results on several ranks; None for other hooks, and a user's own."""
     cls = type(hook)
     if not cls.__module__.startswith("diffusers.") or cls.__name__ in _WEIGHT_HOOKS:
         return None

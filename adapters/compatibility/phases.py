@@ -119,7 +119,7 @@ def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[Che
 def check_parallelize(
     models: Sequence[CheckedModel], mesh: GuidedMesh | None = None, *, unshards: bool = False
 ) -> None:
-    """Run the checks before ``models`` are parallelized. The first one that fails raises.
+    """Run the checks before ``models`` are parallelized. The first check that fails raises.
 
     Args:
         models: The models to parallelize.
@@ -150,7 +150,7 @@ def check_parallelize(
 
 
 def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> None:
-    """Run the checks before a parallel call of ``models`` on ``mesh``. The first one that fails raises."""
+    """Run the checks before a parallel call of ``models`` on ``mesh``. The first check that fails raises."""
     for model in models:
         module, name = model.module, model.name
         if model.component:
@@ -181,7 +181,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
 
 
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:
-    """Run the checks before a cache with ``options`` is applied to ``model``. The first one that fails raises.
+    """Run the checks before a cache with ``options`` is applied to ``model``. The first check that fails raises.
 
     Args:
         model: The model.
@@ -198,7 +198,7 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
 
 
 def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
-    """Run the checks before a cached call of the pipeline of ``model``. The first one that fails raises."""
+    """Run the checks before a cached call of the pipeline of ``model``. The first check that fails raises."""
     module, name = model.module, model.name
     refuse_replaced_cached_model(model.called, module, name)
     refuse_missing_scheduler(model.owner, options)

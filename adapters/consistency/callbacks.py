@@ -59,7 +59,7 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPrio
 
 
 class CheckedCallbacks:
-    """Runs callbacks and compares their effects over the ranks of ``mesh``.
+    """Runner of callbacks that compares their effects between the ranks of ``mesh``.
 
     Args:
         pipe: The pipeline that the callbacks may change.
@@ -117,7 +117,7 @@ class CheckedCallbacks:
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the tensors among ``values`` by name.
 
-    A callback takes and returns its tensors in a dict, or one by one in the old form.
+    A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of callbacks.
     """
     named = {f"argument {index}": value for index, value in enumerate(values)}
     for value in values:

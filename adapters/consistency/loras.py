@@ -138,8 +138,8 @@ def _weights_of(layers: list[Any]) -> list[tuple[nn.Module, nn.Parameter]]:
 def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
     """Return the items of ``weights`` that every rank can compare.
 
-    In stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was quantized afterwards, only
-    the rank that holds it has its new values, so quantized weights are left out.
+    With pipeline stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was quantized
+    afterwards, only the rank that holds it has its new values, so quantized weights are left out.
     """
     if not any(x.is_meta for x in model.parameters()):
         return weights

@@ -178,7 +178,7 @@ class ParallelCall:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although only one computes this call: if that rank alone raised, the
+        # Every rank validates the arguments, although a single rank computes this call: if that rank alone raised, the
         # others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills[id(uncompiled(module))]

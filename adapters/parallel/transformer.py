@@ -170,7 +170,7 @@ class TransformerPart(Part):
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            # With stages the stage wrapper already compares the inputs, so do not compare them twice.
+            # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
             require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
@@ -284,7 +284,7 @@ class ParallelOptions:
             )
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
-        """Return the options of attention; for a schedule, those with its exact backend.
+        """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.
 
         Args:
             default_method (`RotateMethod`, *optional*): ``rotate_method`` to use if the user gave neither that option

@@ -167,7 +167,7 @@ def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
 def weights_of(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
-    """Return the bytes of the weights of a pipeline, in the form that the planner needs.
+    """Return the bytes of the weights of a pipeline, as the planner's :class:`Weights`.
 
     Args:
         transformer: The transformer.

@@ -42,9 +42,9 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
 
 
 def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
-    """Return what ``pipe.do_classifier_free_guidance`` is during a call with the arguments ``defaults``.
+    """Return the value of ``pipe.do_classifier_free_guidance`` during a call with the arguments ``defaults``.
 
-    None if the class has no such property, or it fails outside of a call.
+    None if the class has no such property, or if the property fails outside of a call.
     """
     cls: Any = original_class(pipe)
     if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):

@@ -250,7 +250,7 @@ class ObservedRegion:
         return self._rule_of_entries(parameter, value, larger, choice)
 
     def _rule_of_entries(self, parameter: str, value: Any, larger: Any, choice: Choice) -> Split | Entries | None:
-        """Return the rule for a list or mapping; None if no entry needs one.
+        """Return the rule for a list or mapping; None if no entry needs a rule.
 
         Entries with different rules are possible in the outermost list only.
         """

@@ -25,7 +25,7 @@ from para_core.verify.virtual_ranks import fresh
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Stands for a tensor of an observed call.
+    """Record of a tensor in an observed call.
 
     Args:
         shape: Shape of the tensor.

@@ -148,8 +148,8 @@ def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) ->
 def _problem_of_cache(
     module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
 ) -> str | None:
-    """Compare a call that skips ``blocks`` with the unmodified call. Return None if they agree within ``tolerance``,
-    else the end of a sentence that says what is wrong.
+    """Compare a call that skips ``blocks`` with the unmodified call. Return None if the outputs agree within
+    ``tolerance``, else the end of a sentence that says what is wrong.
     """
     try:
         error = cached_error(module, blocks, inputs)

@@ -143,7 +143,8 @@ def _observations(
 ) -> Iterator[tuple[ObservedCall, ObservedCall]]:
     """Yield pairs of a smaller and a larger observed call.
 
-    With two examples this is one pair. With one example, it is paired with each imagined larger call.
+    With two examples this is one pair. With one example, the observed call is paired with each made-up larger call
+    (:func:`imagined_larger`).
 
     Raises:
         ValueError: If the model fails with the second example.
@@ -172,7 +173,7 @@ def _with_text(
     examples: Sequence[Mapping[str, Any]],
     answers: Answers,
 ) -> Proposal | None:
-    """Return ``proposal`` with text sharded too. None unless it is exact with sharded and with replicated text."""
+    """Return ``proposal`` with text sharded too; None unless its plan is exact with sharded and replicated text."""
     text = of_start.text_parameter()
     if proposal.plan is None or text is None:
         return None

@@ -34,7 +34,7 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     previous: list[ModuleCall] = []
     for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
         calls = region.small.of_list(name)
-        # A list without attention holds other modules than blocks, such as norms.
+        # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
         if calls[0].began < began or not attends(region.small, calls[0].began, calls[-1].ended):
             continue
         streams = streams_of(calls, 0)
@@ -124,8 +124,8 @@ def _identities(arguments: Mapping[str, Any]) -> list[Any]:
 def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
     """Return the relative error of a call that skips blocks. None if no block was skipped.
 
-    The model is called twice with the same inputs, so that the second call skips blocks. Its residual has not changed,
-    so the output equals that of the uncached model if ``blocks`` describes the model correctly.
+    The model is called twice with the same inputs, so that the second call skips blocks. Its first-block residual has
+    not changed, so the output equals that of the uncached model if ``blocks`` describes the model correctly.
     """
     copy = with_same_weights(module)
     with torch.no_grad():

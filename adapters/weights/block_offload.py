@@ -95,7 +95,7 @@ class _Block:
         self._offload()
 
     def load(self) -> None:
-        """Start copying the block to the device, if it is not there."""
+        """Start to copy the block to the device, unless the block is there already."""
         if self._state != self._current_state():
             # Tensors of the block were replaced after the last offload: a LoRA was added or fused, or weights were
             # moved, quantized or loaded. Offload the new ones.

@@ -107,7 +107,7 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _forget(layers: list[Any], module: nn.Module) -> None:
-    """Remove our merge wrappers from those of ``layers`` that are no longer part of ``module``."""
+    """Remove the wrappers of ``merge`` and ``unmerge`` from the ``layers`` that are no longer part of ``module``."""
     present = {id(layer) for layer in lora_layers(module)}
     for layer in layers:
         if id(layer) not in present:

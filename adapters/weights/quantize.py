@@ -93,7 +93,7 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
 
 
 def loading_config(scheme: Quantize, names: Iterable[str] = USUAL_NAMES) -> Any:
-    """Return the ``quantization_config`` of ``from_pretrained`` that quantizes these components while they load."""
+    """Return the ``quantization_config`` of ``from_pretrained`` that quantizes the components ``names`` on loading."""
     from diffusers import PipelineQuantizationConfig, TorchAoConfig
 
     return PipelineQuantizationConfig(quant_mapping={name: TorchAoConfig(torchao_config(scheme)) for name in names})

@@ -237,8 +237,8 @@ def _components_to_shard(
 def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
     """Return a description of each weight that must be equal on all ranks, by parameter name.
 
-    It has the shape, the dtype and, with ``values``, the first element if the weight is plain: not sharded or
-    quantized.
+    A description has the shape, the dtype and, with ``values``, the first element of a weight that is neither sharded
+    nor quantized.
     """
     return {
         f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
@@ -274,8 +274,8 @@ def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool =
     Args:
         guided: The mesh.
         method: ``"fsdp"`` or ``"tensor"``.
-        of_transformer: Whether a transformer is among the components to shard. FSDP2 does not shard one over a mesh
-            with tensor ranks.
+        of_transformer: Whether a transformer is among the components to shard. FSDP2 does not shard a transformer over
+            a mesh with tensor ranks.
     """
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(

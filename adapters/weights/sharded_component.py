@@ -158,7 +158,8 @@ def sharded_component(module: nn.Module) -> ShardedComponent | None:
     move = getattr(wrapper(module, "to", KEY), "__self__", None)
     if isinstance(move, _Move):
         return move.component
-    # Without our wrapper, the user's own fully_shard has sharded it; its offload policy is unknown.
+    # A sharded module without para_core's wrapper was sharded by the user's own fully_shard. Its offload policy is
+    # unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
     return None if mesh is None else ShardedComponent(module, "fsdp", mesh, None)
 

@@ -197,7 +197,7 @@ def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
 def _change_lora(
     stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method that changes loaded LoRAs.
+    """Run ``call``, a method of ``module`` that changes loaded LoRAs.
 
     The weights of freed blocks are on the meta device: changing them costs nothing, but peft must not read their
     values.

@@ -155,7 +155,7 @@ def _bisect(
         return []
     rows: list[CalibrationRow] = []
     below = nothing_skipped
-    # A step is skipped only if its difference is below the threshold, so the threshold must exceed the largest one.
+    # A step is skipped only if its difference is below the threshold, so begin just above the largest difference.
     threshold = 1.01 * high
     while True:
         rows.append(evaluate(threshold))

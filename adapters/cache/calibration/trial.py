@@ -124,7 +124,7 @@ class Trial:
 
 
 def _output(pipe: Any, call: Mapping[str, Any]) -> Any:
-    """Call ``pipe`` and return its images or videos. A modular pipeline is asked for its output of that name."""
+    """Call ``pipe`` and return its images or videos. A modular pipeline must be asked for these by name."""
     from diffusers import ModularPipeline
 
     if not isinstance(pipe, ModularPipeline):
