@@ -9,8 +9,11 @@ import torch
 
 from benchmarks.harness import counted_traffic
 from benchmarks.pipelines.generation import observe_pipeline, observed, takes_turns
-from benchmarks.planner.traffic import REAL, call_of, gigabytes
+from benchmarks.planner.sizes import machine_of
 from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.planner.workload import workload
+from para_core.planner.cost import MeshShape
+from para_core.planner.prediction import predict
 from para_core.planner.traffic import sent_in_rounds
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
@@ -115,7 +118,6 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
 
 def test_a_model_of_real_size_needs_no_weights():
     """57 attention calls of 24 heads × 128 over 4096 + 512 tokens; 4096 tokens of 64 channels are gathered."""
-    calls = {1: call_of(REAL["FLUX.1-dev, 1024 × 1024"], 1)}
+    row = predict(MeshShape(ulysses=2), workload("FLUX.1-dev"), machine_of("H100", None, 2))
     tokens, heads = 4608 // 2, 24 // 2
-    expected = (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2
-    assert gigabytes(calls, 1, (1, 1, 2)) == expected / 1e9
+    assert row.sent == (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2

@@ -1,98 +1,52 @@
-"""Gigabytes that a rank sends per step for models of real size, by the formula that the tiny pipelines confirm:
+"""Gigabytes that a rank sends per step for models of real size:  python -m benchmarks.planner.traffic
 
-    python -m benchmarks.planner.traffic
-
-The models of diffusers themselves, with the sizes that were published, run once without data
-(`benchmarks.pipelines.generation`). Needs benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
-pipelines): where the formula gave other bytes than were counted there, it ends in an error. Writes
-benchmarks/results/real_sizes.json (docs/measured/exactness.md).
+The planner counts the calls of the models at their published sizes, and applies the formula whose bytes must equal
+those that the tiny pipelines send: where benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
+pipelines) has other bytes, this program ends in an error. Writes benchmarks/results/real_sizes.json
+(docs/measured/exactness.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import diffusers
-
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from benchmarks.pipelines.generation import MESHES, observed, problems
-from para_core.adapters.planner.count import without_data
-from para_core.adapters.planner.inputs import INPUTS
-from para_core.adapters.planner.published import PUBLISHED, PublishedModel
-from para_core.adapters.registry import plan_for
-from para_core.planner import cost
-from para_core.planner.traffic import ModelCall, Shape, sent_in_rounds
-from para_core.planner.weights import sent_between_stages
+from benchmarks.pipelines.generation import MESHES, problems
+from benchmarks.planner.sizes import machine_of
+from para_core.adapters.planner.workload import workload
+from para_core.planner.cost import MeshShape
+from para_core.planner.prediction import predict
 
-
-def _frames(model: PublishedModel, frames: int) -> PublishedModel:
-    return replace(model, sizes=replace(model.sizes, frames=frames))
-
-
-REAL = {
-    "FLUX.1-dev, 1024 × 1024": PUBLISHED["FLUX.1-dev"],
-    "HunyuanVideo, 1280 × 720 × 129": PUBLISHED["HunyuanVideo"],
-    "CogVideoX-5B, 720 × 480 × 49": PUBLISHED["CogVideoX-5B"],
-    "Mochi 1, 848 × 480 × 84": _frames(PUBLISHED["Mochi 1"], 84),
-    "Wan 2.1 14B, 1280 × 720 × 81": PUBLISHED["Wan 2.1 14B"],
+# With the number of frames, if it is not the published one.
+REAL: dict[str, dict[str, int]] = {
+    "FLUX.1-dev": {},
+    "HunyuanVideo": {},
+    "CogVideoX-5B": {},
+    "Mochi 1": {"frames": 84},
+    "Wan 2.1 14B": {},
 }
-
-
 # The models and ranks of real_sizes.json that the page shows.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1", "HunyuanVideo", "Wan"), (2, 8)
 
 
-def call_of(model: PublishedModel, batch: int) -> ModelCall:
-    """Observe one call of the model; ``batch``: shares of its samples, if it has several."""
-    with without_data():
-        transformer = getattr(diffusers, model.transformer)(**model.config).eval()
-        with observed(transformer, batch) as calls:
-            transformer(**INPUTS[model.transformer](transformer.config, model.sizes), return_dict=False)
-    assert plan_for(transformer) is not None
-    return calls[0]
-
-
-def gigabytes(calls: dict[int, ModelCall], branches: int, shape: Shape, *, two_dims: bool = False) -> float | None:
-    """Return the gigabytes per step of the rank that sends most; None if nothing can be shared.
-
-    Args:
-        calls: One call by the number of shares of its samples.
-    """
-    batch, ring, ulysses = shape
-    call = calls[batch]
-    if batch > 1 and len(call.parts) == branches == 1:
-        return None
-    # In the first step all ranks compute the first branch, whose size is new to them: here is every later one.
-    sent = [
-        [
-            sent_in_rounds([[call] * branches] * rounds, shape, rank, apart=branches > 1, two_dims=two_dims)
-            for rounds in (2, 3)
-        ]
-        for rank in range(batch * ring * ulysses)
-    ]
-    return max(after - before for before, after in sent) / 1e9
-
-
 def rows() -> list[dict[str, Any]]:
-    """Return gigabytes per step by model and number of ranks."""
+    """Return the gigabytes per step of the first rank, by model and number of ranks. None: nothing can be shared."""
     table = []
-    for name, model in REAL.items():
-        calls = {batch: call_of(model, batch) for batch in (1, 2)}
+    for model, sizes in REAL.items():
+        work = workload(model, **sizes)
+        can_share = work.branches * len(work.calls[1].parts) > 1
         for ranks in (2, 4, 8, 16):
             shapes = {
-                "Ulysses": (1, 1, ranks),
-                "ring": (1, ranks, 1),
-                "ring, 2-D": (1, ranks, 1),
-                "ring 2 × Ulysses": (1, 2, ranks // 2),
-                "batch 2 × Ulysses": (2, 1, ranks // 2),
+                "Ulysses": MeshShape(ulysses=ranks),
+                "ring": MeshShape(ring=ranks),
+                "ring, 2-D": MeshShape(ring=ranks, ring_method="2d"),
+                "ring 2 × Ulysses": MeshShape(ring=2, ulysses=ranks // 2),
+                "batch 2 × Ulysses": MeshShape(batch=2, ulysses=ranks // 2) if can_share else None,
+                "stages": MeshShape(pipe=ranks),
             }
-            sent = {
-                heading: gigabytes(calls, model.branches, shape, two_dims="2-D" in heading)
-                for heading, shape in shapes.items()
-            }
-            sent["stages"] = sent_between_stages(calls[1].parts[0], model.branches, cost.MeshShape(pipe=ranks)) / 1e9
-            table.append({"model": name, "ranks": ranks, **sent})
+            machine = machine_of("H100", None, ranks)
+            sent = {name: shape and predict(shape, work, machine).sent / 1e9 for name, shape in shapes.items()}
+            table.append({"model": work.name, "ranks": ranks, **sent})
     return table
 
 
