@@ -210,9 +210,6 @@ def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
     return mesh if isinstance(mesh, GuidedMesh) else None
 
 
-# -- The page docs/refusals.md lists the following checks.
-
-
 def refuse_missing_transformer(owner: Any, module: Any) -> None:
     """Refuse parallelism for a pipeline without a transformer."""
     if module is None:

@@ -51,7 +51,8 @@ def _attention(pipe: Any) -> dict[str, str]:
 
 
 def _configured(part: Any) -> dict[str, Any]:
-    # diffusers keeps internal values under names with an underscore, some as lists in no fixed order.
+    # Leave out names that begin with an underscore: diffusers keeps internal values there, some as lists in no fixed
+    # order.
     settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
     return {"class": type(part).__name__, **settings}
 

@@ -32,7 +32,7 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance_patching import uncompiled
 
-# Dtypes by their names in the header of a safetensors file.
+# Maps the names of dtypes in the header of a safetensors file to dtypes of PyTorch.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -27,7 +27,7 @@ _KEY = "scheduled attention"
 
 
 class ScheduledAttention:
-    """Sets the attention backend of one pipeline's transformers at each denoising step, as an AttentionSchedule says.
+    """Setter of the attention backend of one pipeline's transformers at each denoising step, by an AttentionSchedule.
 
     The step is read from the scheduler and not counted from transformer calls, so two calls per step for guidance,
     steps that a cache skips, and a second transformer do not disturb it. Outside a generation and inside user callbacks

@@ -34,7 +34,10 @@ class Part(ABC):
         """Make the change and return the function that undoes it."""
 
     def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
-        """Finish the change after every rank has applied all parts. Only for changes whose undo needs all ranks."""
+        """Finish the change after every rank has applied all parts.
+
+        Parts override this for a step that only all ranks together can undo.
+        """
 
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.

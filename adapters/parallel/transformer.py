@@ -206,7 +206,7 @@ class TransformerPart(Part):
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Validated options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each.
+    """Validated options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each option.
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.

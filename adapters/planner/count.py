@@ -33,7 +33,7 @@ _DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 
 
 class UnknownModelError(TypeError):
-    """Raised for a model whose plan, or whose inputs for a given image size, are not known to the planner."""
+    """Error for a model whose plan, or whose inputs for a given image size, the planner does not know."""
 
 
 @contextmanager

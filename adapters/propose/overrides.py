@@ -30,7 +30,7 @@ _EXPECTED = (
     "names of segments; 'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': "
     "CachedBlocks(...) or None; 'samples': the number of samples in the examples, or None"
 )
-# Matches "module(parameter)" and "module(index of an output)".
+# Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)".
 PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?)\)")
 
 

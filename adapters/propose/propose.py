@@ -243,7 +243,7 @@ def _error_or_failure(
         for ring, ulysses in _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES:
             try:
                 outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
-            # With a wrong plan the model may raise anything.
+            # With a wrong plan the model may raise anything, which means that the guess is wrong.
             except Exception as failure:
                 return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
             largest = max(largest, *[largest_error(out, expected) for out in outs])
@@ -306,7 +306,7 @@ def _with_blocks(
     for guess in guesses:
         try:
             error = cached_error(module, guess.blocks, guess.inputs)
-        # With a wrong block stack the cached model may raise anything.
+        # With a wrong block stack the cached model may raise anything, so any error means that the guess is wrong.
         except Exception as failure:
             question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
             continue

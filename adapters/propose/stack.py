@@ -110,7 +110,7 @@ def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
 
 
 def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
-    """Whether the model only passes the streams from block to block, and gives all blocks equal other arguments."""
+    """Whether the model only passes the streams from block to block, with equal other arguments for all blocks."""
     others = [_identities({k: v for k, v in call.arguments.items() if k not in streams}) for call in calls]
     passed_on = all(_passes_on(call, following, streams) for call, following in pairwise(calls))
     return passed_on and all(other == others[0] for other in others)

@@ -106,12 +106,12 @@ class _Block:
             self._state = self._current_state()
 
     def wait(self) -> None:
-        """Make the kernels that are launched from now on wait for the copy. Does not block the host."""
+        """Make kernels that are launched from now on wait until the block is on the device. Does not block the host."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def free(self) -> None:
-        """Free the copy on the device."""
+        """Free the copy of the block on the device."""
         if self._state == self._current_state():
             self._group.offload_()
         self._is_loaded = False

@@ -247,9 +247,6 @@ class _Move:
         return self.guard.move(call, module, *args, **kwargs)
 
 
-# -- The page docs/refusals.md lists the following checks.
-
-
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
     """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
     config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)

@@ -180,9 +180,6 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
     return call(pipe, *args, **kwargs)
 
 
-# -- The following functions add and change LoRAs of a model of which this rank holds one stage.
-
-
 def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
     """Return a callback for :func:`free_others` that keeps fingerprints of LoRA weights, to compare ranks later."""
     numbers = {id(x) for x in weights}
@@ -254,9 +251,6 @@ def _stand_ins(stages: Stages) -> Iterator[None]:
 def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
     with nullcontext() if mesh is None else raising_on_all(mesh, "a LoRA could not be changed"):
         yield
-
-
-# -- The page docs/refusals.md lists the following checks.
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:

@@ -22,9 +22,9 @@ def as_images(output: Any) -> Tensor:
 
 
 def psnr(images: Images, references: Images) -> float:
-    """Return the peak signal-to-noise ratio in dB, of the mean squared error over all images; ``inf`` if all are equal.
+    """Return the peak signal-to-noise ratio in dB, from the mean squared error over all images; ``inf`` if all equal.
 
-    The mean is taken of errors and not of per-image ratios, because a single unchanged image would make the mean of the
+    Errors are averaged and not the ratios of single images, because one unchanged image would make the mean of the
     ratios infinite.
     """
     pairs = zip(images, references, strict=True)

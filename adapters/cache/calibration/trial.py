@@ -52,7 +52,7 @@ class Trial:
         self.could_skip_more = True
 
     def generate_references(self) -> None:
-        """Generate all prompts without the cache; keep the images as references, and the first rank's mean seconds.
+        """Generate all prompts without the cache, and keep the images as references and the first rank's mean seconds.
 
         The caller must have paused the cache.
         """
@@ -65,7 +65,7 @@ class Trial:
     def row(self, threshold: float) -> CalibrationRow:
         """Generate all prompts with the pipeline's cache and return the first rank's measurements.
 
-        Before, the caller must set ``threshold`` on the cache and call :meth:`generate_references`.
+        The caller must first call :meth:`generate_references` and set ``threshold`` on the cache.
         """
         if not self._warm:
             self._generate(0)
