@@ -10,7 +10,7 @@ work.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
 
 All ways of a part in turns, in one process, and their ratios of the same round. Writes
-benchmarks/results/host_cost.json, under ``--label``, beside what stands there under others.
+benchmarks/results/host_cost.json, in which parts that are not measured stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -34,7 +33,6 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.harness import (
     calls_in_python,
-    environment,
     fake_group,
     in_turns,
     measure_on_ranks,
@@ -42,10 +40,12 @@ from benchmarks.harness import (
     read_results,
     write_results,
 )
+from benchmarks.pipelines.beside_diffusers import first_sample
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from para_core.distributed.consistency import inputs_verified
 from para_core.plans.region import region_of
+from zoo.tiny.transformers.registry import MODELS
 
 # -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H,
 # S_local, D], of a model that holds them as [B, S_local, H, D] in memory
@@ -97,7 +97,7 @@ def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
 
         return finish
     rows = x.shape[0]
-    send, receive = ([rows if peer == one else 0 for peer in range(ranks)] for one in (following, previous))
+    send, receive = ([rows * (peer == target) for peer in range(ranks)] for target in (following, previous))
     sent = torch.ops._c10d_functional.all_to_all_single(x, receive, send, group.group_name)
     return lambda: torch.ops._c10d_functional.wait_tensor(sent)
 
@@ -124,14 +124,10 @@ def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGro
 
 # -- measuring
 
-
 Way = Callable[[], Any]
 PARTS = ("fake", "gloo", "flux", "flux, wider")
 # Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
 CHAIN = 57
-
-
-# -- timing
 
 
 def measure(
@@ -151,17 +147,17 @@ def measure(
     """
     seconds = in_turns(ways, rounds, clock, before)
     table = {}
-    for name, one in seconds.items():
-        other = seconds[base(name)]
-        ratios = [mine / its for mine, its in zip(one, other, strict=True)]
+    for name, of_way in seconds.items():
+        of_base = seconds[base(name)]
+        ratios = [a / b for a, b in zip(of_way, of_base, strict=True)]
         lower, _, upper = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         table[name] = {
-            "median us": round(1e6 * statistics.median(one) / calls, 1),
-            "lowest us": round(1e6 * min(one) / calls, 1),
+            "median us": round(1e6 * statistics.median(of_way) / calls, 1),
+            "lowest us": round(1e6 * min(of_way) / calls, 1),
             "against": base(name),
             "ratio": round(statistics.median(ratios), 3),
             "quartiles": [round(lower, 3), round(upper, 3)],
-            "ratio of the lowest": round(min(one) / min(other), 3),
+            "ratio of the lowest": round(min(of_way) / min(of_base), 3),
             "python calls": round(calls_in_python(ways[name]) / calls),
         }
     return table
@@ -247,35 +243,10 @@ class EmptyMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def flux(width: int, blocks: tuple[int, int]) -> FluxTransformer2DModel:
-    """Return FLUX with 8 heads of ``width``."""
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=blocks[0],
-        num_single_layers=blocks[1],
-        attention_head_dim=width,
-        num_attention_heads=8,
-        joint_attention_dim=24,
-        pooled_projection_dim=20,
-        guidance_embeds=True,
-        axes_dims_rope=(width // 4, width // 4, width // 2),
-    )
-    return model.eval().requires_grad_(False)
-
-
 def flux_inputs(text: int, image: int) -> dict[str, Any]:
-    """Return the inputs of one step."""
-    return {
-        "hidden_states": torch.randn(1, image, 16),
-        "encoder_hidden_states": torch.randn(1, text, 24),
-        "pooled_projections": torch.randn(1, 20),
-        "timestep": torch.tensor([0.5]),
-        "guidance": torch.tensor([3.5]),
-        "img_ids": torch.zeros(image, 3),
-        "txt_ids": torch.zeros(text, 3),
-        "return_dict": False,
-    }
+    """Return the inputs of one step of one sample."""
+    inputs = MODELS["flux"].inputs(1, 1, image, text=text)
+    return {**{name: first_sample(value) for name, value in inputs.items()}, "return_dict": False}
 
 
 def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) -> dict[str, Way]:
@@ -344,7 +315,14 @@ def measure_flux(
 ) -> dict[str, Any]:
     """Measure a step on a fake group, in CPU seconds of this process."""
     with fake_group(ranks), torch.no_grad():
-        ways = flux_ways(flux(width, blocks), text, image, ranks)
+        model: Any = MODELS["flux"].build(
+            num_layers=blocks[0],
+            num_single_layers=blocks[1],
+            num_attention_heads=8,
+            attention_head_dim=width,
+            axes_dims_rope=(width // 4, width // 4, width // 2),
+        )
+        ways = flux_ways(model, text, image, ranks)
         return measure(ways, rounds, time.process_time, calls=1, base=lambda _: "unmodified")
 
 
@@ -363,21 +341,9 @@ def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
-def record(label: str, measured: Mapping[str, Any], name: str = "host_cost") -> Path:
-    """Write ``measured`` under ``label``; other labels in the file, and parts not measured now, stay."""
-    try:
-        results = read_results(name)
-    except FileNotFoundError:
-        results = {}
-    results.pop("environment", None)
-    results[label] = {**results.get(label, {}), "environment": environment("diffusers"), **measured}
-    return write_results(name, results, "diffusers")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure every part, print and write it."""
     parser = parser_of(__doc__)
-    parser.add_argument("--label", default="now", help="the name of this version of the code in the results")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-record", action="store_true", help="write no file")
@@ -400,7 +366,9 @@ def main(arguments: list[str] | None = None) -> None:
         table = run()
         show(title, table)
         if not options.no_record:
-            print(record(options.label, {title: table}))
+            results = {**read_results("host_cost"), title: table}
+            results.pop("environment")
+            print(write_results("host_cost", results, "diffusers"))
 
 
 if __name__ == "__main__":
