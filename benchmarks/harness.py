@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -115,8 +116,11 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Return ‖out − expected‖ / ‖expected‖."""
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
+    """Return ‖out − expected‖ / ‖expected‖; infinite if the shapes differ or a number is NaN."""
+    if out.shape != expected.shape:
+        return math.inf
+    error = (out.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    return float(error.nan_to_num(nan=math.inf))
 
 
 def largest_over_ranks(value: float) -> float:

@@ -33,6 +33,7 @@ from benchmarks.faults.cells import (
     call_of,
     fill_lora,
 )
+from benchmarks.harness import relative_error
 from para_core import init_context_parallel_mesh, version
 from para_core.adapters import parallelize_pipe
 
@@ -182,8 +183,7 @@ def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expect
     try:
         _connect(rank, store)
         image = _generate(cell, rank, folder)
-        error = float((image - expected).norm() / expected.norm()) if image.shape == expected.shape else float("inf")
-        report = {"error": error}
+        report = {"error": relative_error(image, expected)}
     except BaseException as raised:
         traceback.print_exc()
         report = {"raised": type(raised).__name__, "message": str(raised)}

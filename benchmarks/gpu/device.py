@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.gpu.exact import relative_error
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
 from benchmarks.gpu.timing import synchronize
+from benchmarks.harness import relative_error
 
 # Libraries of several GB from a cold disk.
 NEEDS = {"first use of the libraries": 95.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.job import OK, WRONG
+from benchmarks.harness import relative_error
 
 # lse is float32 in all kernels: how far their sums and exponentials are off, whatever the dtype of query.
 LSE_BOUND = 1e-4
@@ -95,14 +95,6 @@ class Results:
         """Return ‖x − exact‖ / ‖exact‖ of each result that is there."""
         pairs = {name: (getattr(self, name), getattr(exact, name)) for name in ("out", "lse", "dq", "dk", "dv")}
         return {name: relative_error(x, y) for name, (x, y) in pairs.items() if x is not None}
-
-
-def relative_error(x: Tensor, expected: Tensor) -> float:
-    """Return the relative error, rounded to three digits; infinite if the shapes differ or a number is NaN."""
-    if x.shape != expected.shape:
-        return math.inf
-    error = (x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
-    return float(f"{error.nan_to_num(nan=math.inf).item():.3g}")
 
 
 def exact(inputs: Inputs) -> Results:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.exact import relative_error
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.processes import group_of_one
 from benchmarks.gpu.timing import milliseconds, synchronize
+from benchmarks.harness import relative_error
 from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
 
 # The published sizes: 4,096 tokens of the image and 512 of text, 24 heads × 128.

@@ -18,6 +18,7 @@ import para_core.attention.merge
 import para_core.cache.operators  # noqa: F401
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.timing import milliseconds
+from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
 from para_core.kernels import exchange_reference, merge_reference, residual_reference
@@ -108,7 +109,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
         "change",
         lambda: operators.residual_change(now, before),
         twice,
-        lambda: _error(
+        lambda: relative_error(
             operators.residual_change(now, before), residual_reference.change(now.double(), before.double())
         ),
         bfloat16 if device.type == "cpu" else exact,
@@ -118,7 +119,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
         "forecast of 2",
         lambda: operators.forecast(now, [before, older], weights),
         2 * twice,
-        lambda: _error(
+        lambda: relative_error(
             operators.forecast(now, [before, older], weights),
             residual_reference.forecast(now.double(), [before.double(), older.double()], weights),
         ),
@@ -140,7 +141,7 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
 
     def error() -> float:
         exactly, _ = merge_reference.merge(*[x.double() for x in (out_a, lse_a, out_b, lse_b)])
-        return _error(merged(out_a.clone(), lse_a.clone()), exactly)
+        return relative_error(merged(out_a.clone(), lse_a.clone()), exactly)
 
     row = shape[3] * (out_a.element_size() + out_b.element_size() + 4) + 12
     name = "merge in place" if in_place else "merge"
@@ -220,7 +221,3 @@ def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Ten
 
 def _differs(found: Tensor, expected: Tensor) -> float:
     return 0.0 if torch.equal(found, expected) else float("inf")
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.exact import relative_error
 from benchmarks.gpu.flux import SmallFluxPipeline, small_call, small_flux
 from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line
 from benchmarks.gpu.processes import run_ranks
+from benchmarks.harness import relative_error
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.distributed.mesh import find_or_make_group
 from para_core.spatial.mode import SpatialShardMode

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.exact import relative_error
 from benchmarks.gpu.flux import require_diffusers
 from benchmarks.gpu.job import OK, WRONG, Job
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.timing import synchronize
+from benchmarks.harness import relative_error
 
 # Seconds of all decoders, by the number of ranks; starting Python and importing diffusers on each rank included.
 NEEDS = {"2 ranks": 42.0, "4 ranks": 48.0}

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.harness import relative_error
 from benchmarks.peers.call import ROWS, Call, RankOutput, Row
 from benchmarks.peers.callers import CALLERS, Caller
 
@@ -86,14 +87,6 @@ def best(attempts: list[dict[str, Any]]) -> dict[str, Any]:
 SHAPES = {"Ulysses": (1, 2), "ring": (2, 1), "2 × 2": (2, 2)}
 # When one rank has raised, the others may be waiting for it for ever.
 GRACE = 3
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖; infinite if shapes differ or a number is NaN."""
-    if found.shape != expected.shape:
-        return float("inf")
-    error = (found.double() - expected.double()).norm() / expected.double().norm()
-    return float(error.nan_to_num(nan=float("inf")))
 
 
 NAMES = ("out", "gradient of query", "gradient of key", "gradient of value")
