@@ -19,6 +19,7 @@ from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
+from para_core.attention.attention_options import KeptKeys
 from para_core.attention.attention_schedule import AttentionSchedule
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionSchedule",
     "Calibration",
     "CalibrationRow",
+    "KeptKeys",
     "Proposal",
     "apply_cache_on_pipe",
     "apply_cache_on_transformer",

@@ -70,7 +70,7 @@ class LoadOptions:
     """Options of every command that loads a pipeline. Each field is an option."""
 
     backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
-    attention_schedule: Annotated[str | None, option("Middle steps by sage:4:4; not exact.", "NAME:N:N", PIPELINE)] = (
+    attention_schedule: Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)] = (
         None
     )
     cross_backend: Annotated[str | None, option("Attention to another sequence.", "NAME", PIPELINE)] = None
@@ -217,7 +217,7 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
     values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
-    for backend in (options.backend, options.cross_backend, schedule and schedule.middle):
+    for backend in (options.backend, options.cross_backend, *(schedule.backends if schedule else ())):
         require_library(backend)
     if isinstance(options, RunOptions):
         values["cache"], values["lora"] = _read_cache(options.cache), _read_loras(options.lora or ())
@@ -225,20 +225,25 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse ``text``, such as ``"sage:4:4"``. The backend ``exact`` computes attention in the first and last steps."""
+    """Parse ``text``, such as ``"sage:4:4"``, or ``"keys=0.5:4:4"`` for attention to half of the keys.
+
+    The backend ``exact`` computes attention in the first and last steps.
+    """
     if text is None:
         return None
+    from para_core.attention.attention_options import KeptKeys
     from para_core.attention.attention_schedule import AttentionSchedule
 
     middle, *steps = text.split(":")
     if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):
         raise typer.BadParameter(
-            f"--attention-schedule {text}: expected a backend, or a backend with the numbers of first and last steps "
-            "that stay exact, such as sage:4:4."
+            f"--attention-schedule {text}: expected a backend or a share of the keys, or either with the numbers of "
+            "first and last steps that stay exact, such as sage:4:4 or keys=0.5:4:4."
         )
-    values: dict[str, Any] = {"middle": middle, "exact": exact}
+    values: dict[str, Any] = {"exact": exact}
     values |= zip(("first", "last"), map(int, steps), strict=False)
     try:
+        values["middle"] = KeptKeys(float(middle.removeprefix("keys="))) if middle.startswith("keys=") else middle
         return AttentionSchedule(**values)
     except ValueError as error:
         given = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")

@@ -203,7 +203,7 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "pipefusion": recipe.pipefusion,
         "quantize": recipe.quantize,
         "backend": recipe.backend if recipe.backend in EXACT_FORM else None,
-        "attention_schedule": recipe.schedule if recipe.schedule and recipe.schedule.middle in EXACT_FORM else None,
+        "attention_schedule": recipe.schedule if recipe.schedule and recipe.schedule.approximates else None,
         "cross_backend": recipe.cross_backend if recipe.cross_backend in EXACT_FORM else None,
         "comm_dtype": recipe.comm_dtype,
     }

@@ -212,7 +212,7 @@ class Front:
         return self._server.fits(requests)
 
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
-        """Receive a replica's report that all its ranks live, with the predicted memory of a rank."""
+        """Note that all ranks of replica ``id_`` are running. ``memory`` is the predicted memory of a rank."""
         self._replicas.report(id_)
         self._server.set_memory(memory)
         self._server.loading = False

@@ -85,6 +85,6 @@ def merge(
 
 
 def block_of(width: int) -> dict[str, int]:
-    """Return the block of one program, ROWS × WIDTH elements of one head, for rows of ``width`` elements."""
+    """Return the block sizes ROWS and WIDTH of one program, for rows of ``width`` elements of one head."""
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, _ELEMENTS // columns), "WIDTH": columns}

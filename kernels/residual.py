@@ -72,7 +72,10 @@ def forecast_kernel(entry, x, y, z, out, of_x, of_y, of_z, num_elements, RESIDUA
 
 
 def change(now: Tensor, before: Tensor) -> Tensor:
-    """Compute :func:`para_core.kernels.residual_reference.change` for floats of 16 and 32 bits."""
+    """Return Σ|now - before| and Σ|before| of each sample, ``[B, 2]``, for floats of 16 and 32 bits.
+
+    The reference is :func:`para_core.kernels.residual_reference.change`.
+    """
     now, before = (x if x.stride(1) == 1 else x.contiguous() for x in (now, before))
     batch, num_elements = now.shape
     totals = now.new_empty(batch, 2, dtype=torch.float32)

@@ -38,11 +38,13 @@ from para_core.adapters.weights.text_encoders import (
     require_text_encoders,
     text_encoders_of,
 )
-from para_core.attention.attention_options import AttnOptions
+from para_core.attention.attention_options import AttnOptions, KeptKeys
+from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta, override_timeouts
 from para_core.instance_patching import original_class
+from para_core.modes.flex_detection import uses_flex_attention
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
@@ -149,8 +151,19 @@ def _parts_of_pipe(
     if options.pipefusion is not None:
         parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
     if options.schedule is not None:
+        _refuse_kept_keys_of_flex_attention(pipe, options.schedule)
         parts.append(SchedulePart(pipe, call, options.schedule, transformers[0].attention, options.adapter))
     return parts
+
+
+def _refuse_kept_keys_of_flex_attention(pipe: Any, schedule: AttentionSchedule) -> None:
+    """Raise ``ValueError`` if the schedule selects keys and a transformer's own block masks do so too."""
+    for name, module in transformers_of(pipe).items():
+        if isinstance(schedule.middle, KeptKeys) and uses_flex_attention(module):
+            raise ValueError(
+                f"backend= is an AttentionSchedule with {schedule.middle}, and pipe.{name} attends by flex_attention, "
+                "whose mask selects the keys. Use a schedule with a backend in the middle."
+            )
 
 
 def _parts_of_models(

@@ -1,10 +1,9 @@
-"""Attention schedules: choose the attention backend of each denoising step of a pipeline."""
+"""Attention schedules: choose the attention of each denoising step of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_schedule import AttentionSchedule
-from para_core.attention.backend_selection import Backend
 from para_core.cache.branches import Branches, conditions_of
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
@@ -27,16 +25,16 @@ _KEY = "scheduled attention"
 
 
 class ScheduledAttention:
-    """Setter of the attention backend of one pipeline's transformers at each denoising step, by an AttentionSchedule.
+    """Setter of the attention options of one pipeline's transformers at each denoising step, by an AttentionSchedule.
 
     The step is read from the scheduler and not counted from transformer calls, so two calls per step for guidance,
     steps that a cache skips, and a second transformer do not disturb it. Outside a generation and inside user callbacks
-    the schedule's exact backend is in effect.
+    exact attention is in effect.
 
     Args:
         transformers: The transformers by component name.
-        schedule: Backend of each step.
-        options: Attention options of the transformers; ``backend`` is replaced by that of the step.
+        schedule: Attention of each step.
+        options: Attention options of the transformers, in which those of the step are replaced.
         adapter: Adapter that the user passed; None to look it up by class.
     """
 
@@ -49,7 +47,7 @@ class ScheduledAttention:
     ) -> None:
         self.schedule = schedule
         self._transformers = transformers
-        self._options = {backend: replace(options, backend=backend) for backend in schedule.backends}
+        self._exact, self._middle = (schedule.options(options, middle=middle) for middle in (False, True))
         self._tracker = SchedulerTracker()
         self._parameters = {id(module): parameters_of(module) for module in transformers.values()}
         # Some pipelines step with copies of their scheduler, so the scheduler itself does not tell the current step.
@@ -81,7 +79,7 @@ class ScheduledAttention:
                 # be traced.
                 wrap_method(component, "__call__", _KEY, self._around_model, order=WrapperPriority.CACHE)
         with ExitStack() as stack:
-            stack.callback(self._use, self.schedule.exact)
+            stack.callback(self._use, self._exact)
             stack.enter_context(self._tracker.following(pipe, lambda: None, with_copies=bool(self._conditions)))
             yield stack.enter_context(around_callbacks(kwargs, _KEY, self._run_callback, order=WrapperPriority.CACHE))
 
@@ -96,7 +94,7 @@ class ScheduledAttention:
     def _around_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:
             step, num_steps, _ = self._tracker.position(self._branch(uncompiled(module), args, kwargs))
-            self._use(self.schedule.backend_at(step, num_steps))
+            self._use(self._middle if self.schedule.is_middle(step, num_steps) else self._exact)
         return call(module, *args, **kwargs)
 
     def _branch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -105,16 +103,16 @@ class ScheduledAttention:
             return ""
         return branches.name_of({**dict(zip(self._parameters[id(module)], args, strict=False)), **kwargs}) or ""
 
-    def _use(self, backend: Backend | None) -> None:
+    def _use(self, options: AttnOptions) -> None:
         for module in self._transformers.values():
             region = region_of(module)
             if region is not None:
-                region.use(self._options[backend], region.cross_backend)
+                region.use(options, region.cross_backend)
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A callback may run another pipeline with the same transformers, which must use the exact backend. The next
-        # step of this pipeline sets its backend again.
-        self._use(self.schedule.exact)
+        # A callback may run another pipeline with the same transformers, which must use exact attention. The next
+        # step of this pipeline sets its options again.
+        self._use(self._exact)
         self._in_callback += 1
         try:
             return callback(*args, **kwargs)

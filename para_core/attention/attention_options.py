@@ -21,15 +21,25 @@ COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class KeptKeys:
-    """Options of attention that keeps a share of the keys (not exact; see :class:`SparseKVAttnMode`).
+    """Attention in which each head attends only to a share of the keys. **Not exact.** See :class:`SparseKVAttnMode`.
 
     Args:
-        share: Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded up.
-        window: Number of queries whose attention weights decide which keys are kept, >= 1.
+        share (`float`): Share of the keys that each head keeps, 0 < share <= 1. The number of keys is rounded up.
+        window (`int`, *optional*, defaults to `64`): Number of queries whose attention weights decide which keys are
+            kept.
+
+    Raises:
+        ValueError: If ``share`` or ``window`` is out of range.
     """
 
     share: float
-    window: int
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1.")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
 
     @property
     def fields(self) -> tuple[float, int]:

@@ -1,21 +1,23 @@
-"""A schedule of attention backends over the steps of a generation."""
+"""A schedule of attention over the steps of a generation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from para_core.attention.attention_options import AttnOptions, KeptKeys
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """Backends of local attention by denoising step. **Not exact**: all but the first and last steps may approximate.
+    """Attention by denoising step. **Not exact**: all but the first and last steps may approximate.
 
     Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
 
     Args:
-        middle (`str`): The backend of the steps between the first and the last ones, such as ``"sage"`` or
-            ``"triton-int8"``.
+        middle (`str` or `KeptKeys`): The attention of the steps between the first and the last ones: a backend such as
+            ``"sage"`` or ``"triton-int8"``, or ``KeptKeys(share)``, with which each head attends to a share of the
+            keys.
         first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend ``exact``.
         last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
         exact (`str`, *optional*): The backend of the first and last steps. Defaults to the choice of SDPA.
@@ -26,19 +28,19 @@ class AttentionSchedule:
 
     Example:
         >>> schedule = AttentionSchedule("triton-int8", first=1, last=2)
-        >>> [schedule.backend_at(step, 5) for step in range(5)]
-        [None, 'triton-int8', 'triton-int8', None, None]
+        >>> [schedule.is_middle(step, 5) for step in range(5)]
+        [False, True, True, False, False]
     """
 
-    middle: Backend
+    middle: Backend | KeptKeys
     first: int = 4
     last: int = 4
     exact: Backend | None = None
 
     def __post_init__(self) -> None:
         exact = [name for name in BACKENDS if name not in EXACT_FORM]
-        if self.middle not in BACKENDS:
-            raise ValueError(f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}.")
+        if not isinstance(self.middle, KeptKeys) and self.middle not in BACKENDS:
+            raise ValueError(f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}, or KeptKeys(share).")
         if self.exact not in (None, *exact):
             raise ValueError(f"exact is {self.exact!r}; expected one of {', '.join(exact)}, or None.")
         for name, value in (("first", self.first), ("last", self.last)):
@@ -47,10 +49,24 @@ class AttentionSchedule:
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 or more steps.")
 
-    def backend_at(self, step: int, num_steps: int) -> Backend | None:
-        """Return the backend of step ``step`` (0 is the first) of ``num_steps`` steps; None for the choice of SDPA."""
-        return self.middle if self.first <= step < num_steps - self.last else self.exact
+    @property
+    def approximates(self) -> bool:
+        """Whether the steps in the middle are not exact."""
+        return isinstance(self.middle, KeptKeys) or self.middle in EXACT_FORM
 
     @property
     def backends(self) -> tuple[Backend | None, ...]:
-        return self.exact, self.middle
+        """The backends that the steps use; None stands for the choice of SDPA."""
+        return (self.exact,) if isinstance(self.middle, KeptKeys) else (self.exact, self.middle)
+
+    def is_middle(self, step: int, num_steps: int) -> bool:
+        """Whether step ``step`` (0 is the first) of ``num_steps`` steps uses the attention ``middle``."""
+        return self.first <= step < num_steps - self.last
+
+    def options(self, base: AttnOptions, *, middle: bool) -> AttnOptions:
+        """Return the options ``base`` with the attention of the steps in the middle, or of the other steps."""
+        if not middle:
+            return replace(base, backend=self.exact)
+        if isinstance(self.middle, KeptKeys):
+            return replace(base, backend=self.exact, kept_keys=self.middle)
+        return replace(base, backend=self.middle)

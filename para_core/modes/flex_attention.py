@@ -140,8 +140,8 @@ class FlexOverMesh:
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if self._chooses_keys:
             raise RuntimeError(
-                "flex_attention under a mode that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode): only "
-                "one of both can say what a query sees. Use UnifiedAttnMode, or run this call under "
+                "flex_attention under attention that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode or "
+                "KeptKeys): only one of both can say what a query sees. Use UnifiedAttnMode, or run this call under "
                 "UnifiedAttnMode.disable()."
             )
         if not query.dtype == key.dtype == value.dtype:

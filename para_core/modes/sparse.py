@@ -79,8 +79,4 @@ class SparseKVAttnMode(UnifiedAttnMode):
         window: int = 64,
         **options: Any,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share!r}; expected the share of the keys to keep, 0 < share <= 1.")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"window is {window!r}; expected a positive number of observed queries.")
-        super().__init__(mesh, kept_keys=KeptKeys(float(share), window), **options)
+        super().__init__(mesh, kept_keys=KeptKeys(share, window), **options)

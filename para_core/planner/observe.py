@@ -219,8 +219,8 @@ class _ModelObserver(TorchFunctionMode):
             for some in combinations(segments, count):
                 if sum(x.total for x in some) == rows:
                     return some
-        # The rows may be the tokens of a segment whose entries are image rows or frames. Then their number is a
-        # multiple of the number of entries.
+        # A segment may count image rows or frames instead of tokens. The number of its tokens is then a multiple of its
+        # length.
         coarse = self._of_many_tokens & self._segments.keys()
         return (Tokens(rows, sharded=any(rows % self._segments[name].total == 0 for name in coarse), min_per_rank=1),)
 

@@ -306,7 +306,11 @@ def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
 
 
 def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends in a halo exchange: in its Ulysses group, and at its ends to others."""
+    """Return the bytes that ``rank`` sends in a halo exchange.
+
+    A rank sends to its neighbours in its Ulysses group. The first and last ranks of a group also send to the next
+    group.
+    """
     at_an_end = rank % ulysses in (0, ulysses - 1)
     return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
 

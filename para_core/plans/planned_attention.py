@@ -92,7 +92,7 @@ class PlannedAttention:
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """Return a copy that uses the segments ``attending`` and counts attention calls from 0."""
+        """Return a copy with the plan entries ``attending``, one for each attention call, which it counts from 0."""
         inner = PlannedAttention(
             self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind, self.cross
         )

@@ -95,7 +95,7 @@ class Tiles(TorchFunctionMode):
     def _value(self, number: int) -> Any:
         """Return the output of call ``number``.
 
-        If this output was not exchanged yet, all new outputs are exchanged. Every rank must make this read at the same
+        If this output was not exchanged yet, all new outputs are exchanged, so every rank must call this at the same
         point.
         """
         if number >= self._num_exchanged:

@@ -194,7 +194,7 @@ class PatchRuleExecutor(RuleExecutor):
         return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1, because a patch may hold a single token: it attends to the tokens of all patches."""
+        """Return 1, the smallest number of tokens that a patch may hold. Its tokens attend to those of all patches."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:

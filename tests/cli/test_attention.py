@@ -9,9 +9,10 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from para_core.adapters import AttentionSchedule, parallelize_pipe
+from para_core.adapters import AttentionSchedule, KeptKeys, parallelize_pipe
 from para_core.cli.app import run
 from para_core.fleet.model_index import find_tiny_flux
+from para_core.fleet.recipe import Recipe, approximations
 from tests.attention.fake_libraries import libraries_installed
 
 TINY_WAN = Path(__file__).parents[2] / "zoo/video/pipeline"
@@ -73,10 +74,34 @@ def test_attention_to_the_text_is_that_of_python(tmp_path):
     assert calls["sage"] == 2 * in_python > 0
 
 
+def test_kept_keys_by_step_are_those_of_python(tmp_path):
+    folder, schedule = str(find_tiny_flux()), AttentionSchedule(KeptKeys(0.25), first=1, last=1)
+    call = {"height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 64}
+    expected, exact = (draw(folder, {"backend": backend}, **call).images[0] for backend in (schedule, None))
+    command = ["generate", "--model", folder, "--prompt", "a", "--size", "64x64", "--steps", "4"]
+    options = ["--attention-schedule", "keys=0.25:1:1", "--set", "max_sequence_length=64"]
+    assert run([*command, *options, "--out", str(tmp_path)]) == 0
+    pixels = np.asarray(Image.open(tmp_path / "00001.png"))
+    assert np.array_equal(pixels, np.asarray(expected))
+    assert not np.array_equal(pixels, np.asarray(exact))
+    recorded = json.loads((tmp_path / "00001.json").read_text())["recipe"]["backend"]
+    assert recorded["middle"] == {"share": 0.25, "window": 64}
+
+
+def test_attention_is_part_of_the_digest():
+    backends = ["math", "sage", AttentionSchedule("sage"), AttentionSchedule(KeptKeys(0.5))]
+    recipes = [Recipe("model"), Recipe("model", cross_backend="sage"), *[Recipe("model", backend=x) for x in backends]]
+    assert len({recipe.digest for recipe in recipes}) == len(recipes)
+    assert approximations(recipes[-1]) == ("attention_schedule",)
+    assert approximations(Recipe("model", backend=AttentionSchedule("cudnn"))) == ()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--attention-schedule", "fast"], ["--attention-schedule fast", "triton-int8"]),
+        (["--attention-schedule", "keys=2:4:4"], ["--attention-schedule keys=2:4:4", "2.0"]),
+        (["--attention-schedule", "keys=half"], ["--attention-schedule keys=half"]),
         (["--attention-schedule", "sage:4"], ["--attention-schedule sage:4", "sage:4:4"]),
         (["--attention-schedule", "sage:a:4"], ["--attention-schedule sage:a:4", "sage:4:4"]),
         (["--attention-schedule", "sage:4:-1"], ["--attention-schedule sage:4:-1", "sage:4:4"]),
