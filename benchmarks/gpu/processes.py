@@ -224,6 +224,6 @@ def interpreted_on_cpu(device: torch.device) -> contextlib.AbstractContextManage
     """Return Triton's interpreter as a context on a CPU, and nothing on a GPU."""
     if device.type != "cpu":
         return contextlib.nullcontext()
-    from benchmarks.interpreted import interpreted
+    from tests.kernels.interpreted import interpreted
 
     return interpreted()

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.interpreted import interpreted
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.attention import local
 from para_core.kernels import attention
 from tests.kernels.attention_cases import by_formula
+from tests.kernels.interpreted import interpreted
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 

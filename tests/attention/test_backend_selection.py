@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.interpreted import interpreted
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import backend_selection, local
 from para_core.attention.attention_options import AttnOptions
@@ -23,6 +22,7 @@ from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank
 from tests.attention.one_device import make_qkv, relative_error
 from tests.kernels.attention_cases import by_formula, check_lse, error, make
+from tests.kernels.interpreted import interpreted
 
 ALL_ON = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from benchmarks.interpreted import interpreted
 from para_core.kernels.attention import attention, empty_outputs, launch
 from para_core.kernels.attention_configs import Config
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
+from tests.kernels.interpreted import interpreted
 
 # Error factor of Triton's interpreter: it truncates float32 to bfloat16, and a GPU rounds.
 BFLOAT16_IS_TRUNCATED = 2.5

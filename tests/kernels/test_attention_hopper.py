@@ -14,12 +14,12 @@ import triton
 from torch import Tensor
 from triton.runtime import _allocation
 
-from benchmarks.interpreted import interpreted
 from para_core.kernels import attention as portable
 from para_core.kernels import attention_configs, attention_hopper, tune, tune_hopper
 from para_core.kernels.attention_configs import HOPPER, INTERPRETED, TABLE, ConfigKey, cache_file, keep, tuned
 from para_core.kernels.attention_hopper import takes
 from tests.kernels.attention_cases import by_formula, check_lse, error, make, ranges
+from tests.kernels.interpreted import interpreted
 
 CASE = ConfigKey(90, 64, False, "long", "hopper")
 

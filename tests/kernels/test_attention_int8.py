@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.attention import low_precision as int8_attention
 from benchmarks.harness import fake_group
-from benchmarks.interpreted import interpreted
 from para_core import init_context_parallel_mesh
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
@@ -29,6 +28,7 @@ from para_core.kernels import attention_int8_reference as reference
 from para_core.kernels.attention_int8 import attention, round_keys_kernel
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
 from tests.kernels.compiled import ARCHS
+from tests.kernels.interpreted import interpreted
 from tests.kernels.launches import by_use
 from tests.launches import count_attention
 
