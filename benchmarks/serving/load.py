@@ -26,7 +26,7 @@ import torch
 import uvicorn
 from diffusers import FluxPipeline
 
-from benchmarks.harness import parser_of, read_results, write_results
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.fleet.limits import Limits
 from para_core.fleet.model_index import find_model
 from para_core.fleet.models import Model
@@ -42,12 +42,18 @@ HOST, PATH = "127.0.0.1", "/v1/images/generations"
 BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0}
 
 
+@contextlib.contextmanager
+def response_of(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
+    """Send a request to a server on this machine, and yield the response. The connection ends with the context."""
+    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        yield connection.getresponse()
+
+
 def ask(port: int, body: dict[str, Any]) -> tuple[int, float, float]:
     """Send one request; return ``(status, seconds, seconds in the pipeline)``."""
     start = time.perf_counter()
-    with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
-        connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
+    with response_of(port, "POST", PATH, body) as response:
         answer = json.loads(response.read())
     inside = answer["para_core"]["seconds"] if response.status == 200 else 0.0
     return response.status, time.perf_counter() - start, inside
@@ -66,9 +72,9 @@ class PlainBackend:
 
     def _call(self, request: Request) -> Result:
         start = time.perf_counter()
-        made = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
+        output = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
         seconds = time.perf_counter() - start
-        return Result(tuple(encode(made, "png", fps=16)), {"seconds": seconds})
+        return Result(tuple(encode(output, "png", fps=16)), {"seconds": seconds})
 
     def png(self, request: Request) -> bytes:
         """Return the image of ``request``."""
@@ -151,9 +157,9 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over all rounds of one server."""
     rows = []
     for factor in FACTORS:
-        found = [each["loads"][str(factor)] for each in rounds]
-        statuses = [status for each in found for status in each["statuses"]]
-        done = sorted(seconds for each in found for seconds in each["seconds"])
+        loads = [each["loads"][str(factor)] for each in rounds]
+        statuses = [status for each in loads for status in each["statuses"]]
+        done = sorted(seconds for each in loads for seconds in each["seconds"])
         rows.append(
             {
                 "load": factor,
@@ -161,7 +167,7 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
                 "done": len(done),
                 "refused": statuses.count(429),
                 "failed": sum(status not in (200, 429) for status in statuses),
-                "requests_per_second": len(done) / sum(each["wall"] for each in found),
+                "requests_per_second": len(done) / sum(each["wall"] for each in loads),
                 "p50_seconds": statistics.median(done),
                 "p99_seconds": done[min(len(done) - 1, round(0.99 * len(done)))],
             }
@@ -179,7 +185,7 @@ def times_of(results: dict[str, Any]) -> float:
     measures both.
     """
     pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
-    return statistics.median(many / one for many, one in pairs)
+    return statistics.median(replicas / plain for replicas, plain in pairs)
 
 
 def table(results: dict[str, Any]) -> list[str]:
@@ -189,20 +195,21 @@ def table(results: dict[str, Any]) -> list[str]:
         "plain": "one plain pipeline",
         "replicas": f"{options['replicas']} replicas of {options['ranks']} rank{'s' * (options['ranks'] > 1)}",
     }
-    lines = ["| | load | done | per s | p50, s | p99, s |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    rows = []
     for name, shown in names.items():
         for row in results[name]["rows"][:: len(results[name]["rows"]) - 1]:
-            figures = f"{row['requests_per_second']:.2f} | {row['p50_seconds']:.2f} | {row['p99_seconds']:.2f}"
-            lines.append(f"| {shown} | {row['load']} × | {row['done']} of {row['requests']} | {figures} |")
+            figures = [f"{row[name]:.2f}" for name in ("requests_per_second", "p50_seconds", "p99_seconds")]
+            rows.append([shown, f"{row['load']} ×", f"{row['done']} of {row['requests']}", *figures])
     overheads = [f"{results[name]['overhead_seconds'] * 1000:.0f}" for name in names]
     failed = sum(row["failed"] for name in names for row in results[name]["rows"])
-    said = (
+    summary = (
         f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas "
         f"did {times_of(results):.2f} times as many requests per second as the plain pipeline (median of "
         f"{options['rounds']} rounds). The server adds {overheads[0]} ms to a single request on the plain pipeline, "
         f"and {overheads[1]} ms on a replica."
     )
-    return [*lines, "", said]
+    heads = ["", "load", "done", "per s", "p50, s", "p99, s"]
+    return [*markdown_table(heads, rows, right=range(2, 6)), "", summary]
 
 
 def parts() -> dict[str, list[str]]:

@@ -13,8 +13,6 @@ where it is used: the page is written without it.
 from __future__ import annotations
 
 import base64
-import contextlib
-import http.client
 import io
 import json
 import os
@@ -31,8 +29,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.harness import ROOT, parser_of, read_results, write_results
-from benchmarks.serving.load import PlainBackend, replica_server
+from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
+from benchmarks.serving.load import PATH, PlainBackend, replica_server, response_of
 from para_core.fleet.model_index import find_model
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, read_prompts
@@ -41,7 +39,7 @@ from para_core.fleet.request import make_request
 from para_core.fleet.work import Result
 
 PARTS = ("first", "prompts", "server")
-HOST, PORT, PATH = "127.0.0.1", 8127, "/v1/images/generations"
+PORT = 8127
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
 SMALL: dict[str, Any] = {"size": "64x48", "steps": 4}
 COMPARED = 5
@@ -60,8 +58,8 @@ def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     pixels = [[np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in pair] for pair in pairs]
     return {
         "compared": len(pairs),
-        "equal_bytes": sum(np.array_equal(one, other) for one, other in pixels),
-        "largest_difference": int(max(np.abs(one - other).max() for one, other in pixels)),
+        "equal_bytes": sum(np.array_equal(x, y) for x, y in pixels),
+        "largest_difference": int(max(np.abs(x - y).max() for x, y in pixels)),
     }
 
 
@@ -83,10 +81,10 @@ def try_first(ranks: int) -> dict[str, Any]:
         generate = (".venv/bin/para_core", "generate", "--prompt", CAPTIONS[0])
         timed("image", *generate, cwd=clone)
         timed("image_on_ranks", *generate, "--ranks", str(ranks), "--out", "ranks", cwd=clone)
-        made = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
+        images = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
     model = find_model(None)
     plain = PlainBackend(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
-    return {"ranks": ranks, "seconds": seconds, **compare([(each, plain) for each in made])}
+    return {"ranks": ranks, "seconds": seconds, **compare([(image, plain) for image in images])}
 
 
 def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
@@ -133,17 +131,10 @@ def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def connect(body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(HOST, PORT, timeout=600)
-    connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
 def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
     """Send one request; return ``(status, the image or the error, seconds)``."""
     start = time.perf_counter()
-    with contextlib.closing(connect(body)) as connection:
-        response = connection.getresponse()
+    with response_of(PORT, "POST", PATH, body) as response:
         text = response.read()
     image = base64.b64decode(json.loads(text)["data"][0]["b64_json"]) if response.status == 200 else text
     return response.status, image, time.perf_counter() - start
@@ -151,8 +142,7 @@ def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
 
 def leave_amid(body: dict[str, Any]) -> int:
     """Disconnect at the first progress event of the stream; return the number of its step."""
-    with contextlib.closing(connect({**body, "stream": True, "progress": True})) as connection:
-        response = connection.getresponse()
+    with response_of(PORT, "POST", PATH, {**body, "stream": True, "progress": True}) as response:
         while line := response.readline():
             event = json.loads(line[5:]) if line.startswith(b"data:") else {}
             if event.get("type") == "progress":
@@ -161,9 +151,8 @@ def leave_amid(body: dict[str, Any]) -> int:
 
 
 def look(path: str) -> bytes:
-    with contextlib.closing(http.client.HTTPConnection(HOST, PORT, timeout=60)) as connection:
-        connection.request("GET", path)
-        return connection.getresponse().read()
+    with response_of(PORT, "GET", path) as response:
+        return bytes(response.read())
 
 
 def metric(name: str) -> float:
@@ -230,7 +219,7 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
     restored: list[float] = []
     before = metric("para_core_steps_total")
     with ThreadPoolExecutor(requests) as threads:
-        asked = [threads.submit(ask, {**body, "seed": seed}) for seed in range(requests)]
+        futures = [threads.submit(ask, {**body, "seed": seed}) for seed in range(requests)]
         wait_until(lambda: metric("para_core_steps_total") > before + 2, "a step")
         os.kill(rank_processes()[0], signal.SIGKILL)
         start = time.perf_counter()
@@ -238,7 +227,7 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
         noticed = time.perf_counter() - start
         wait_until(lambda: ready() == replicas, "the replica")
         restored.append(time.perf_counter() - start)
-        answers = [future.result() for future in asked]
+        answers = [future.result() for future in futures]
     return {
         "requests": requests,
         "answered": sum(status == 200 for status, _, _ in answers),
@@ -255,50 +244,53 @@ def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[st
     model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
     start = time.perf_counter()
     with replica_server(model, limits, PORT, replicas, ranks):
-        found: dict[str, Any] = {"replicas": replicas, "ranks": ranks, "seconds_to_start": time.perf_counter() - start}
-        found["clients"] = try_clients(clients, leaving, long_steps=200)
-        found["death"] = try_death(replicas, 3 * replicas)
-    return found
+        results: dict[str, Any] = {
+            "replicas": replicas,
+            "ranks": ranks,
+            "seconds_to_start": time.perf_counter() - start,
+        }
+        results["clients"] = try_clients(clients, leaving, long_steps=200)
+        results["death"] = try_death(replicas, 3 * replicas)
+    return results
+
+
+# By part: the case, and what came of it.
+ROWS = (
+    (
+        "first",
+        "the first image in a fresh clone: one process; {ranks} ranks; difference from the unmodified pipeline",
+        "{seconds[image]:.0f} s; {seconds[image_on_ranks]:.0f} s; off by at most {largest_difference} of 255",
+    ),
+    (
+        "prompts",
+        "{prompts} prompts on {replicas} replicas × {ranks} ranks, a rank killed after half of them",
+        "{files} images, {lost} lost, {seconds:.0f} s (first {seconds_to_first:.0f} s, kill {seconds_to_kill:.0f} s)",
+    ),
+    (
+        "clients",
+        "{clients} clients at once on {replicas} replicas × {ranks} ranks, {left} of them leave",
+        "{served} served, {cancelled} cancelled, {failed} failed, {seconds:.1f} s",
+    ),
+    ("clients", "steps computed for the {left} that left", "{steps_of_cancelled} of {steps_asked_by_cancelled}"),
+    ("clients", "the next single request", "{seconds_after:.2f} s (before: {seconds_alone:.2f} s)"),
+    (
+        "death",
+        "a rank killed with {requests} requests accepted, `--retries 1`",
+        "{answered} answered, {lost} lost",
+    ),
+    (
+        "death",
+        "time until its replica serves again",
+        "{seconds_until_it_serves:.1f} s (noticed after {seconds_until_noticed:.1f} s)",
+    ),
+)
 
 
 def table(results: dict[str, Any]) -> list[str]:
     """Return the table of docs/serving.md."""
-    first, prompts, server = (results[part] for part in PARTS)
-    taken = first["seconds"]
-    clients, death = server["clients"], server["death"]
-    shape = f"{server['replicas']} replicas × {server['ranks']} rank{'s' * (server['ranks'] > 1)}"
-    return [
-        "| | |",
-        "| --- | --- |",
-        (
-            f"| the first image in a fresh clone: one process; {first['ranks']} ranks | {taken['image']:.0f} s; "
-            f"{taken['image_on_ranks']:.0f} s; pixels differ by at most {first['largest_difference']} of 255 from the "
-            "unmodified pipeline |"
-        ),
-        (
-            f"| {prompts['prompts']} prompts on {prompts['replicas']} replicas × {prompts['ranks']} ranks, a rank "
-            f"killed after {prompts['prompts'] // 2} | {prompts['files']} images, {prompts['lost']} lost, "
-            f"{prompts['seconds']:.0f} s (first image after {prompts['seconds_to_first']:.0f} s, rank killed at "
-            f"{prompts['seconds_to_kill']:.0f} s) |"
-        ),
-        (
-            f"| {clients['clients']} clients at once on {shape}, {clients['left']} of them leave | {clients['served']} "
-            f"served, {clients['cancelled']} cancelled, {clients['failed']} failed, {clients['seconds']:.1f} s |"
-        ),
-        (
-            f"| steps computed for the {clients['left']} that left | {clients['steps_of_cancelled']} of "
-            f"{clients['steps_asked_by_cancelled']} |"
-        ),
-        f"| the next single request | {clients['seconds_after']:.2f} s (before: {clients['seconds_alone']:.2f} s) |",
-        (
-            f"| a rank killed with {death['requests']} requests accepted, `--retries 1` | {death['answered']} "
-            f"answered, {death['lost']} lost |"
-        ),
-        (
-            f"| time until its replica serves again | {death['seconds_until_it_serves']:.1f} s (noticed after "
-            f"{death['seconds_until_noticed']:.1f} s) |"
-        ),
-    ]
+    server = results["server"]
+    figures = {**results, "clients": {**server, **server["clients"]}, "death": server["death"]}
+    return markdown_table(["", ""], [[text.format(**figures[part]) for text in texts] for part, *texts in ROWS])
 
 
 def parts() -> dict[str, list[str]]:
