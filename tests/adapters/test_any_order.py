@@ -21,14 +21,14 @@ CACHE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 
 def orders():
     chosen = random.Random(12)
-    found = []
-    while len(found) < NUM_ORDERS:
+    cases = []
+    while len(cases) < NUM_ORDERS:
         order = tuple(chosen.sample(STEPS, len(STEPS)))
         compiled, offloaded = chosen.choice(COMPILED), chosen.choice(OFFLOADED)
         # Dynamo does not trace the hooks of groups and leaves, and torch.cond takes no break of the graph.
         if compiled == "blocks" or offloaded == "model":
-            found.append((order, compiled, offloaded))
-    return found
+            cases.append((order, compiled, offloaded))
+    return cases
 
 
 def add_lora(pipe):
@@ -68,7 +68,7 @@ def small_pipe():
 
 
 def draw_in_orders(chunk, mesh_shape):
-    found = {}
+    outputs = {}
     for order, compiled, offloaded in orders()[chunk::CHUNKS]:
         heartbeat()
         torch._dynamo.reset()
@@ -83,10 +83,10 @@ def draw_in_orders(chunk, mesh_shape):
         try:
             for step in order:
                 steps[step]()
-            found[order, compiled, offloaded] = generate(pipe)
+            outputs[order, compiled, offloaded] = generate(pipe)
         except Exception:
-            found[order, compiled, offloaded] = traceback.format_exc()
-    return found
+            outputs[order, compiled, offloaded] = traceback.format_exc()
+    return outputs
 
 
 # The default run has tests of each pair of these steps: of the cache in tests/cache/test_compiled.py and test_graph.py,

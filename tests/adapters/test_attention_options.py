@@ -30,8 +30,8 @@ class ByHand:
 def named_backends(function):
     """Return the result of ``function`` and the backends that local attention was called with."""
     with mock.patch.object(local, "resolve_backend", wraps=local.resolve_backend) as resolve_backend:
-        found = function()
-    return found, {call.args[0] for call in resolve_backend.call_args_list}
+        output = function()
+    return output, {call.args[0] for call in resolve_backend.call_args_list}
 
 
 def draw(pipe):
@@ -42,39 +42,39 @@ def in_every_way(ring, ulysses):
     mesh = cpu_mesh(ring, ulysses)
     by_hand = ByHand()
     pipe = flux_pipe()
-    found = {
+    outputs = {
         "math": named_backends(lambda: draw(parallelize_pipe(pipe, mesh=mesh, backend="math"))),
         "int8": draw(parallelize_pipe(pipe, mesh=mesh, comm_dtype=torch.int8)),
         "by hand": draw(parallelize_pipe(pipe, mesh=mesh, attn_func=by_hand)),
         "as it is": named_backends(lambda: draw(parallelize_pipe(pipe, mesh=mesh))),
     }
-    return found, by_hand.calls
+    return outputs, by_hand.calls
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_a_pipeline_computes_as_it_was_asked_to(rank_pool, ring, ulysses):
     expected = draw(flux_pipe())
-    for found, calls in rank_pool.run(in_every_way, 2, ring, ulysses):
-        (by_math, named), (as_it_is, unnamed) = found["math"], found["as it is"]
+    for outputs, calls in rank_pool.run(in_every_way, 2, ring, ulysses):
+        (by_math, named), (as_it_is, unnamed) = outputs["math"], outputs["as it is"]
         assert named == {"math"}
         assert unnamed <= {None}
-        for out in (by_math, found["by hand"], as_it_is):
+        for out in (by_math, outputs["by hand"], as_it_is):
             assert relative_error(out, expected) < 1e-5
-        assert 1e-5 < relative_error(found["int8"], expected) < 0.05
+        assert 1e-5 < relative_error(outputs["int8"], expected) < 0.05
         assert calls > 0
 
 
 def test_one_rank_uses_options_until_undone():
     expected = draw(flux_pipe())
     pipe, by_hand = flux_pipe(), ByHand()
-    found, named = named_backends(lambda: draw(parallelize_pipe(pipe, backend="math")))
+    output, named = named_backends(lambda: draw(parallelize_pipe(pipe, backend="math")))
     assert named == {"math"}
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(output, expected) < 1e-5
     assert relative_error(draw(parallelize_pipe(pipe, attn_func=by_hand)), expected) < 1e-5
     assert by_hand.calls > 0
     calls = by_hand.calls
     assert torch.equal(draw(unparallelize_pipe(pipe)), expected)
-    assert torch.equal(draw(parallelize_pipe(pipe, comm_dtype=torch.int8)), expected)  # nothing travels
+    assert torch.equal(draw(parallelize_pipe(pipe, comm_dtype=torch.int8)), expected)
     assert by_hand.calls == calls
 
 

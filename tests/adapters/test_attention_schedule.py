@@ -77,30 +77,30 @@ def test_one_rank_follows_the_schedule_until_undone():
 
 
 def scheduled(ring, ulysses):
-    found = {}
+    outputs = {}
     with libraries_installed() as calls:
         pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
-        found["plain"] = calls_by_step(pipe, calls, draw)
+        outputs["plain"] = calls_by_step(pipe, calls, draw)
         # In the steps 1 to 3, which are skipped, block 0 alone attends.
         apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, forecast_order=0, max_consecutive_hits=3)
-        found["cached"] = calls_by_step(pipe, calls, draw)
+        outputs["cached"] = calls_by_step(pipe, calls, draw)
         heartbeat()
         # Two calls of the model for each step of guidance, and a second transformer for the last steps.
         pipe = parallelize_pipe(build("wan 2.2"), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
-        found["wan"] = calls_by_step(pipe, calls, partial(generate, name="wan 2.2", num_inference_steps=5))
-    return found
+        outputs["wan"] = calls_by_step(pipe, calls, partial(generate, name="wan 2.2", num_inference_steps=5))
+    return outputs
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_ranks_follow_the_schedule(rank_pool, ring, ulysses):
     plain, wan = draw(small_pipe()), generate(build("wan 2.2"), "wan 2.2", num_inference_steps=5)
-    for found in rank_pool.run(scheduled, 2, ring, ulysses):
-        out, steps = found["plain"]
+    for outputs in rank_pool.run(scheduled, 2, ring, ulysses):
+        out, steps = outputs["plain"]
         a_step = 2 * ring  # each of two layers merges a block of each ring rank
         assert relative_error(out, plain) < 1e-5
         assert steps == [0, a_step, a_step, 0, 0]
-        assert found["cached"][1] == [0, ring, ring, 0, 0]
-        out, steps = found["wan"]
+        assert outputs["cached"][1] == [0, ring, ring, 0, 0]
+        out, steps = outputs["wan"]
         assert relative_error(out, wan) < 1e-5
         assert steps[1] == steps[2] > 0
         assert steps[0] == steps[3] == steps[4] == 0
@@ -118,20 +118,20 @@ def compiled():
         pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(2, 1), backend=SAGE)
         apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
         pipe.transformer = torch.compile(pipe.transformer, backend=count, fullgraph=True)
-        found = [(*calls_by_step(pipe, calls, draw), len(graphs)) for _ in range(2)]
+        generations = [(*calls_by_step(pipe, calls, draw), len(graphs)) for _ in range(2)]
         exact = parallelize_pipe(small_pipe(), mesh=cpu_mesh(2, 1))
         graphs.clear()
         apply_cache_on_pipe(exact, residual_diff_threshold=0.0)
         exact.transformer = torch.compile(exact.transformer, backend=count, fullgraph=True)
         draw(exact)
-    return found, len(graphs)
+    return generations, len(graphs)
 
 
 @pytest.mark.long
 def test_a_schedule_compiles_each_graph_once_more(rank_pool):
     expected = draw(small_pipe())
-    for found, graphs in rank_pool.run(compiled, 2):
-        for out, steps, compilations in found:
+    for generations, graphs in rank_pool.run(compiled, 2):
+        for out, steps, compilations in generations:
             assert relative_error(out, expected) < 1e-5
             assert steps == [0, 4, 4, 0, 0]
             assert compilations == graphs + 1
@@ -147,7 +147,7 @@ def test_another_scheduler_is_counted_by_its_own_steps():
 
 
 def test_a_callback_sees_exact_attention():
-    pipe, seen = small_pipe(), []
+    pipe, counts = small_pipe(), []
     with libraries_installed() as calls:
         parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
 
@@ -161,11 +161,11 @@ def test_a_callback_sees_exact_attention():
                 txt_ids=torch.zeros(4, 3),
                 img_ids=torch.zeros(63, 3),
             )
-            seen.append(calls.total() - before)
+            counts.append(calls.total() - before)
             return {}
 
         draw(pipe, num_inference_steps=2, callback_on_step_end=callback)
-    assert seen == [0, 0]
+    assert counts == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SIZE = (3, 6, 10)
 
 
 def generate_chunks(transformer):
-    """AnyFlow FAR: three chunks, of which each attends to the keys of those before it; what each step predicts."""
+    """Return AnyFlow FAR's predictions for three chunks, each of which attends to the keys of the earlier ones."""
     num_chunks, height, width = SIZE
     inputs = MODELS["anyflow far"].inputs(*SIZE)
     inputs = {name: value for name, value in inputs.items() if "timestep" not in name}
@@ -34,11 +34,11 @@ def generate_chunks(transformer):
     ]
     flag, outs = {"num_cached_chunks": 0, "is_cache_step": False}, []
     for chunk in range(num_chunks):
-        given = {**inputs, "chunk_partition": [1] * (chunk + 1), "kv_cache": kv_cache, "return_dict": False}
+        kwargs = {**inputs, "chunk_partition": [1] * (chunk + 1), "kv_cache": kv_cache, "return_dict": False}
         for is_cache_step, first in ((False, chunk), (True, 0)):
             frames_given = chunk + 1 - first
             out, _ = transformer(
-                **given,
+                **kwargs,
                 hidden_states=latents[:, first : chunk + 1],
                 timestep=torch.full((2, frames_given), 600.0),
                 r_timestep=torch.full((2, frames_given), 500.0),
@@ -50,13 +50,14 @@ def generate_chunks(transformer):
 
 
 def without_compilation(*args, _compile, **kwargs):
-    """The model compiles what makes its mask, which takes half a minute here."""
+    """Create the mask without the compilation that the model asks for, which takes half a minute on a CPU."""
     return create_block_mask(*args, **kwargs)
 
 
 def generate_from_reference(transformer):
-    """Wan Animate 2: the reference pass, and two steps that attend to its keys; the first of fewer frames than the
-    whole video.
+    """Return Wan Animate 2's predictions of two steps that attend to the keys of the reference pass.
+
+    The first step has fewer frames than the whole video.
     """
     reference = MODELS["wan animate 2"].inputs(*SIZE)
     outs = [transformer(**reference, return_dict=False)[0][0]]
@@ -92,12 +93,12 @@ def test_keys_of_earlier_calls_are_those_of_one_device(rank_pool, name, ring, ul
 
 
 def masks_of_blocks(ring, ulysses):
-    """The blocks that each head sees in each block of the model, as Kandinsky finds them."""
-    seen, find = [], kandinsky6_sr.nabla_block_mask
+    """Return the block mask that Kandinsky computes for each head in each block of the model."""
+    masks, find = [], kandinsky6_sr.nabla_block_mask
 
     def noting(*args, **kwargs):
         mask = find(*args, **kwargs)
-        seen.append(mask.to_dense())
+        masks.append(mask.to_dense())
         return mask
 
     transformer = MODELS["kandinsky 6 sr"].build()
@@ -109,7 +110,7 @@ def masks_of_blocks(ring, ulysses):
             transformer(**MODELS["kandinsky 6 sr"].inputs(3, 16, 16))
     finally:
         kandinsky6_sr.nabla_block_mask = find
-    return copy.deepcopy(seen)
+    return copy.deepcopy(masks)
 
 
 def test_kandinsky_6_sr_shards_masks_by_heads(rank_pool):

@@ -20,27 +20,27 @@ ROOT = Path(para_core.__file__).parents[1]
 
 
 def own_files():
-    """The files of para_core whose functions are being called, one for each frame."""
-    frame, found = sys._getframe(2), []
+    """Return the file name of each active frame of para_core, innermost first."""
+    frame, files = sys._getframe(2), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT / "para_core") or path.is_relative_to(ROOT / "adapters"):
-            found.append(path.name)
+            files.append(path.name)
         frame = frame.f_back
-    return found
+    return files
 
 
 def files_at(owner, function, pipe):
     """Return the files of the frames that are active at the first call of ``function`` of a class or module."""
-    found, original = [], getattr(owner, function)
+    stacks, original = [], getattr(owner, function)
 
     def watched(*args, **kwargs):
-        found.append(own_files())
+        stacks.append(own_files())
         return original(*args, **kwargs)
 
     with mock.patch.object(owner, function, watched), torch.no_grad():
         pipe(**flux_call(num_inference_steps=1))
-    return Counter(found[0])
+    return Counter(stacks[0])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_warning_points_at_line_of_user():
             inputs = flux_inputs(20, 5)
             changing = {name: inputs[name] + step for name in ("encoder_hidden_states", "pooled_projections")}
             transformer(**{**inputs, **changing})
-    found = {
+    filenames = {
         kind: w.filename for w in caught for kind in ("no branches", "cannot be identified") if kind in str(w.message)
     }
-    assert found == {"no branches": __file__, "cannot be identified": __file__}
+    assert filenames == {"no branches": __file__, "cannot be identified": __file__}

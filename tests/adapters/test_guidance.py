@@ -35,7 +35,7 @@ CALLS = {
 
 
 def draw_counting(pipe, **options):
-    """The image, and how often this rank ran the last block of the transformer."""
+    """Return the image and how often this rank ran the last block of the transformer."""
     block = pipe.transformer.single_transformer_blocks[-1]
     calls = []
     hook = block.register_forward_hook(lambda *_: calls.append(1))
@@ -83,8 +83,8 @@ SEQUENTIAL = {
 
 
 def generate_counting(name, mesh=None):
-    """Latents, and how many of its calls of a transformer this rank computed, in the first generation and after a
-    change of size.
+    """Return the latents and the number of transformer calls that this rank computed, for the first generation and
+    after a change of size.
     """
     tiny, counts, outs = PIPELINES[name], [], []
     pipe = tiny.build()
@@ -114,31 +114,33 @@ def test_half_of_calls_are_computed_from_first_step(rank_pool, name, shape):
 
 
 def look_on_one_rank(name):
-    seen = []
+    norms = []
 
     def look(pipe, step, timestep, tensors):
         if torch.distributed.get_rank() == 0:
-            seen.append(float(tensors["latents"].norm()))
-        # As a user does who writes a file on one rank.
+            norms.append(float(tensors["latents"].norm()))
+        # A user who writes a file on one rank may wait for the others like this.
         torch.distributed.barrier()
         return {}
 
     pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Cosmos2VideoToWorldPipeline .*guidance")
-        # Not guided: a rank is left for another branch, so nothing but the callback asks for the results of a step.
+        # Without guidance one rank has no branch, so only the callback asks for the results of a step.
         out = pipe(**PIPELINES[name].call(callback_on_step_end=look, guidance_scale=1.0))[0]
-    return float(out.norm()), seen
+    return float(out.norm()), norms
 
 
 def test_callback_reads_latents_on_one_rank(rank_pool):
-    (norm, seen), (_, nothing) = rank_pool.run(look_on_one_rank, 2, "cosmos 2, image")
-    assert seen[-1] == norm
-    assert (len(seen), nothing) == (3, [])
+    (norm, norms), (_, nothing) = rank_pool.run(look_on_one_rank, 2, "cosmos 2, image")
+    assert norms[-1] == norm
+    assert (len(norms), nothing) == (3, [])
 
 
 def count_by_pipeline(name):
-    """Calls of the transformer that this rank computed in the second generation: what a call gives is known by then."""
+    """Return how many transformer calls this rank computed in the second generation, when the form of the output is
+    known.
+    """
     tiny, calls = PIPELINES[name], []
     pipe = parallelize_pipe(tiny.build(), mesh=cpu_mesh(1, 1, batch=2))
     pipe(**tiny.call())
@@ -223,9 +225,9 @@ def test_unknown_argument_of_shared_call_raises_everywhere(rank_pool):
 
 def draw_without_guidance():
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
-    with pytest.warns(UserWarning, match=r"guidance.* 2 ranks .*'batch'") as seen:
+    with pytest.warns(UserWarning, match=r"guidance.* 2 ranks .*'batch'") as caught:
         image = pipe(**flux_call(num_inference_steps=4)).images
-    return image, len([one for one in seen if "no branches" in str(one.message)])
+    return image, len([warning for warning in caught if "no branches" in str(warning.message)])
 
 
 def test_call_without_guidance_is_exact_and_warns_once(rank_pool):

@@ -19,19 +19,20 @@ from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
 
-# Hooks that act on weights only, or skip each token by itself.
+# These hooks act on weights only, or skip each token independently.
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {
     "layer skip, dropout 0.5 (auto guidance)"
 }
-# Put on by none of these: what is about GPUs, LoRAs, and diffusers' own parallelism, which is refused when it is
-# switched on.
+# None of the hooks above installs these: they concern GPUs, LoRAs, or diffusers' own parallelism, which is refused when
+# it is switched on.
 NOT_TRIED = {
     "LazyPrefetchGroupOffloadingHook",
     "LayerExecutionTrackerHook",
     "PeftInputAutocastDisableHook",
     "ContextParallelSplitHook",
     "ContextParallelGatherHook",
-    # Beside others of the same caches: of one model, which has no plan, and of models with a norm behind their blocks.
+    # These belong to caches whose other hooks are tried: the first to a model without a plan, the second to models with
+    # a norm after their blocks.
     "TextKVCacheBlockHook",
     "SeaCachePostNormHook",
 }
@@ -54,15 +55,15 @@ def outcomes(hook):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hook", [pytest.param(hook, marks=() if hook in SOME else pytest.mark.long) for hook in HOOKS])
 def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):
-    for found in rank_pool.run(outcomes, 2, hook):
+    for results in rank_pool.run(outcomes, 2, hook):
         if hook in EXACT:
-            assert all(isinstance(one, float) and one < 1e-5 for one in found.values()), found
+            assert all(isinstance(result, float) and result < 1e-5 for result in results.values()), results
         elif hook == "smoothed energy guidance":
-            # Each rank has whole images.
-            assert found.pop("2 batch") < 1e-5
-            assert all("blurs" in text for text in found.values())
+            # On a batch mesh each rank has whole images, so the blur is exact.
+            assert results.pop("2 batch") < 1e-5
+            assert all("blurs" in text for text in results.values())
         else:
-            assert all("pipe.transformer has" in str(one) for one in found.values()), found
+            assert all("pipe.transformer has" in str(result) for result in results.values()), results
 
 
 def test_every_hook_of_diffusers_is_tried():
@@ -71,14 +72,14 @@ def test_every_hook_of_diffusers_is_tried():
         for module in pkgutil.iter_modules(diffusers.hooks.__path__)
         if module.name != "tensor_parallel_neuron"
     ]
-    known = {
+    classes = {
         cls.__name__
         for module in modules
         for _, cls in inspect.getmembers(module, inspect.isclass)
         if issubclass(cls, ModelHook) and cls is not ModelHook
     }
     tried = {type(hook).__name__ for name in HOOKS for _, hook in hooks_of(build(name).transformer)}
-    assert known - NOT_TRIED == tried
+    assert classes - NOT_TRIED == tried
 
 
 class Doubles(ModelHook):

@@ -42,7 +42,7 @@ def lora_weights(rank=3):
 
 
 def draw_with_lora(mesh_shape, when):
-    """Images at every stage; without a mesh those of the unmodified pipe."""
+    """Return the image at every stage; without a mesh, those of the unmodified pipe."""
     pipe = flux_pipe(shared_parts=False)
     outs = {}
 
@@ -188,4 +188,4 @@ def test_lora_may_replace_layer_before_gather(rank_pool, when):
     assert relative_error(with_lora, plain) > 0.01
     expected = {"before": [with_lora, with_lora], "after": [plain, with_lora, plain, plain]}[when]
     for outs in rank_pool.run(call_wan_with_lora, 2, when):
-        assert max(relative_error(out, one) for out, one in zip(outs, expected, strict=True)) < 1e-5
+        assert max(relative_error(out, wanted) for out, wanted in zip(outs, expected, strict=True)) < 1e-5

@@ -60,19 +60,19 @@ def generated_alone(name):
     return generate(build(name), name)
 
 
-# One or two of a family.
+# The default run has one or two pipelines of each family.
 SOME = ["hunyuan", "mochi", "cogvideox", "cogvideox, rotary", "wan 2.2", "framepack", "hunyuan 1.5", "ltx, image"]
 SOME += ["wan animate", "skyreels v2, forcing", "qwen-image, layers"]
 GUIDED = ["cogvideox", "mochi", "wan", "wan 2.2", "hunyuan 1.5", "qwen-image", "ltx", "ltx2", "flux2 klein"]
 
 
 def meshes_of(shapes):
-    """Meshes by shape, which is batch × ring × ulysses."""
+    """Return the meshes by shape, which is batch × ring × ulysses."""
     return {shape: cpu_mesh(*shape[1:], batch=shape[0]) for shape in shapes}
 
 
 def draw_on(name, shapes):
-    """Latents by mesh."""
+    """Return the latents by mesh shape."""
     pipe = build(name)
     return {shape: generate(parallelize_pipe(pipe, mesh=mesh), name) for shape, mesh in meshes_of(shapes).items()}
 
@@ -84,7 +84,7 @@ def check(rank_pool, name, shapes):
 
 
 def long_but(names, of):
-    """``of``; all but ``names`` in the long run only."""
+    """Return the params ``of``, of which all but ``names`` are marked long."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in of]
 
 
@@ -193,7 +193,7 @@ def noise(*shape):
 
 
 def mask(*lengths, total=13):
-    return torch.tensor([[place < length for place in range(total)] for length in lengths])
+    return torch.tensor([[index < length for index in range(total)] for length in lengths])
 
 
 # The second adds tokens of its own.
@@ -395,7 +395,7 @@ def stop(pipe, step, timestep, tensors):
 
 
 def draw_otherwise(name, mesh_shape=None):
-    """Ways to be called that an adapter has to leave as they are."""
+    """Return the outputs of ways to call a pipeline that an adapter must not change."""
     pipe = build(name, mesh_shape and cpu_mesh(*mesh_shape))
     outs = {
         "brighter": generate(pipe, name, callback_on_step_end=brighten),
@@ -440,8 +440,8 @@ def test_text_may_be_cut_or_whole(rank_pool, name):
 
 
 def draw_with_noise_at_each_step(mesh_shape=None):
-    """A scheduler that draws random numbers at every step, from the default generator; ranks have it in other
-    states.
+    """Generate with a scheduler that draws from the default generator at every step, whose state differs between
+    ranks.
     """
     pipe = build("cogvideox", mesh_shape and cpu_mesh(*mesh_shape))
     pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config)

@@ -46,7 +46,7 @@ def compute(transformer, name, **changed):
 
 
 def call_quantized(configs, mesh_shape):
-    """Quantized, then parallel, then alone; and the other way round."""
+    """Return the outputs quantized before parallelizing, after undoing, and quantized after parallelizing."""
     outs = {}
     for name in NAMES:
         for config in configs:
@@ -76,10 +76,12 @@ def test_quantized_weights_are_exact_on_every_family(rank_pool, mesh_shape):
 def change_by_float_order(transformer, name):
     """Return how much the model's output changes if its input changes by a float32 rounding error."""
     expected, errors = compute(transformer, name), []
-    given = inputs_of(name)["hidden_states"]
+    hidden_states = inputs_of(name)["hidden_states"]
     for seed in range(3):
-        noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(seed))
-        errors.append(relative_error(compute(transformer, name, hidden_states=given * (1 + 1e-7 * noise)), expected))
+        noise = torch.randn(hidden_states.shape, generator=torch.Generator().manual_seed(seed))
+        errors.append(
+            relative_error(compute(transformer, name, hidden_states=hidden_states * (1 + 1e-7 * noise)), expected)
+        )
     return max(errors)
 
 
@@ -155,7 +157,7 @@ def quantize(transformer):
 
 
 def cast(transformer):
-    """Weights are kept in 8 bits, and cast by the layer that computes with them."""
+    """Store the weights in 8 bits; each layer casts its own before it computes."""
     transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
 
 

@@ -16,7 +16,7 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
-# A parameter of these types alone holds no tensor.
+# A parameter that is annotated with these types only holds no tensor.
 PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],|<>'. ])+"
 
 
@@ -33,8 +33,8 @@ def test_the_tensors_of_every_tiny_model_are_among_them():
     for name, model in MODELS.items():
         for adapter in BATCHED:
             if adapter.transformer == model.cls:
-                given = {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
-                assert given <= {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared}, name
+                names = {key for key, value in model.inputs(3, 6, 10).items() if holds_tensor(value)}
+                assert names <= {*adapter.plan.batched, *adapter.plan.common, *adapter.plan.unshared}, name
 
 
 SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transformer2DModel")
@@ -52,7 +52,7 @@ def call_with_more():
         except (TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
-    found = {
+    results = {
         "positional": attempt(tokens, **inputs),
         "unknown": attempt(tokens, **inputs, guidance=3.0),
         "doubled": attempt(tokens, **inputs, hidden_states=tokens),
@@ -61,21 +61,21 @@ def call_with_more():
     }
     plan = replace(SD3.plan, batched={"hidden_states": 0, "timestep": 0})
     parallelize_transformer(transformer, mesh=cpu_mesh(1, 1, batch=2), adapter=replace(SD3, plan=plan))
-    return {**found, "undeclared": attempt(tokens, **inputs)}
+    return {**results, "undeclared": attempt(tokens, **inputs)}
 
 
 def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
     model = MODELS["sd3"]
     with torch.no_grad():
         expected = model.build()(**model.inputs(3, 6, 10)).sample
-    for found in rank_pool.run(call_with_more, 2):
-        assert relative_error(found.pop("positional"), expected) < 1e-5
-        assert not any(isinstance(value, Tensor) for value in found.values()), found
-        assert "'guidance'" in found["unknown"]
-        assert re.search(r"multiple .*'hidden_states'", found["doubled"])
-        assert "positional" in found["too many"]
-        assert re.search(r"missing .*'hidden_states'", found["no tokens"])
-        assert re.search(r"encoder_hidden_states, pooled_projections .*Plan\.batched", found["undeclared"])
+    for results in rank_pool.run(call_with_more, 2):
+        assert relative_error(results.pop("positional"), expected) < 1e-5
+        assert not any(isinstance(value, Tensor) for value in results.values()), results
+        assert "'guidance'" in results["unknown"]
+        assert re.search(r"multiple .*'hidden_states'", results["doubled"])
+        assert "positional" in results["too many"]
+        assert re.search(r"missing .*'hidden_states'", results["no tokens"])
+        assert re.search(r"encoder_hidden_states, pooled_projections .*Plan\.batched", results["undeclared"])
 
 
 def call_with_lists():

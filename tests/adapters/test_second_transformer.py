@@ -26,19 +26,19 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def tokens_by_transformer():
-    pipe, seen = build("ideogram 4", cpu_mesh(1, 2)), {}
+    pipe, num_tokens = build("ideogram 4", cpu_mesh(1, 2)), {}
     for name in ("transformer", "unconditional_transformer"):
 
         def note(module, args, kwargs, name=name):
-            seen[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
+            num_tokens[name] = (args[0] if args else kwargs["hidden_states"]).shape[1]
 
         getattr(pipe, name).layers[0].register_forward_pre_hook(note, with_kwargs=True)
     generate(pipe, "ideogram 4", num_inference_steps=1)
-    return seen
+    return num_tokens
 
 
 def test_unconditional_transformer_of_ideogram_4_is_sharded(rank_pool):
-    # 9 tokens of text and 15 of the image, and these 15 alone.
+    # The first transformer has 9 text tokens and 15 image tokens, the second the 15 image tokens only.
     first, second = rank_pool.run(tokens_by_transformer, 2)
     assert first == {"transformer": 12, "unconditional_transformer": 8}
     assert second == {"transformer": 12, "unconditional_transformer": 7}

@@ -174,7 +174,7 @@ def test_differing_inputs_by_hand_raise_on_all_ranks(rank_pool, name):
 
 
 def changed(x, how):
-    """A copy of ``x`` in which the last element, or one bit of it, is another."""
+    """Return a copy of ``x`` whose last element, or one bit of it, differs."""
     x = x.clone()
     last = x.view(-1)[-1:]
     if how == "zero":
@@ -195,9 +195,9 @@ def call_with_another_bit():
     inputs["img_ids"] = inputs["img_ids"].to(torch.int64)
     errors = {}
     for name, how in DIFFERENT_INPUTS:
-        given = {**inputs, name: changed(inputs[name], how)} if dist.get_rank() == 1 else inputs
+        local_inputs = {**inputs, name: changed(inputs[name], how)} if dist.get_rank() == 1 else inputs
         with pytest.raises(ValueError, match=r"rank 0 .*rank 1 ") as error, torch.no_grad():
-            transformer(**given)
+            transformer(**local_inputs)
         errors[name, how] = str(error.value)
     other = inputs if dist.get_rank() == 0 else {**inputs, "hidden_states": inputs["hidden_states"][:, :-1]}
     with pytest.raises(ValueError, match=r"rank 0 .*rank 1 ") as error, torch.no_grad():

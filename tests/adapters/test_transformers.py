@@ -44,7 +44,7 @@ def computed_alone(name):
 
 
 def call_parallel(name, shapes, text=None):
-    """Results by mesh, one for each size, and on Ulysses what ranks compute that are unaware of each other."""
+    """Return the outputs by mesh, one for each size, and on Ulysses also those of ranks that do not communicate."""
     transformer, outs = MODELS[name].build(), {}
     alone = call(transformer, name, SIZES[0])
     for shape in shapes:
@@ -63,7 +63,7 @@ def check(rank_pool, name, shapes, text=None):
     for rank, outs in enumerate(rank_pool.run(call_parallel, torch.Size(shapes[0]).numel(), name, shapes, text)):
         for shape in shapes:
             for size, out, alone in zip(SIZES, outs[shape], computed_alone(name), strict=True):
-                errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+                errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
                 assert max(errors) < 1e-5, f"{shape}, rank {rank}, {size}: {errors}"
         if "unaware" in outs:
             # This model depends on what other ranks hold.
@@ -71,7 +71,7 @@ def check(rank_pool, name, shapes, text=None):
 
 
 def long_but(names):
-    """Every model; all but ``names`` in the long run only."""
+    """Return a param for every model; all but ``names`` are marked long."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
 
 
@@ -118,7 +118,7 @@ def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
 
 
 def plan_of(name):
-    return next((known.plan for known in ADAPTERS if known.transformer == MODELS[name].cls), None)
+    return next((adapter.plan for adapter in ADAPTERS if adapter.transformer == MODELS[name].cls), None)
 
 
 BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
@@ -144,28 +144,28 @@ def samples_of_blocks(num_samples):
     transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2))
     inputs = model.inputs(3, 6, 10)
     inputs = {name: value if value is None else value[:num_samples] for name, value in inputs.items()}
-    seen = []
+    batch_sizes = []
     transformer.transformer_blocks[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
+        lambda module, args, kwargs: batch_sizes.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         outs = [transformer(**inputs).sample for _ in range(2)]
-    return outs, seen, [str(one.message) for one in warned]
+    return outs, batch_sizes, [str(warning.message) for warning in warned]
 
 
 def test_ranks_share_samples_and_one_sample_warns(rank_pool):
     model = MODELS["cogvideox"]
     expected = model.build()(**model.inputs(3, 6, 10)).sample
     for num_samples in (1, 2):
-        for outs, seen, warned in rank_pool.run(samples_of_blocks, 2, num_samples):
+        for outs, batch_sizes, warned in rank_pool.run(samples_of_blocks, 2, num_samples):
             assert max(relative_error(out, expected[:num_samples]) for out in outs) < 1e-5
-            assert seen == [1, 1]
+            assert batch_sizes == [1, 1]
             assert len(warned) == (num_samples == 1)
             assert all(re.search(r"1 sample.* 2 ranks .*'batch'", text) for text in warned)
 
 
-# Models whose text may be sharded, or not.
+# The text of these models may be sharded or replicated.
 WITH_TEXT = [name for name in MODELS if name.startswith(("qwen", "flux", "ltx", "chroma")) or name == "bria fibo"]
 WITH_TEXT = [name for name in WITH_TEXT if not name.startswith("qwen-image 2.1")]
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
@@ -226,7 +226,10 @@ COMPILED_BY_BLOCKS = ["ltx2", "wan, image context", "hunyuan 1.5", "qwen-image, 
 def check_compiled(rank_pool, name, way, backend="aot_eager"):
     for outs, graphs, more in rank_pool.run(call_compiled, 2, name, way, backend):
         for out in outs:
-            errors = [relative_error(one, other) for one, other in zip(out, computed_alone(name)[0], strict=True)]
+            errors = [
+                relative_error(tensor, reference)
+                for tensor, reference in zip(out, computed_alone(name)[0], strict=True)
+            ]
             assert max(errors) < 1e-5, errors
         assert (graphs, more) == (1, 0) if way == "whole" else more == 0
 
@@ -286,7 +289,7 @@ def test_every_published_plan_is_tried():
 
 
 def give_one_image_token(name, ring, ulysses, lengths, compiled):
-    """Outputs for a single image token beside texts of ``lengths``, which are sharded."""
+    """Return the outputs for a single image token with sharded texts of ``lengths``."""
     model = MODELS[name]
     transformer, outs = model.build(), []
     if ring * ulysses > 1:

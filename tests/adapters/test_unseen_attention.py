@@ -114,7 +114,7 @@ LIBRARY_OF = {"_flash_3": "flash3", "_flash_varlen_3": "flash3"} | {x: "sage" fo
 
 @contextmanager
 def all_installed():
-    """diffusers believes that all packages are installed. Yields the calls of the stand-ins that para_core finds."""
+    """Make diffusers believe that all packages are installed. Yield the calls of the stand-ins that para_core finds."""
     with ExitStack() as stack:
         stack.enter_context(backends_restored())
         for refusal in ("_check_attention_backend_requirements", "_maybe_download_kernel_for_backend"):
@@ -122,9 +122,9 @@ def all_installed():
         yield stack.enter_context(libraries_installed())
 
 
-def unseen(backend="flash_hub", name="transformer", place=".*"):
+def unseen(backend="flash_hub", name="transformer", path=".*"):
     return (
-        rf"{name} .*'{backend}' .*'{place}', .*"
+        rf"{name} .*'{backend}' .*'{path}', .*"
         rf"scaled_dot_product_attention.*{name}\.set_attention_backend\('native'\)"
     )
 
@@ -235,8 +235,8 @@ def test_pipes_translate_names_that_are_set_before_and_after(rank_pool):
 
 
 def draw_in_parts():
-    """Set a backend on some attentions, by other ways, and beside an option."""
-    model, found = MODELS["wan"], {}
+    """Set a backend on some attention modules, by a context, and together with ``backend=``."""
+    model, results = MODELS["wan"], {}
     with all_installed() as calls:
         pipe = build("wan", cpu_mesh(1, 2))
         blocks = pipe.transformer.blocks
@@ -247,46 +247,46 @@ def draw_in_parts():
         assert calls.total() == 0
         for block in blocks:
             block.attn1.set_attention_backend("sage")
-        found["own sequence"] = generate(pipe, "wan"), dict(calls)
+        results["own sequence"] = generate(pipe, "wan"), dict(calls)
         calls.clear()
         for block in blocks:
             block.attn2.set_attention_backend("_flash_3")
-        found["both"] = generate(pipe, "wan"), dict(calls)
+        results["both"] = generate(pipe, "wan"), dict(calls)
         pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
         calls.clear()
-        found["compiled"] = generate(pipe, "wan"), dict(calls)
+        results["compiled"] = generate(pipe, "wan"), dict(calls)
         transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
         calls.clear()
         with attention_dispatch.attention_backend("sage"):
-            found["context"] = call(transformer, "wan", SIZES[0])[0], dict(calls)
+            results["context"] = call(transformer, "wan", SIZES[0])[0], dict(calls)
         parallelize_transformer(transformer, mesh=cpu_mesh(1, 2), backend="math")
         with (
             attention_dispatch.attention_backend("sage"),
             pytest.raises(RuntimeError, match=r"'sage' .*backend='math'"),
         ):
             call(transformer, "wan", SIZES[0])
-        # On one rank only: an error on both.
+        # A backend that is set on one rank only is an error on both.
         parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
         if torch.distributed.get_rank() == 1:
             transformer.set_attention_backend("sage")
         with pytest.raises(ValueError, match=r"rank 0 .*native.*rank 1 .*sage"):
             call(transformer, "wan", SIZES[0])
-    return found
+    return results
 
 
 @pytest.mark.long
 def test_each_kind_of_attention_may_have_a_name(rank_pool):
     expected = call(MODELS["wan"].build(), "wan", SIZES[0])[0]
-    for found in rank_pool.run(draw_in_parts, 2):
-        libraries = {key: set(calls) for key, (_, calls) in found.items()}
+    for results in rank_pool.run(draw_in_parts, 2):
+        libraries = {key: set(calls) for key, (_, calls) in results.items()}
         both = {"sage", "flash3"}
         assert libraries == {"own sequence": {"sage"}, "both": both, "compiled": both, "context": {"sage"}}
-        for key, (out, _) in found.items():
+        for key, (out, _) in results.items():
             assert relative_error(out, expected if key == "context" else expected_of("wan")) < 1e-5, key
 
 
 def cross_backends(ranks):
-    found = {}
+    results = {}
     with libraries_installed() as calls:
         for option, values in (
             ("cross", {"cross_backend": "flash3"}),
@@ -296,19 +296,19 @@ def cross_backends(ranks):
             heartbeat()
             pipe = parallelize_pipe(build("wan"), mesh=cpu_mesh(1, ranks), **values)
             calls.clear()
-            found[option] = generate(pipe, "wan"), set(calls)
-    return found
+            results[option] = generate(pipe, "wan"), set(calls)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_to_another_sequence_has_its_own_backend(rank_pool, ranks):
-    for found in rank_pool.run(cross_backends, ranks, ranks):
-        assert {option: calls for option, (_, calls) in found.items()} == {
+    for results in rank_pool.run(cross_backends, ranks, ranks):
+        assert {option: calls for option, (_, calls) in results.items()} == {
             "cross": {"flash3"},
             "both": {"sage", "flash3"},
             "own": {"sage"},
         }
-        for option, (out, _) in found.items():
+        for option, (out, _) in results.items():
             assert relative_error(out, expected_of("wan")) < 1e-5, option
 
 
@@ -334,7 +334,7 @@ def draw_guided(names):
 
 
 def attend_by_hand(query, key, value, attn_mask=None, scale=None, **_):
-    """A stand-in for a kernel of flash_attn: ``[B, S, H, D]``, without scaled_dot_product_attention."""
+    """Compute attention of ``[B, S, H, D]`` without scaled_dot_product_attention, like a kernel of flash_attn."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.ndim == 4 else attn_mask[:, None, None]

@@ -82,15 +82,15 @@ def lora_weights(name):
     """
     generator = torch.Generator().manual_seed(11)
     transformer = build(name).transformer
-    linears = [place for place, part in transformer.named_modules() if isinstance(part, nn.Linear)]
-    blocks = [place for place in linears if "blocks.0." in place and not place.endswith("proj_out")]
+    linears = [path for path, part in transformer.named_modules() if isinstance(part, nn.Linear)]
+    blocks = [path for path in linears if "blocks.0." in path and not path.endswith("proj_out")]
     # peft takes the last part of a name to mean all layers of that name.
-    last = [place for place in linears if place.endswith("proj_out")]
+    last = [path for path in linears if path.endswith("proj_out")]
     weights = {}
-    for place in (*blocks[:4], *last):
-        linear = transformer.get_submodule(place)
+    for path in (*blocks[:4], *last):
+        linear = transformer.get_submodule(path)
         for part, shape in {"lora_A": (3, linear.in_features), "lora_B": (linear.out_features, 3)}.items():
-            weights[f"transformer.{place}.{part}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+            weights[f"transformer.{path}.{part}.weight"] = 0.2 * torch.randn(shape, generator=generator)
     return weights
 
 

@@ -50,20 +50,20 @@ class BlockClock:
 def test_calibration_keeps_largest_threshold_of_a_quality():
     pipe = flux_pipe()
     uncached = [generate(pipe, 5 + i, prompt=prompt) for i, prompt in enumerate(PROMPTS)]
-    found = calibrate(pipe, target=30.0, seed=5)
-    chosen = found.chosen
+    calibration = calibrate(pipe, target=30.0, seed=5)
+    chosen = calibration.chosen
     assert chosen.metrics["psnr"] >= 30.0
     assert 2 < chosen.computed < chosen.steps == 2 * CALL["num_inference_steps"]
-    assert all(row.metrics["psnr"] < 30.0 for row in found.rows if row.threshold > found.threshold)
-    assert found.rows[0].threshold == 0.0
-    assert found.rows[0].metrics["psnr"] == math.inf
-    assert len(found.rows) <= 9
+    assert all(row.metrics["psnr"] < 30.0 for row in calibration.rows if row.threshold > calibration.threshold)
+    assert calibration.rows[0].threshold == 0.0
+    assert calibration.rows[0].metrics["psnr"] == math.inf
+    assert len(calibration.rows) <= 9
 
     computed, error = 0, 0.0
     for i, prompt in enumerate(PROMPTS):
         error += np.square(generate(pipe, 5 + i, prompt=prompt) - uncached[i]).mean() / 2
         computed += cache_report(pipe).computed
-        assert cache_report(pipe).rows[0].threshold == found.threshold
+        assert cache_report(pipe).rows[0].threshold == calibration.threshold
     assert computed == chosen.computed
     assert chosen.metrics["psnr"] == pytest.approx(-10 * math.log10(error), rel=1e-4)
 
@@ -71,15 +71,15 @@ def test_calibration_keeps_largest_threshold_of_a_quality():
 def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     pipe = flux_pipe()
     monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", BlockClock(pipe))
-    found = calibrate(pipe, target=1.8, metric="speedup")
-    assert found.seconds == 4 * 6
-    for row in found.rows:
+    calibration = calibrate(pipe, target=1.8, metric="speedup")
+    assert calibration.seconds == 4 * 6
+    for row in calibration.rows:
         assert row.metrics["speedup"] == pytest.approx(4 * row.steps / (4 * row.computed + row.steps - row.computed))
-    assert found.chosen.metrics["speedup"] >= 1.8
-    assert all(row.metrics["speedup"] < 1.8 for row in found.rows if row.threshold < found.threshold)
+    assert calibration.chosen.metrics["speedup"] >= 1.8
+    assert all(row.metrics["speedup"] < 1.8 for row in calibration.rows if row.threshold < calibration.threshold)
     # The next smaller threshold computes one step more, so no whole number of steps is closer to the target.
-    less = [row.computed for row in found.rows if row.threshold < found.threshold]
-    assert min(less) - found.chosen.computed <= 1
+    less = [row.computed for row in calibration.rows if row.threshold < calibration.threshold]
+    assert min(less) - calibration.chosen.computed <= 1
 
 
 def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
@@ -95,38 +95,40 @@ def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     expected = calibrate(flux_pipe(), computed_steps=4)
     monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", Jumping())
     pipe = flux_pipe()
-    found = calibrate(pipe, computed_steps=4)
-    assert found.threshold == expected.threshold
-    # The average of the two prompts.
-    assert found.chosen.metrics["computed_steps"] == found.chosen.computed / 2 <= 4
-    assert all(row.computed > 2 * 4 for row in found.rows if row.threshold < found.threshold)
-    # More thresholds than the one at which nothing is skipped.
-    assert sum(row.threshold < found.threshold for row in found.rows) > 1
-    assert f"{found.threshold:.4g}" in str(found).splitlines()[-1]
+    calibration = calibrate(pipe, computed_steps=4)
+    assert calibration.threshold == expected.threshold
+    # The metric is the average over the two prompts.
+    assert calibration.chosen.metrics["computed_steps"] == calibration.chosen.computed / 2 <= 4
+    assert all(row.computed > 2 * 4 for row in calibration.rows if row.threshold < calibration.threshold)
+    # The search tried more thresholds than the one at which nothing is skipped.
+    assert sum(row.threshold < calibration.threshold for row in calibration.rows) > 1
+    assert f"{calibration.threshold:.4g}" in str(calibration).splitlines()[-1]
     with pytest.raises(ValueError, match=r"computed_steps ≤ 1: .*\d"):
         calibrate(apply_cache_on_pipe(pipe, warmup_steps=3), PROMPTS[0], computed_steps=1, tries=3)
 
 
 def test_calibration_curve_is_printed_plotted_and_written(tmp_path):
-    found = calibrate(flux_pipe(), PROMPTS[0], metric="ssim", target=0.5, thresholds=[1e3, 0.5, 0.8])
-    assert [row.threshold for row in found.rows] == [0.0, 0.5, 0.8, 1e3]
-    assert found.threshold == 1e3
-    assert found.rows[0].metrics["ssim"] == pytest.approx(1.0)
-    assert all(0.5 <= row.metrics["ssim"] <= 1.0 for row in found.rows)
-    assert [row.computed for row in found.rows] == sorted((row.computed for row in found.rows), reverse=True)
+    calibration = calibrate(flux_pipe(), PROMPTS[0], metric="ssim", target=0.5, thresholds=[1e3, 0.5, 0.8])
+    assert [row.threshold for row in calibration.rows] == [0.0, 0.5, 0.8, 1e3]
+    assert calibration.threshold == 1e3
+    assert calibration.rows[0].metrics["ssim"] == pytest.approx(1.0)
+    assert all(0.5 <= row.metrics["ssim"] <= 1.0 for row in calibration.rows)
+    assert [row.computed for row in calibration.rows] == sorted(
+        (row.computed for row in calibration.rows), reverse=True
+    )
 
-    printed = str(found).splitlines()
+    printed = str(calibration).splitlines()
     assert printed[-2].startswith("→      1000")
     assert "ssim ≥ 0.5;" in printed[-1]
-    found.to_json(tmp_path / "curve.json")
+    calibration.to_json(tmp_path / "curve.json")
     written = json.loads((tmp_path / "curve.json").read_text())
     assert written["threshold"] == 1e3
     assert written["rows"][0]["psnr"] is None
-    assert [row["computed"] for row in written["rows"]] == [row.computed for row in found.rows]
-    found.plot(tmp_path / "curve.png")
+    assert [row["computed"] for row in written["rows"]] == [row.computed for row in calibration.rows]
+    calibration.plot(tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as plot:
         assert plot.size == (800, 400)
-    figure = found._figure()
+    figure = calibration._figure()
     figure.canvas.draw()
     assert "ssim" in figure.axes[0].get_title()
     (legend,) = figure.legends
@@ -158,8 +160,8 @@ def test_unreachable_target_names_best_and_changes_nothing():
 
 def test_the_other_options_of_the_cache_stay():
     pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.0, warmup_steps=3, always_compute_last=True)
-    found = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[1e3])
-    assert (found.chosen.computed, found.chosen.steps) == (4, 6)
+    calibration = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[1e3])
+    assert (calibration.chosen.computed, calibration.chosen.steps) == (4, 6)
     options = caching_of(pipe).options
     assert (options.residual_diff_threshold, options.warmup_steps, options.always_compute_last) == (1e3, 3, True)
 
@@ -168,9 +170,9 @@ def test_calibration_arguments_may_differ_between_prompts():
     pipe = flux_pipe()
     generator = torch.Generator().manual_seed(3)
     calls = [{"prompt": PROMPTS[0], "generator": generator}, {"prompt": PROMPTS[1], "height": 56}]
-    found = calibrate(pipe, calls, target=1.0, thresholds=[1e-9, 1e3])
-    # The same noise each time, or a threshold that skips nothing would change the image.
-    assert found.rows[1].metrics["psnr"] == math.inf
+    calibration = calibrate(pipe, calls, target=1.0, thresholds=[1e-9, 1e3])
+    # Each trial starts from the same noise; otherwise a threshold that skips nothing would change the image.
+    assert calibration.rows[1].metrics["psnr"] == math.inf
 
 
 def test_frames_of_videos_are_images():
@@ -178,10 +180,10 @@ def test_frames_of_videos_are_images():
     call = {**PIPELINES[name].call(num_inference_steps=3)}
     del call["output_type"]
     call.pop("generator", None)
-    found = calibrate_cache(PIPELINES[name].build(), [call], target=1.0, thresholds=[1e9], progress=False)
-    assert found.chosen.metrics["psnr"] > 1.0
-    # Two branches.
-    assert (found.chosen.computed, found.chosen.steps) == (2, 6)
+    calibration = calibrate_cache(PIPELINES[name].build(), [call], target=1.0, thresholds=[1e9], progress=False)
+    assert calibration.chosen.metrics["psnr"] > 1.0
+    # Each of the three steps runs two branches.
+    assert (calibration.chosen.computed, calibration.chosen.steps) == (2, 6)
     assert as_images(np.zeros((2, 9, 48, 80, 3))).shape == (18, 48, 80, 3)
     assert as_images([np.zeros((9, 48, 80, 3))]).shape == (9, 48, 80, 3)
 
@@ -222,9 +224,9 @@ def test_lpips_is_used_or_its_absence_named(monkeypatch):
             return (x - y).abs().mean().view(1, 1, 1, 1)
 
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=Distance))
-    found = calibrate(flux_pipe(), PROMPTS[0], target=0.5, metric="lpips", thresholds=[0.5, 1e3])
-    assert [0.0 <= row.metrics["lpips"] <= 0.5 for row in found.rows] == [True] * 3
-    assert found.threshold == 1e3
+    calibration = calibrate(flux_pipe(), PROMPTS[0], target=0.5, metric="lpips", thresholds=[0.5, 1e3])
+    assert [0.0 <= row.metrics["lpips"] <= 0.5 for row in calibration.rows] == [True] * 3
+    assert calibration.threshold == 1e3
     with pytest.raises(ValueError, match=r"lpips ≤ 0: .*0\.\d+ "):
         calibrate(flux_pipe(), PROMPTS[0], target=0.0, metric="lpips", thresholds=[0.8, 1e3])
 
@@ -251,16 +253,16 @@ def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
 @pytest.mark.long
 def test_another_threshold_compiles_nothing_anew():
     torch._dynamo.reset()
-    # The backend does not matter here, and others take longer.
+    # The number of graphs does not depend on the backend; this one is the fastest.
     counter = CompileCounterWithBackend("eager")
     pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
     apply_cache_on_pipe(pipe)
     pipe.transformer = torch.compile(pipe.transformer, backend=counter, fullgraph=True)
     for _ in range(2):
-        found = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[0.5, 1e3], num_inference_steps=3)
-        # Without the cache; then with it, at the first call of a generation, and at the others.
+        calibration = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[0.5, 1e3], num_inference_steps=3)
+        # One graph runs without the cache, one at the first call of a cached generation, one at its other calls.
         assert counter.frame_count == 3
-        assert found.chosen.computed == 1
+        assert calibration.chosen.computed == 1
     for threshold in (0.7, 0.0):
         apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         generate(pipe, 0, prompt=PROMPTS[1])
@@ -279,11 +281,11 @@ def calibrate_on_rank(shape):
         clock.perf_counter = lambda: 1000.0 * clock.seconds**3
     guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if batch > 1 else {}
     with mock.patch("para_core.adapters.cache.calibration.trial.time", clock):
-        found = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
+        calibration = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
     threshold = caching_of(pipe).options.residual_diff_threshold
-    apply_cache_on_pipe(pipe, residual_diff_threshold=found.threshold, max_consecutive_hits=2)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=calibration.threshold, max_consecutive_hits=2)
     image = generate(pipe, 0, prompt=PROMPTS[0], **guided)
-    return found, image, threshold
+    return calibration, image, threshold
 
 
 @pytest.mark.long

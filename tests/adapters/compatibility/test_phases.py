@@ -100,10 +100,10 @@ class OtherModel(ModelMixin, ConfigMixin):
 )
 def test_another_transformer_is_refused_with_what_is_supported(make, message):
     model = make()
-    for attempt, given in ((parallelize_pipe, OtherTransformer(model)), (parallelize_transformer, model)):
-        expected = f"^{type(given).__name__} .*{message}.*{SUPPORTED}"
+    for attempt, target in ((parallelize_pipe, OtherTransformer(model)), (parallelize_transformer, model)):
+        expected = f"^{type(target).__name__} .*{message}.*{SUPPORTED}"
         with pytest.raises(TypeError, match=expected) as error:
-            attempt(given)
+            attempt(target)
         # The token dim depends on the model: in most image models dim 1 is channels.
         assert "dim=1" not in str(error.value)
 
@@ -130,7 +130,7 @@ def test_what_is_no_mesh_is_refused():
 
 
 class HandMadeProcessor(FluxAttnProcessor):
-    """Attention that no mode sees, as of a flash_attn kernel."""
+    """Attention that no torch mode can intercept, like that of a flash_attn kernel."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         tokens = hidden_states
@@ -172,7 +172,7 @@ def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
 
 
 def take_the_advice():
-    """PixArt under diffusers' default processors; what the error says to do; and nothing else."""
+    """Do only what the error about PixArt's default processors says, then generate."""
     pipe = PIPELINES["pixart"].build()
     pipe.transformer.set_default_attn_processor()
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
@@ -255,11 +255,11 @@ def run(phase, model, mesh, options):
         phase([model], mesh)
 
 
-def on_flux(change, mesh, **known):
-    """A pipe whose transformer was changed since its plan was applied."""
+def on_flux(change, mesh, **options):
+    """Return the case of a pipe whose transformer was changed after its plan was applied."""
     pipe = flux_pipe()
     pipe.transformer = change(pipe.transformer) or pipe.transformer
-    return case(pipe, pipe.transformer, "transformer", mesh=mesh, **known)
+    return case(pipe, pipe.transformer, "transformer", mesh=mesh, **options)
 
 
 def replaced(mesh):
@@ -304,7 +304,7 @@ def in_stages(mesh):
 
 
 def compiled_stages(mesh):
-    """Compile in place, after the split into stages."""
+    """Compile the blocks in place after the split into stages."""
     pipe = flux_pipe()
     hold_stage(pipe.transformer, mesh.sequence.ulysses)
     return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))

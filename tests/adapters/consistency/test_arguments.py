@@ -76,7 +76,7 @@ def test_without_generator_ranks_draw_as_first_rank(rank_pool, ring, ulysses):
             assert torch.equal(state, state_alone)
 
 
-# A difference of rank 1 from rank 0, and its name in the error.
+# Keys are the names in the error; values are the arguments of rank 1 that differ from rank 0.
 DIFFERENCES = {
     "prompt": {"prompt": "a small blue square"},
     "height": {"height": 80},
@@ -118,7 +118,7 @@ def test_differing_calls_raise_on_every_rank(rank_pool):
 
 
 def call_with_the_same():
-    """Arguments that are equal, but not identical objects, in other processes."""
+    """Call with arguments that are equal on all ranks, but are different objects in each process."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     pipe(**flux_call(prompt="红" * 3000, prompt_2="🟥" * 1000, negative_prompt="é" * 1000, num_inference_steps=1))
 
@@ -126,7 +126,7 @@ def call_with_the_same():
         return tensors
 
     pipe(**flux_call(callback_on_step_end=keep, callback_on_step_end_tensor_inputs=["latents"], num_inference_steps=1))
-    # Positional: the prompt. Whatever is None counts as not given.
+    # The prompt is positional. An argument that is None is equal to an absent one.
     options = flux_call(num_inference_steps=1)
     prompt = options.pop("prompt")
     return pipe(prompt, **(options | ({"latents": None} if dist.get_rank() else {}))).images
@@ -233,10 +233,10 @@ def test_exception_on_one_rank_ends_others_with_reason(rank_pool, how):
 def die_on_one_rank(where):
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), timeout=3.0)
 
-    def die(*given):
+    def die(*args):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return given[-1]
+        return args[-1]
 
     if where == "in a block":
         pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(die)

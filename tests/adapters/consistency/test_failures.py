@@ -38,8 +38,8 @@ def test_first_reason_of_a_rank_is_told_at_once():
 def test_silent_ranks_are_named(silent):
     with roll(PLACES.keys() - silent):
         answer = why_no_answer("token", PLACES)
-    for rank, place in PLACES.items():
-        assert (f"rank {rank} ({place})" in answer) == (rank in silent)
+    for rank, process in PLACES.items():
+        assert (f"rank {rank} ({process})" in answer) == (rank in silent)
 
 
 def test_if_all_ranks_answer_the_link_was_slow():

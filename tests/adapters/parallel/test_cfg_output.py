@@ -15,15 +15,15 @@ from tests.adapters.test_transformers import BATCHED
 from tests.tiny import flux_inputs, flux_transformer
 from zoo.tiny.transformers.registry import MODELS
 
-# Whose output is not known before: they read values of their arguments,
+# The outputs of these models cannot be predicted. The first ones read values of their arguments.
 UNKNOWN = {"framepack", "framepack, one sample", "hunyuan 1.5", "hunyuan 1.5, image", "lumina2", "glm-image"}
 UNKNOWN |= {"hunyuanimage", "joyimage", "omnigen", "bria fibo 2", "bria fibo 2, editing"}
 UNKNOWN |= {"qwen-image 2.1", "qwen-image 2.1, no image", "qwen-image 2.1, cached"}
-# make masks of flex_attention, or keep keys of earlier calls,
+# These make masks of flex_attention, or keep keys of earlier calls.
 UNKNOWN |= {"anyflow far", "wan animate 2", "kandinsky 6 sr"}
-# have blocks that depend on how many there are,
+# These have blocks that depend on the number of blocks.
 UNKNOWN |= {"wan vace", "wan animate", "chroma", "chroma, controlnet", "bria fibo", "hunyuandit, controlnet", "krea 2"}
-# or switch autocast off for a device type, which meta has not.
+# These switch autocast off for a device type, which meta does not support.
 UNKNOWN |= {"helios", "helios, no guidance of text", "ernie-image", "cosmos 3"}
 UNKNOWN |= {"ideogram 4", "ideogram 4, a time step for each token"}
 SIXTEEN_BITS = ("flux", "wan", "qwen-image", "hunyuan", "ltx2")
@@ -38,7 +38,7 @@ def forms(tree):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        # Models with both branches in one batch: there is nothing to predict.
+        # A model with both branches in one batch has nothing to predict.
         *[(name, torch.float32) for name in MODELS if name not in BATCHED],
         *[(name, torch.bfloat16) for name in SIXTEEN_BITS],
     ],
@@ -79,9 +79,9 @@ def test_prediction_runs_no_hook_mode_or_random_number():
         if part is not model:
             part.register_forward_pre_hook(lambda *_: calls.append(1))
     before, random = {name: dict(vars(part)) for name, part in model.named_modules()}, torch.get_rng_state()
-    with Seen() as seen, Dispatched() as dispatched:
+    with Seen() as recorder, Dispatched() as dispatched:
         assert meta_output(model, (), inputs).sample.shape == inputs["hidden_states"].shape
-    assert F.linear not in seen.functions
+    assert F.linear not in recorder.functions
     assert (calls, dispatched.count) == ([], 0)
     assert {name: dict(vars(part)) for name, part in model.named_modules()} == before
     assert torch.equal(torch.get_rng_state(), random)

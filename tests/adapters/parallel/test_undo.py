@@ -35,7 +35,7 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 def timeouts():
-    """Seconds that each group waits, by its description and ranks."""
+    """Return the time-out of each group in seconds, by its description and ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
     return {
         f"group {group.group_desc} {dist.get_process_group_ranks(group)}": str(
@@ -46,16 +46,16 @@ def timeouts():
 
 
 def state_of(pipe):
-    """Everything that a call may change: what snapshot() sees, the wrappers of each instance, and the time-outs of
+    """Return everything that a call may change: the snapshot, the wrappers of each instance, and the time-outs of
     groups.
     """
-    found = {**snapshot(pipe), **timeouts()}
+    state = {**snapshot(pipe), **timeouts()}
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     for name, part in {"": pipe, **parts}.items():
         modules = [(name, part)] if part is pipe else uncompiled(part).named_modules(prefix=name)
         for path, module in modules:
-            found[f"wrappers of {path}"] = str(sorted(_wrappers(module)))
-    return found
+            state[f"wrappers of {path}"] = str(sorted(_wrappers(module)))
+    return state
 
 
 def image_of(pipe):
@@ -122,7 +122,7 @@ def timeouts_of_pipes():
     mesh = cpu_mesh(1, 2)
     before = timeouts()
     of_mesh = next(key for key in before if "[0, 1]" in key)
-    seen = [before[of_mesh]]
+    initial = [before[of_mesh]]
     steps = [
         lambda: parallelize_pipe(first, mesh=mesh, timeout=70),
         lambda: parallelize_pipe(second, mesh=mesh, timeout=timedelta(seconds=50)),
@@ -139,7 +139,7 @@ def timeouts_of_pipes():
     image_of(parallelize_pipe(first, mesh=mesh, vae=True, weights="fsdp", timeout=30))
     unparallelize_pipe(first)
     after = timeouts()
-    return seen, seconds, before, after, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return initial, seconds, before, after, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def test_unparallelize_pipe_restores_timeouts(rank_pool):
@@ -414,8 +414,10 @@ def adapters_with_perturbed_guidance():
     """Return the batched inputs of the plan, and whether blocks run in stages, if the pipeline perturbs attention."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     pipe.pag_applied_layers = []
-    known = adapter_for(pipe.transformer)
-    adapter = Adapter(known.transformer, "mine", blocks=known.blocks, plan=known.plan, tensor=known.tensor)
+    registered = adapter_for(pipe.transformer)
+    adapter = Adapter(
+        registered.transformer, "mine", blocks=registered.blocks, plan=registered.plan, tensor=registered.tensor
+    )
     parallelize_pipe(pipe, mesh=stages, adapter=adapter, pipefusion=PipeFusion(2))
     (part,) = [part for part in parallel_call(pipe).session.parts if isinstance(part, TransformerPart)]
     return part.plan.batched, stages_of(pipe.transformer) is not None

@@ -14,9 +14,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """``[B, S, 16]`` by ``[S, 8]``."""
-    one, other = x.chunk(2, dim=2)
-    return torch.cat([one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()], dim=2)
+    """Rotate ``x`` ``[B, S, 16]`` by ``angles`` ``[S, 8]``."""
+    first, second = x.chunk(2, dim=2)
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], dim=2
+    )
 
 
 class Layer(nn.Module):
@@ -94,14 +96,14 @@ class Choosing(Painter):
 
 class UnplacedLayer(Layer):
     def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """``words``: ``[B, text]``, how much each counts."""
+        """Scale the caption by ``words`` ``[B, text]``, the weight of each word."""
         return super().forward(
             latents, caption * words[:, :, None], torch.zeros(caption.shape[1] + latents.shape[1], 8)
         )
 
 
 class Weighted(Painter):
-    """Has a weight for each word and no positions."""
+    """A model that has a weight for each word and no positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ def weighted_inputs(tokens: int) -> dict[str, Tensor]:
 
 
 class Controlled(Painter):
-    """A ControlNet's residuals are added between its layers, and layers may be left out."""
+    """A model that adds a ControlNet's residuals between its layers and may leave layers out."""
 
     def forward(
         self,
@@ -128,11 +130,11 @@ class Controlled(Painter):
         left_out: int | None = None,
     ) -> Tensor:
         latents = self.embed(latents)
-        for place, layer in enumerate(self.layers):
-            if place != left_out:
+        for index, layer in enumerate(self.layers):
+            if index != left_out:
                 caption, latents = layer(latents, caption, positions)
             if residuals is not None:
-                latents = latents + residuals[place]
+                latents = latents + residuals[index]
         return self.out(latents)
 
 
@@ -143,7 +145,7 @@ def controlled_inputs(tokens: int, **more: object) -> dict[str, object]:
 
 
 class Compared(Painter):
-    """Samples see each other."""
+    """A model in which each sample depends on the other samples of its batch."""
 
     def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
         out = super().forward(latents, caption, positions)
@@ -151,7 +153,7 @@ class Compared(Painter):
 
 
 class OfTwo(Weighted):
-    """Accepts batches of two samples only."""
+    """A model that accepts batches of two samples only."""
 
     def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> Tensor:
         if latents.shape[0] != 2:

@@ -10,7 +10,7 @@ from tests.modes.fake_flash_attn import flash_attn_func
 
 
 class Attention(nn.Module):
-    """timm's: fused."""
+    """timm's attention, with fused projections."""
 
     def __init__(self, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Attention(nn.Module):
 
 
 class HandAttention(Attention):
-    """vit-pytorch's."""
+    """vit-pytorch's attention, which computes the softmax itself."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
 class FlashAttention(Attention):
-    """Official repositories': by FlashAttention, [B, S, H, D]."""
+    """Attention of official repositories, which call FlashAttention with ``[B, S, H, D]``."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -82,7 +82,7 @@ def image(height: int, width: int) -> dict[str, Tensor]:
 
 
 class JointBlock(nn.Module):
-    """SD3.5's: forward(*args, **kwargs) hands on to a function."""
+    """SD3.5's joint block, whose ``forward(*args, **kwargs)`` calls a function."""
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class NormLists(nn.Module):
     def __init__(self, attention: type[Attention]) -> None:
         super().__init__()
         modules = [attention(), Mlp(), attention(), Mlp()]
-        self.layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(16)]), one]) for one in modules)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(16)]), module]) for module in modules)
 
     def forward(self, x: Tensor) -> Tensor:
         for norms, module in self.layers:

@@ -54,8 +54,8 @@ def test_tokens_are_those_of_one_device(name, config, ring, ulysses):
     plan = plan_of(model)
     for length, options in ((11, {}), (1, {}), (12, {"num_beams": 2})):
 
-        def generate(one, length=length, options=options):
-            return one.generate(tokens(length), max_new_tokens=8, do_sample=False, **options)
+        def generate(module, length=length, options=options):
+            return module.generate(tokens(length), max_new_tokens=8, do_sample=False, **options)
 
         expected = generate(model)
         for outcome in on_ranks(model, plan, generate, ring, ulysses):
@@ -86,8 +86,8 @@ def test_chunks_of_a_prompt_see_those_before(name):
 def test_a_cache_of_a_fixed_size_raises():
     model = decoder("Llama")
 
-    def generate(one):
-        return one.generate(tokens(11), max_new_tokens=4, cache_implementation="static", disable_compile=True)
+    def generate(module):
+        return module.generate(tokens(11), max_new_tokens=4, cache_implementation="static", disable_compile=True)
 
     _, error = first_error(on_ranks(model, plan_of(model), generate, 1, 2))
     assert isinstance(error, ValueError)

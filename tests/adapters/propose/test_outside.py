@@ -65,7 +65,7 @@ def test_model_of_one_size_needs_one_example():
     model = fill(Dit(), seed=1).eval()
     proposal = propose_plan(model, (dit_inputs(),))
     assert_exact(model, proposal, dit_inputs(), ranks=(2, 3))
-    # The time step is an integer, too, and changes.
+    # The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
     assert proposal.blocks.conditions == ("y",)
 
 
@@ -172,9 +172,9 @@ def test_a_plan_is_an_answer():
     proposal = propose_plan(model, (image(16, 20), image(16, 24)), answers={"plan": plan})
     assert proposal.plan == plan
     wrong = {"plan": plan, "norm": Gather(1, "tokens")}
-    asked = propose_plan(model, (image(16, 20), image(16, 24)), answers=wrong)
-    assert asked.plan is None
-    assert asked.questions
+    rejected = propose_plan(model, (image(16, 20), image(16, 24)), answers=wrong)
+    assert rejected.plan is None
+    assert rejected.questions
 
 
 def test_attention_by_heads_is_an_answer():
@@ -188,7 +188,7 @@ def test_attention_by_heads_is_an_answer():
 
 
 def test_source_imports_each_part_of_a_plan():
-    joint, one = Attention(("image", "text")), Attention(("image",), keys=("text",))
+    joint, cross = Attention(("image", "text")), Attention(("image",), keys=("text",))
     cuts = {
         "a": Split(1, segment="image"),
         "b": Replicate(1, "text"),
@@ -201,7 +201,7 @@ def test_source_imports_each_part_of_a_plan():
     }
     attention = {
         "a": (joint,),
-        "b": OneForEach("texts", one, joint),
+        "b": OneForEach("texts", cross, joint),
         "c": LinearAttention("image", (("sum", 0),)),
         "d": AttentionByHeads("image", ("q",), "out"),
     }

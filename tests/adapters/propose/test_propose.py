@@ -93,11 +93,11 @@ def test_unplannable_model_is_asked_about():
 
 def test_answer_completes_a_plan():
     transformer, examples = fill(Choosing(), seed=1), (painter_inputs(17), painter_inputs(31))
-    asked = propose_plan(transformer, examples)
-    assert asked.plan is None
-    assert asked.guess.inner["layers.0"]["latents"] == Split(1, segment="image")
-    said = {"layers.*.chosen(tokens)": Gather(1, "image"), "layers.*.chosen(0)": Split(1, like="image")}
-    proposal = propose_plan(transformer, examples, answers=said)
+    incomplete = propose_plan(transformer, examples)
+    assert incomplete.plan is None
+    assert incomplete.guess.inner["layers.0"]["latents"] == Split(1, segment="image")
+    answers = {"layers.*.chosen(tokens)": Gather(1, "image"), "layers.*.chosen(0)": Split(1, like="image")}
+    proposal = propose_plan(transformer, examples, answers=answers)
     assert proposal.error < 1e-5
     assert proposal.plan.inner["layers.*.chosen"] == {"tokens": Gather(1, "image"), 0: Split(1, like="image")}
     assert "layers.*.chosen(0): " in str(proposal)
@@ -129,9 +129,9 @@ def test_blocks_that_are_said_are_tried_too():
     right = CachedBlocks((BlockGroup(("layers",), ("caption", "latents"), measured="latents", chained=True),))
     wrong = CachedBlocks((BlockGroup(("layers",), ("latents", "caption"), measured="latents", chained=True),))
     assert propose_plan(transformer, examples, answers={"CachedBlocks": right}).blocks == right
-    asked = propose_plan(transformer, examples, answers={"CachedBlocks": wrong})
-    assert asked.blocks is None
-    assert asked.questions[0].startswith("CachedBlocks: ")
+    incomplete = propose_plan(transformer, examples, answers={"CachedBlocks": wrong})
+    assert incomplete.blocks is None
+    assert incomplete.questions[0].startswith("CachedBlocks: ")
 
 
 def run_samples_in_parallel(source):
@@ -197,9 +197,9 @@ def test_arguments_that_leave_out_blocks_are_named():
 
 def test_independent_samples_are_asked_about():
     examples = painter_inputs(17), painter_inputs(31)
-    asked = propose_plan(fill(Painter(), seed=1), examples)
-    assert asked.plan.batched == {}
-    assert "answers={'samples': 2}" in asked.questions[0]
+    incomplete = propose_plan(fill(Painter(), seed=1), examples)
+    assert incomplete.plan.batched == {}
+    assert "answers={'samples': 2}" in incomplete.questions[0]
     proposal = propose_plan(fill(Compared(), seed=1), examples)
     assert proposal.plan is not None
     assert proposal.questions == ()
