@@ -66,8 +66,8 @@ def count_attention(
 
 @contextmanager
 def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: AttnOptions) -> Iterator[Attend]:
-    given = {"rotate_method": options.rotate_method, "comm_dtype": options.comm_dtype}
-    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **given):
+    passed = {"rotate_method": options.rotate_method, "comm_dtype": options.comm_dtype}
+    with UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **passed):
         yield F.scaled_dot_product_attention
 
 

@@ -59,10 +59,10 @@ class Mask:
         """Return the dims of which a rank gets its own part, except where each rank has one token: size 1 would
         broadcast.
         """
-        asked = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
+        candidates = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
         return [
             (dim, layout)
-            for dim, name, extent, layout in asked
+            for dim, name, extent, layout in candidates
             if extent == "local" and name in self.dims and set(layout.sizes()) != {1}
         ]
 
@@ -259,8 +259,8 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
 def sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """SDPA's math backend takes a mask or is_causal; its flash backend both."""
     if mask is not None and options.get("is_causal"):
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+        causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
         options = {**options, "is_causal": False}
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 

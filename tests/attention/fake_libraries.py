@@ -39,8 +39,8 @@ def flash_attn_3(
     """``[B, S, H, D]``; lse ``[B, H, S_q]``; the diagonal ends at the last query and the last key."""
     shift = k.shape[1] - q.shape[1]
     options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
-    found, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
-    out = found.transpose(1, 2).contiguous().to(q.dtype)
+    result, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
+    out = result.transpose(1, 2).contiguous().to(q.dtype)
     return (out, lse.float()) if return_attn_probs else out
 
 

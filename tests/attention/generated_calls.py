@@ -80,8 +80,8 @@ class DrawnCall:
         query, key, value, mask = (*tensors, None)[:4]
         is_causal, grouped = self.is_causal, self.num_kv_heads < self.num_heads
         if alone and is_causal and mask is not None:
-            seen, is_causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(), False
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            causal, is_causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(), False
+            mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=grouped
         )
@@ -115,11 +115,11 @@ def _segments(dice: random.Random) -> tuple[Segment, ...]:
     backend.
     """
     kinds = [(False, False), (False, False), (True, False), (False, True)]
-    found = [
-        Segment(str(place), dice.choice([0, 1, 3, dice.randint(2, 31)]), *dice.choice(kinds))
-        for place in range(dice.randint(1, 3))
+    segments = [
+        Segment(str(index), dice.choice([0, 1, 3, dice.randint(2, 31)]), *dice.choice(kinds))
+        for index in range(dice.randint(1, 3))
     ]
-    return tuple(found) if sum(one.total for one in found) else (Segment("0", dice.randint(1, 31)),)
+    return tuple(segments) if sum(segment.total for segment in segments) else (Segment("0", dice.randint(1, 31)),)
 
 
 def _mask(dice: random.Random) -> DrawnMask:
@@ -159,8 +159,8 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
     query, key, value, *masks = call.tensors
     parts = [_held(x, 2, layout, mesh) for x, layout in ((query, queries), (key, keys), (value, keys))]
     for mask in masks:
-        place = _local_dim(call, mesh.size())
-        parts.append(mask if place is None else _held(mask, *place, mesh))
+        local_dim = _local_dim(call, mesh.size())
+        parts.append(mask if local_dim is None else _held(mask, *local_dim, mesh))
     return [x.clone().requires_grad_(call.gradients and x.is_floating_point()) for x in parts]
 
 
@@ -178,8 +178,8 @@ def _other(layouts: tuple[SequenceLayout, SequenceLayout]) -> SequenceLayout | N
 
 
 def _positions(layout: SequenceLayout, rank: int) -> Tensor:
-    found = [start + i for start, length in layout.runs(rank) for i in range(length)]
-    return torch.tensor(found, dtype=torch.long)
+    positions = [start + i for start, length in layout.runs(rank) for i in range(length)]
+    return torch.tensor(positions, dtype=torch.long)
 
 
 def _held(x: Tensor, dim: int, layout: SequenceLayout, mesh: DeviceMesh) -> Tensor:
@@ -200,8 +200,8 @@ def _error_of_out(call: DrawnCall, out: Tensor, positions: Tensor) -> float:
 def _norms_over_ranks(*parts: Tensor) -> list[float]:
     squares = torch.stack([part.double().square().sum() for part in parts])
     dist.all_reduce(squares)
-    found: list[float] = squares.sqrt().tolist()
-    return found
+    norms: list[float] = squares.sqrt().tolist()
+    return norms
 
 
 def _errors_of_gradients(call: DrawnCall, parts: list[Tensor], weight: Tensor, mesh: DeviceMesh) -> list[float]:
@@ -212,25 +212,25 @@ def _errors_of_gradients(call: DrawnCall, parts: list[Tensor], weight: Tensor, m
     whole = _sum_over_ranks(weight, (2, queries), [*weight.shape[:2], queries.total, weight.shape[3]], mesh)
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in call.tensors]
     (call.attend(leaves, alone=True) * whole).sum().backward()
-    places = [(2, queries), (2, keys), (2, keys), _local_dim(call, mesh.size())]
+    local_dims = [(2, queries), (2, keys), (2, keys), _local_dim(call, mesh.size())]
     smallest, errors = leaves[2].grad, []
-    for leaf, part, place in zip(leaves, parts, places, strict=False):
+    for leaf, part, local_dim in zip(leaves, parts, local_dims, strict=False):
         if not leaf.requires_grad:
             continue
         grad = part.new_zeros(part.shape) if part.grad is None else part.grad
-        found = _sum_over_ranks(grad, place, leaf.shape, mesh)
+        summed = _sum_over_ranks(grad, local_dim, leaf.shape, mesh)
         expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         scale = max(float(x.norm()) for x in (expected, smallest) if x is not None)
-        errors.append(_ratio(float((found - expected).norm()), FLOAT32_BOUND * scale))
+        errors.append(_ratio(float((summed - expected).norm()), FLOAT32_BOUND * scale))
     return errors
 
 
-def _sum_over_ranks(part: Tensor, place: tuple[int, SequenceLayout] | None, shape: Any, mesh: DeviceMesh) -> Tensor:
+def _sum_over_ranks(part: Tensor, local_dim: tuple[int, SequenceLayout] | None, shape: Any, mesh: DeviceMesh) -> Tensor:
     whole = part.new_zeros(shape)
-    if place is None:
+    if local_dim is None:
         whole += part
     else:
-        whole.index_add_(place[0], _positions(place[1], mesh.get_rank()), part)
+        whole.index_add_(local_dim[0], _positions(local_dim[1], mesh.get_rank()), part)
     dist.all_reduce(whole)
     return whole
 

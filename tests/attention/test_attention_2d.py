@@ -144,8 +144,8 @@ def test_attention_2d_sends_documented_bytes(rank_pool, ring, columns, num_text)
 
 @pytest.mark.parametrize(("ring", "heads", "kv_heads"), [(3, 5, 5), (4, 8, 2)])
 def test_prime_number_of_ranks_gathers_keys(rank_pool, ring, heads, kv_heads):
-    found = rank_pool.run(count, ring, ring, [("image", 13, False)], heads, kv_heads)
-    for (forward, _, others), size in zip(found, sizes(13, ring), strict=True):
+    results = rank_pool.run(count, ring, ring, [("image", 13, False)], heads, kv_heads)
+    for (forward, _, others), size in zip(results, sizes(13, ring), strict=True):
         assert forward == [B * E * kv_heads * 2 * D * size * (ring - 1)]
         assert others == []
 
@@ -204,11 +204,11 @@ def test_what_is_rounded_does_not_travel_in_two_dims():
 
 def worst_errors(ring, ulysses, first, last):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    found = {}
+    errors = {}
     for number in range(first, last):
         heartbeat()
-        found[number] = worst_error(draw(number), mesh, "2d")
-    return found
+        errors[number] = worst_error(draw(number), mesh, "2d")
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def worst_errors(ring, ulysses, first, last):
     ],
 )
 def test_generated_calls_equal_one_device(rank_pool, ring, ulysses, first, last):
-    for found in rank_pool.run(worst_errors, ring * ulysses, ring, ulysses, first, last):
-        assert {number: error for number, error in found.items() if error > 1} == {}
+    for errors in rank_pool.run(worst_errors, ring * ulysses, ring, ulysses, first, last):
+        assert {number: error for number, error in errors.items() if error > 1} == {}
 
 
 def attend_in_one_graph(ring, ulysses, segments, lengths):

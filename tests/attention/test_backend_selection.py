@@ -30,10 +30,10 @@ ALL_ON = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend
 class Names(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -43,11 +43,11 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize(("backend", "fused"), [("flash", True), ("math", False)])
 def test_the_named_backend_of_pytorch_computes_forward_and_backward(backend, fused):
     tensors = make(5, 7)
-    with Names() as names:
+    with Names() as operators:
         out, lse = local_attention_with_lse(*tensors, backend=backend)
         local_attention_backward(out, *tensors, out, lse, backend=backend)
         local_attention(*tensors, backend=backend)
-    kernels = [name for name in names.seen if "flash_attention" in name]
+    kernels = [name for name in operators.names if "flash_attention" in name]
     assert len(kernels) == (3 if fused else 0)
     assert error(out, by_formula(*tensors)[0]) < 1e-6
 
@@ -132,12 +132,12 @@ def test_triton_runs_on_one_rank_or_raises():
     with torch.no_grad(), UnifiedAttnMode(one_rank("cpu"), backend="triton"):
         with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU"):
             F.scaled_dot_product_attention(*tensors)
-        with interpreted(), Names() as names:
+        with interpreted(), Names() as operators:
             out = F.scaled_dot_product_attention(*tensors, is_causal=True)
         with interpreted():
             call = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
             assert torch.equal(call(*tensors, is_causal=True), out)
-    assert "para_core.triton_attention.default" in names.seen
+    assert "para_core.triton_attention.default" in operators.names
     assert error(out, by_formula(*tensors, is_causal=True)[0]) < 1e-3
 
 
@@ -201,8 +201,8 @@ def test_triton_out_and_lse_fit_pytorch_backward(kind):
     grad_out = torch.ones_like(out)
     if kind != "keys":
         exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
-        found = local_attention_backward(grad_out, *tensors, out, lse, mask=mask, backend="triton")
-        for grad, expected in zip(found[:3], exact, strict=True):
+        gradients = local_attention_backward(grad_out, *tensors, out, lse, mask=mask, backend="triton")
+        for grad, expected in zip(gradients[:3], exact, strict=True):
             assert error(grad, expected) < 1e-5
 
 
@@ -210,14 +210,14 @@ def test_continued_triton_equals_merged_pytorch():
     query, key, value = (x.half() for x in make(5, 20, batch=1))
     parts = [(key[:, :, start:end], value[:, :, start:end]) for start, end in ((0, 8), (8, 8), (8, 20))]
     with interpreted():
-        found, so_far = Merged(), Merged()
-        for place, part in enumerate(parts):
-            continued_attention(so_far, query, *part, backend="triton", is_last=place == 2)
-            continued_attention(found, query, *part)
+        merged, so_far = Merged(), Merged()
+        for index, part in enumerate(parts):
+            continued_attention(so_far, query, *part, backend="triton", is_last=index == 2)
+            continued_attention(merged, query, *part)
     assert so_far.out.dtype == torch.float16
     exact_out, exact_lse = by_formula(query, key, value)
     # Merged, each part is rounded to float16 beforehand; here the weights are, once.
-    assert error(so_far.out, exact_out) <= 1.1 * error(found.out.half(), exact_out)
+    assert error(so_far.out, exact_out) <= 1.1 * error(merged.out.half(), exact_out)
     check_lse(so_far.lse, exact_lse, 1e-5)
 
 

@@ -20,7 +20,7 @@ from tests.rank_pool import RankPoolError
 
 
 def make_blocks(case, block_size, share=0.5, seed=0):
-    """A random block mask for ``case``."""
+    """Return a random block mask for ``case``."""
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     counts = [-(-x.shape[-2] // size) for x, size in zip(case.qkv()[:2], sizes, strict=True)]
     return torch.rand(counts, generator=torch.Generator().manual_seed(seed)) < share
@@ -30,8 +30,8 @@ def sparse_case(case, block_size, share=0.5, seed=0):
     rows, columns = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     blocks = make_blocks(case, block_size, share, seed)
     q, k, _ = case.qkv()
-    seen = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: q.shape[-2], : k.shape[-2]]
-    return SparseCase(case, partial(BlockSparseAttnMode, block_mask=blocks, block_size=block_size), seen)
+    visible = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: q.shape[-2], : k.shape[-2]]
+    return SparseCase(case, partial(BlockSparseAttnMode, block_mask=blocks, block_size=block_size), visible)
 
 
 CASES = [
@@ -167,7 +167,7 @@ def test_a_mask_survives_being_written_as_text(rows, columns, share):
     assert BlockMask(*json.loads(json.dumps(mask.fields))) == mask
     assert isinstance(mask, BlockMask)
     for row in range(rows):
-        seen = torch.zeros(columns * 2, dtype=torch.bool)
+        visible = torch.zeros(columns * 2, dtype=torch.bool)
         for start, length in mask.runs_seen(row):
-            seen[start : start + length] = True
-        assert torch.equal(seen, blocks[row].repeat_interleave(2))
+            visible[start : start + length] = True
+        assert torch.equal(visible, blocks[row].repeat_interleave(2))

@@ -71,8 +71,8 @@ def test_own_attention_is_learned_with_unseen_keys(rank_pool, kind, mesh, masked
     inputs = {"causal": {"is_causal": True}, "padding": {"mask": PADDING}, "neither": {}}[masked]
     for of_rank in rank_pool.run(learn_both, mesh[0] * mesh[1], kind, *mesh, inputs):
         for ours, theirs in of_rank:
-            for one, other in zip(ours, theirs, strict=True):
-                assert (one - other).norm() <= 1e-5 * max(other.norm(), theirs[0].norm())
+            for gradient, reference in zip(ours, theirs, strict=True):
+                assert (gradient - reference).norm() <= 1e-5 * max(reference.norm(), theirs[0].norm())
 
 
 def attend_to_replicated_keys(kind):
@@ -119,8 +119,8 @@ def learn_under_autocast(kind, ring, ulysses, D_v):
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_autocast_rounds_nothing_inside(rank_pool, kind, ring, ulysses, D_v):
     for with_autocast, without in rank_pool.run(learn_under_autocast, 2, kind, ring, ulysses, D_v):
-        for one, other in zip(with_autocast, without, strict=True):
-            assert torch.equal(one, other)
+        for out, reference in zip(with_autocast, without, strict=True):
+            assert torch.equal(out, reference)
 
 
 def attend_in_batch(what):

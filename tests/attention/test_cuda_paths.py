@@ -358,9 +358,9 @@ def test_wide_mask_is_cast_before_backends():
 def test_bool_mask_becomes_bias_of_0_and_minus_infinity(dtype, num_keys):
     mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
     query, key = (torch.empty(B, H, length, 8, dtype=dtype) for length in (3, num_keys))
-    found = LocalAttentionCall(query, key, key, mask, is_causal=False, scale=None).bias
-    assert found is not None and found.dtype == dtype
-    assert torch.equal(found, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
+    result = LocalAttentionCall(query, key, key, mask, is_causal=False, scale=None).bias
+    assert result is not None and result.dtype == dtype
+    assert torch.equal(result, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf))
 
 
 def test_unsupported_backward_uses_another_backend(choose):
@@ -403,9 +403,9 @@ def lse_of(num_queries: int) -> Tensor:
 
 def efficient_backward(**changed: Tensor) -> None:
     x = make("BSHD", H, 37, 64, BF16)
-    given = {"grad_out": x, "query": x, "key": x, "value": x, "bias": None, "out": x, "lse": lse_of(37), **changed}
+    inputs = {"grad_out": x, "query": x, "key": x, "value": x, "bias": None, "out": x, "lse": lse_of(37), **changed}
     seed = torch.empty((), dtype=torch.int64, device="meta")
-    aten._scaled_dot_product_efficient_attention_backward(*given.values(), seed, seed, 0.0, [True, True, True, False])
+    aten._scaled_dot_product_efficient_attention_backward(*inputs.values(), seed, seed, 0.0, [True, True, True, False])
 
 
 def flash_backward(head_dim: int, lse: Tensor) -> None:
@@ -416,8 +416,10 @@ def flash_backward(head_dim: int, lse: Tensor) -> None:
 def cudnn_backward(**changed: Tensor) -> None:
     x, seed = make("BSHD", H, 37, 64, BF16), torch.empty((), dtype=torch.int64, device="meta")
     lse = torch.empty(B, H, 37, 1, device="meta")
-    given = {"grad_out": x, "query": x, "key": x, "value": x, "out": x, "lse": lse, **changed}
-    aten._scaled_dot_product_cudnn_attention_backward(*given.values(), seed, seed, None, None, None, 37, 37, 0.0, False)
+    inputs = {"grad_out": x, "query": x, "key": x, "value": x, "out": x, "lse": lse, **changed}
+    aten._scaled_dot_product_cudnn_attention_backward(
+        *inputs.values(), seed, seed, None, None, None, 37, 37, 0.0, False
+    )
 
 
 def efficient(bias: Tensor | None = None, key_heads: int = H) -> None:

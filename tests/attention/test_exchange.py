@@ -46,8 +46,8 @@ def as_on_gpu(function, cases, ring, ulysses, *options):
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (1, 4), (2, 2)])
 def test_it_equals_one_device_however_tokens_and_heads_divide(rank_pool, ring, ulysses):
-    found = rank_pool.run(as_on_gpu, ring * ulysses, attend, CASES, ring, ulysses)
-    for rank, (outs, packs, unpacks) in enumerate(found):
+    results = rank_pool.run(as_on_gpu, ring * ulysses, attend, CASES, ring, ulysses)
+    for rank, (outs, packs, unpacks) in enumerate(results):
         assert packs >= len(CASES)
         assert unpacks > 0
         for case, out in zip(CASES, outs, strict=True):
@@ -62,8 +62,8 @@ def test_chunked_heads_unpack_with_one_launch_each(rank_pool, ring, ulysses):
         Case(13, 6, H_kv=2, options={"enable_gqa": True}),
         Case(H=7, segments=TEXT_FIRST),
     ]
-    found = rank_pool.run(as_on_gpu, ring * ulysses, attend, cases, ring, ulysses, None, {"ulysses_chunks": 2})
-    for rank, (outs, _, unpacks) in enumerate(found):
+    results = rank_pool.run(as_on_gpu, ring * ulysses, attend, cases, ring, ulysses, None, {"ulysses_chunks": 2})
+    for rank, (outs, _, unpacks) in enumerate(results):
         assert unpacks >= 2 * len(cases)
         for case, out in zip(cases, outs, strict=True):
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
@@ -77,9 +77,9 @@ def test_its_gradients_equal_those_of_one_device(rank_pool, ring, ulysses):
         Case(13, 6, H_kv=2, options={"enable_gqa": True}),
         Case(13, 4, H_kv=1, options={"enable_gqa": True}),
     ]
-    found = rank_pool.run(as_on_gpu, ring * ulysses, gradients, cases, ring, ulysses)
-    assert all(packs > len(cases) for _, packs, _ in found)
-    for case, parts in zip(cases, zip(*[of_rank for of_rank, _, _ in found], strict=True), strict=True):
+    results = rank_pool.run(as_on_gpu, ring * ulysses, gradients, cases, ring, ulysses)
+    assert all(packs > len(cases) for _, packs, _ in results)
+    for case, parts in zip(cases, zip(*[of_rank for of_rank, _, _ in results], strict=True), strict=True):
         expected = gradients_on_one_device(case, ring * ulysses)
-        for one, other in zip(put_gradients_together(case, parts), expected, strict=True):
-            assert (one - other).norm() <= 1e-5 * max(expected[2].norm(), other.norm()), case
+        for gradient, reference in zip(put_gradients_together(case, parts), expected, strict=True):
+            assert (gradient - reference).norm() <= 1e-5 * max(expected[2].norm(), reference.norm()), case

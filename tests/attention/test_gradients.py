@@ -26,17 +26,17 @@ from tests.pairwise import pairwise
 
 def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=None):
     ranks = ring * ulysses
-    found = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with, mode_options), strict=True)
-    for case, parts_of_ranks in zip(cases, found, strict=True):
+    of_ranks = zip(*rank_pool.run(gradients, ranks, cases, ring, ulysses, compile_with, mode_options), strict=True)
+    for case, parts_of_ranks in zip(cases, of_ranks, strict=True):
         expected = gradients_on_one_device(case, ranks)
         whole = put_gradients_together(case, parts_of_ranks)
         # If softmax is constant (one key, or the same bias for all keys), gradients are rounding errors of 0.
         scale = expected[2].norm()
         assert len(whole) == len(expected)
-        for name, one, other in zip(("query", "key", "value", "mask"), whole, expected, strict=False):
+        for name, gradient, reference in zip(("query", "key", "value", "mask"), whole, expected, strict=False):
             where = f"{name} of {case} on ring {ring} × ulysses {ulysses}"
-            assert one.shape == other.shape, where
-            assert (one - other).norm() <= 1e-5 * max(scale, other.norm()), where
+            assert gradient.shape == reference.shape, where
+            assert (gradient - reference).norm() <= 1e-5 * max(scale, reference.norm()), where
 
 
 @on_most_meshes
@@ -70,7 +70,9 @@ def test_grouped_heads_other_lengths_and_other_widths(rank_pool, ring, ulysses):
 @on_most_meshes
 def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
     layouts = [TEXT_FIRST, IMAGE_FIRST, BALANCED, (("text", 3, True), ("image", 9, False), ("more", 2, True))]
-    cases = [Case(H=H, segments=one, options=causal) for one in layouts for H in (4, 3) for causal in ({}, CAUSAL)]
+    cases = [
+        Case(H=H, segments=segments, options=causal) for segments in layouts for H in (4, 3) for causal in ({}, CAUSAL)
+    ]
     cases += [
         Case(H=3, segments=IMAGE_FIRST, key_segments=(("text", 5, True),), options=causal) for causal in ({}, CAUSAL)
     ]
@@ -82,8 +84,8 @@ def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
 def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype):
     extents = [("global", "global"), ("local", "global"), ("global", "local")]
     cases = [
-        Case(13, 4, segments=segments, mask=Mask(dims, dtype, *one), options=causal)
-        for dims, one, segments, causal in pairwise(
+        Case(13, 4, segments=segments, mask=Mask(dims, dtype, *extent), options=causal)
+        for dims, extent, segments, causal in pairwise(
             ("qk", "bk", "bhqk", "hqk", ""), extents, (None, IMAGE_FIRST), ({}, CAUSAL)
         )
     ]

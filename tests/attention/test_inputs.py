@@ -28,18 +28,18 @@ def own(mesh, tensors):
 def attend_oddly(ring, ulysses):
     mesh = make_mesh(ring, ulysses)
     q, k, v = own(mesh, make_qkv(12, 4))
-    found = {}
+    outs = {}
     with torch.no_grad(), UnifiedAttnMode(mesh):
-        found["numpy scale"] = F.scaled_dot_product_attention(q, k, v, scale=np.float64(0.3))
-        found["tensor scale"] = F.scaled_dot_product_attention(q, k, v, None, 0.0, False, scale=torch.tensor(0.3))
-        found["2-D"] = F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
-        found["meta"] = F.scaled_dot_product_attention(*[x.to("meta") for x in (q, k, v)]).shape
+        outs["numpy scale"] = F.scaled_dot_product_attention(q, k, v, scale=np.float64(0.3))
+        outs["tensor scale"] = F.scaled_dot_product_attention(q, k, v, None, 0.0, False, scale=torch.tensor(0.3))
+        outs["2-D"] = F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+        outs["meta"] = F.scaled_dot_product_attention(*[x.to("meta") for x in (q, k, v)]).shape
         with torch.autocast("cpu", torch.bfloat16):
-            found["autocast"] = F.scaled_dot_product_attention(q, k, v.bfloat16())
-            found["autocast mask"] = F.scaled_dot_product_attention(q, k, v.bfloat16(), torch.ones(12, 12).tril().log())
+            outs["autocast"] = F.scaled_dot_product_attention(q, k, v.bfloat16())
+            outs["autocast mask"] = F.scaled_dot_product_attention(q, k, v.bfloat16(), torch.ones(12, 12).tril().log())
             doubles = [x.double() for x in (q, k, v)]
-            found["autocast float64"] = F.scaled_dot_product_attention(*doubles)
-    return found
+            outs["autocast float64"] = F.scaled_dot_product_attention(*doubles)
+    return outs
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
@@ -51,18 +51,18 @@ def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
         double = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
     assert double.dtype == torch.float64
     causal = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for rank, found in enumerate(rank_pool.run(attend_oddly, ring * ulysses, ring, ulysses)):
-        mine = [x.chunk(ring * ulysses, dim=2)[rank] for x in (scaled, plain, double, causal)]
-        assert relative_error(found["numpy scale"], mine[0]) < 1e-5
-        assert relative_error(found["tensor scale"], mine[0]) < 1e-5
-        assert relative_error(found["2-D"], mine[1][0, 0]) < 1e-5
-        assert found["meta"] == mine[1].shape
-        assert found["autocast"].dtype == torch.bfloat16
+    for rank, outs in enumerate(rank_pool.run(attend_oddly, ring * ulysses, ring, ulysses)):
+        local = [x.chunk(ring * ulysses, dim=2)[rank] for x in (scaled, plain, double, causal)]
+        assert relative_error(outs["numpy scale"], local[0]) < 1e-5
+        assert relative_error(outs["tensor scale"], local[0]) < 1e-5
+        assert relative_error(outs["2-D"], local[1][0, 0]) < 1e-5
+        assert outs["meta"] == local[1].shape
+        assert outs["autocast"].dtype == torch.bfloat16
         # 8 bits of mantissa in queries, keys, values and result.
-        assert relative_error(found["autocast"].float(), mine[1]) < 1e-2
-        assert relative_error(found["autocast mask"].float(), mine[3]) < 1e-2
-        assert found["autocast float64"].dtype == torch.float64
-        assert relative_error(found["autocast float64"], mine[2]) < 1e-12
+        assert relative_error(outs["autocast"].float(), local[1]) < 1e-2
+        assert relative_error(outs["autocast mask"].float(), local[3]) < 1e-2
+        assert outs["autocast float64"].dtype == torch.float64
+        assert relative_error(outs["autocast float64"], local[2]) < 1e-12
 
 
 def refuse(assume_equal):
@@ -186,12 +186,10 @@ def test_graph_without_backend_raises_on_every_rank(rank_pool):
 
 
 def expand_a_key_mask(ring, ulysses, lengths):
-    """A key mask with a row per query that is one row expanded: of all keys, and of this rank's, eager and in a
-    graph.
-    """
+    """Attend with one mask row that is expanded to all queries, of all keys and of this rank's, eager and compiled."""
     mesh, outs = make_mesh(ring, ulysses), []
     for S in lengths:
-        seen = torch.arange(S) < max(1, S - 2)
+        padding = torch.arange(S) < max(1, S - 2)
         for assume_equal, compiled in ((False, False), (True, False), (True, True)):
             mode = UnifiedAttnMode(mesh, assume_equal=assume_equal)
 
@@ -205,7 +203,7 @@ def expand_a_key_mask(ring, ulysses, lengths):
 
             call = torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend
             with torch.no_grad():
-                outs += [call(*make_qkv(S, 4), seen, sharded) for sharded in (False, True)]
+                outs += [call(*make_qkv(S, 4), padding, sharded) for sharded in (False, True)]
     return outs
 
 

@@ -68,14 +68,14 @@ def test_causal_diagonal_begins_at_first_key(rank_pool, name, ring, queries, key
 
 
 def test_options_are_passed_on():
-    seen = {}
+    passed = {}
 
     def remember(*args, **options):
-        seen.update(options)
+        passed.update(options)
         return sageattn(*args, **options)
 
     sage_attention(remember, smooth_k=False)(*make_qkv(13, 2, seed=0))
-    assert seen["smooth_k"] is False
+    assert passed["smooth_k"] is False
 
 
 @pytest.mark.parametrize("wrapped", [WRAPPED["FlashAttention-3"], WRAPPED["SageAttention"]])

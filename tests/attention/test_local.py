@@ -59,9 +59,9 @@ def in_float64(
     return leaves, weights @ value.repeat_interleave(group, 1), torch.logsumexp(scores, -1)
 
 
-def check(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
-    assert found.shape == expected.shape, what
-    error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-300)
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-300)
     assert error < TOLERANCE[dtype], f"{what}: off by {error:.1e}"
 
 
@@ -78,9 +78,9 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
         out, lse = local_attention_with_lse(*qkv, **options)
         check(out, exact_out, dtype, what)
         assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        seen = exact_lse > -torch.inf
-        assert torch.equal(lse > -torch.inf, seen), what
-        check(lse[seen], exact_lse[seen], dtype, what)
+        finite = exact_lse > -torch.inf
+        assert torch.equal(lse > -torch.inf, finite), what
+        check(lse[finite], exact_lse[finite], dtype, what)
         if kind != "bool":  # SDPA's own rows without a key may be NaN
             check(local_attention(*qkv, **options), exact_out, dtype, what)
 
@@ -106,8 +106,8 @@ def test_gradients_of_key_blocks_sum_to_the_whole(backend, key_heads):
     ]
     exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
     check(sum(part[0] for part in parts), exact[0], torch.float32, "query")
-    for place in (1, 2):
-        check(torch.cat([part[place] for part in parts], dim=2), exact[place], torch.float32, "key or value")
+    for index in (1, 2):
+        check(torch.cat([part[index] for part in parts], dim=2), exact[index], torch.float32, "key or value")
 
 
 @pytest.mark.parametrize("key_heads", [6, 2])
@@ -117,8 +117,8 @@ def test_the_gradient_of_a_mask_equals_float64_before_broadcasting(backend, key_
     _, exact_out, _ = in_float64(qkv, leaf)
     out, lse = local_attention_with_lse(*qkv, mask=mask)
     grad_out = torch.randn_like(out)
-    found = local_attention_backward(grad_out, *qkv, out, lse, mask=mask, mask_gradient=True)[3]
-    check(found, torch.autograd.grad(exact_out, leaf, grad_out.double())[0], torch.float32, "mask")
+    gradient = local_attention_backward(grad_out, *qkv, out, lse, mask=mask, mask_gradient=True)[3]
+    check(gradient, torch.autograd.grad(exact_out, leaf, grad_out.double())[0], torch.float32, "mask")
 
 
 @pytest.mark.parametrize("hidden", [False, -torch.inf], ids=["bool", "float"])
@@ -179,9 +179,9 @@ def test_empty_tensors_give_zeros(backend, query_shape, key_shape, with_mask):
     value = torch.randn(*key_shape[:-1], 6)
     mask = torch.ones(1, 1, query_shape[2], key_shape[2], dtype=torch.bool) if with_mask else None
     out, lse = local_attention_with_lse(query, key, value, mask=mask)
-    for found in (out, local_attention(query, key, value, mask=mask)):
-        assert found.shape == (*query_shape[:-1], 6) and not found.any()
-        assert found.transpose(1, 2).is_contiguous()
+    for empty in (out, local_attention(query, key, value, mask=mask)):
+        assert empty.shape == (*query_shape[:-1], 6) and not empty.any()
+        assert empty.transpose(1, 2).is_contiguous()
     assert lse.shape == query_shape[:-1] and (lse == -torch.inf).all()
     grads = local_attention_backward(torch.ones_like(out), query, key, value, out, lse, mask=mask)
     for grad, x in zip(grads[:3], (query, key, value), strict=True):

@@ -128,13 +128,13 @@ def attend_to_replicated_keys(ring, ulysses):
     outs, errors = [], []
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
         k = cp.replicated(k)
-        mine = cp.shard(q, dim=2)
-        outs.append(cp.gather(F.scaled_dot_product_attention(mine, k, v), dim=2))
+        part = cp.shard(q, dim=2)
+        outs.append(cp.gather(F.scaled_dot_product_attention(part, k, v), dim=2))
         padding = torch.arange(9) < 5
-        outs.append(cp.gather(F.scaled_dot_product_attention(mine, k, v, padding[None]), dim=2))
+        outs.append(cp.gather(F.scaled_dot_product_attention(part, k, v, padding[None]), dim=2))
         own = cp.shard(padding.repeat(2)[:13], dim=0)
-        outs.append(cp.gather(F.scaled_dot_product_attention(mine, mine, mine, cp.local_mask(own[None])), dim=2))
-        joint = torch.cat([k, mine], dim=2)
+        outs.append(cp.gather(F.scaled_dot_product_attention(part, part, part, cp.local_mask(own[None])), dim=2))
+        joint = torch.cat([k, part], dim=2)
         try:
             F.scaled_dot_product_attention(joint, joint, joint)
         except ValueError as error:
@@ -167,10 +167,10 @@ def attend_with_a_gathered_mask(ring, ulysses):
     def run(q, padding):
         with mode:
             tokens = mode.sequence(q.shape[2])
-            mine, own = mode.shard(q, 2, sequence=tokens), mode.shard(padding, 0, sequence=tokens)
+            part, own = mode.shard(q, 2, sequence=tokens), mode.shard(padding, 0, sequence=tokens)
             mask = mode.local_mask(own[None], sequence=tokens)
             with mode.using(tokens):
-                out = F.scaled_dot_product_attention(mine, mine, mine, mask)
+                out = F.scaled_dot_product_attention(part, part, part, mask)
             return mode.gather(out, 2, sequence=tokens)
 
     with torch.no_grad():
@@ -200,8 +200,8 @@ def attend_with_masks_of_single_tokens(ring, ulysses, S):
         q, k, v = (cp.shard(x, dim=2) for x in (q, k, v))
         first = mesh.get_rank() if q.shape[2] else S
         own = mask[first : first + 1].clone()
-        for given in (cp.shard(mask, dim=-2), own, cp.shard(mask, dim=-1), mask, keys):
-            outs.append(cp.gather(F.scaled_dot_product_attention(q, k, v, given), dim=2))
+        for attn_mask in (cp.shard(mask, dim=-2), own, cp.shard(mask, dim=-1), mask, keys):
+            outs.append(cp.gather(F.scaled_dot_product_attention(q, k, v, attn_mask), dim=2))
         try:
             F.scaled_dot_product_attention(q, k, v, cp.shard(keys, dim=-1))
         except ValueError as error:
@@ -210,7 +210,7 @@ def attend_with_masks_of_single_tokens(ring, ulysses, S):
 
 
 def masks_of_single_tokens(S):
-    """A causal mask, and a mask of one row."""
+    """Return a causal mask and a mask of one row."""
     return torch.ones(S, S, dtype=torch.bool).tril(), (torch.arange(S) != 0)[None]
 
 

@@ -76,8 +76,8 @@ def require_errors_of_one_device(inputs, of_ranks):
         for tensors in (exact, alone):
             F.scaled_dot_product_attention(*tensors).sum().backward()
     errors = [
-        (relative_error(sum(grad.double() for grad in parts), x.grad), relative_error(one.grad.double(), x.grad))
-        for x, one, parts in zip(exact, alone, zip(*of_ranks, strict=True), strict=True)
+        (relative_error(sum(grad.double() for grad in parts), x.grad), relative_error(y.grad.double(), x.grad))
+        for x, y, parts in zip(exact, alone, zip(*of_ranks, strict=True), strict=True)
     ]
     # The gradient of a mask is a sum over heads, of which each Ulysses rank rounds its own part.
     allowed = [1.2, 1.2, 1.2, 2.0]

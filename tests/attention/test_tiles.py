@@ -37,14 +37,14 @@ def add_tile(rows, tile):
 def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
     queries, keys = coalesce(queries), coalesce(keys)
     expected = positions(queries)[:, None] >= positions(keys)[None, :]
-    seen = torch.zeros_like(expected, dtype=torch.int)
+    visits = torch.zeros_like(expected, dtype=torch.int)
     row = 0
     for piece in cut(queries, keys):
         for tile in visible_tiles(piece, keys, is_causal=True, shown=None):
-            add_tile(seen[row : row + piece[1]], tile)
+            add_tile(visits[row : row + piece[1]], tile)
         row += piece[1]
     assert row == len(expected)
-    assert torch.equal(seen, expected.int())
+    assert torch.equal(visits, expected.int())
 
 
 @given(runs=RUNS)

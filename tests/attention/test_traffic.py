@@ -122,8 +122,8 @@ def count_gathered():
 
 
 def test_gathering_ring_is_one_collective(rank_pool):
-    for found in rank_pool.run(count_gathered, 4):
-        assert found == ([], [3 * B * H * max(sizes(13, 4)) * 2 * D * 4], [])
+    for traffic in rank_pool.run(count_gathered, 4):
+        assert traffic == ([], [3 * B * H * max(sizes(13, 4)) * 2 * D * 4], [])
 
 
 def test_replicated_text_does_not_travel_around_ring(rank_pool):

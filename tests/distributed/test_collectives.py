@@ -60,15 +60,15 @@ class FakeNccl:
 
 
 def gathered_on(nccl, cases):
-    """``[(gathered, gathers, broadcasts)]``, and the gradient of each case."""
+    """Return ``[(gathered, gathers, broadcasts)]``, one entry per case."""
     dim = next(dim for dim in guided_mesh(dist.group.WORLD).dims if dim.size == 2)
-    found = []
+    results = []
     for sizes, tensor_dim, dtype in cases:
         x = part_of(dist.get_rank(), sizes, tensor_dim, dtype)
         with FakeNccl() if nccl else ExitStack() as counts:
             out = all_gather(x, sizes, tensor_dim, dim)
-        found.append((out, counts.gathers, counts.broadcasts) if nccl else (out, None, None))
-    return found
+        results.append((out, counts.gathers, counts.broadcasts) if nccl else (out, None, None))
+    return results
 
 
 CASES = [(sizes, tensor_dim, torch.float32) for sizes in SIZES for tensor_dim in (0, 1, 2)]

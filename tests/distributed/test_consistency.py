@@ -71,7 +71,7 @@ def disagree():
             check_consistent,
             signature({"rank": rank}),
             mesh,
-            explain=lambda records: f"{[one['rank'] for one in records]}",
+            explain=lambda records: f"{[record['rank'] for record in records]}",
         ),
         "one rank": raised_by(check_consistent, TypeError(long) if rank == 1 else signature(alike), mesh),
         "all ranks": raised_by(check_consistent, RuntimeError(f"no {rank}"), mesh),
@@ -136,8 +136,8 @@ def groups_without_a_cpu():
                 own = check_consistent(signature({"a": 1}), mesh, (dist.get_rank(),))
                 first = broadcast_bytes(torch.full((3,), dist.get_rank(), dtype=torch.uint8), mesh)
             outs.append(([rank for (rank,) in own], dist.get_process_group_ranks(group), first.tolist(), devices.types))
-    made = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("para_core")]
-    return outs, [group._get_backend(torch.device("cpu")).options._timeout == timeout for group in made]
+    cpu_groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc.startswith("para_core")]
+    return outs, [group._get_backend(torch.device("cpu")).options._timeout == timeout for group in cpu_groups]
 
 
 def _as_given():

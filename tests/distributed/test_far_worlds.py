@@ -25,7 +25,7 @@ def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = re.findall(r"^(\d+) ranks, (.*) \(ring .*'graphs': (\d+)", done.stdout, re.MULTILINE)
     assert {(int(world), method) for world, method, _ in rows} == {
-        (world, one) for world in map(int, worlds) for one in methods
+        (world, method) for world in map(int, worlds) for method in methods
     }
     assert {graphs for *_, graphs in rows} == {"1"}
 
@@ -40,6 +40,6 @@ def test_plan_and_call_on_512_ranks_are_bounded(method, plan, of_call):
     with fake_group(512):
         shape_of, options = METHODS[method]
         mesh = init_device_mesh("cpu", shape_of(dist.get_world_size()), mesh_dim_names=("ring", "ulysses"))
-        found = call(mesh, options)
-    assert found["plan, functions"] <= plan, found
-    assert found["call, functions"] <= of_call, found
+        counts = call(mesh, options)
+    assert counts["plan, functions"] <= plan, counts
+    assert counts["call, functions"] <= of_call, counts

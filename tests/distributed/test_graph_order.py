@@ -121,8 +121,8 @@ def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward
     loss = part.square().sum()
     loss.backward()
     results = rank_pool.run(attend_to_one_token, 2, ring, ulysses, backward, timeout=120)
-    for (found, _), expected in zip(results, [loss.detach(), torch.tensor(0.0)], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    for (actual, _), expected in zip(results, [loss.detach(), torch.tensor(0.0)], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=0)
     if backward:
         assert relative_error(results[0][1] + results[1][1], weight.grad) < 1e-4
 
@@ -143,15 +143,15 @@ def trace(ring, ulysses, backward=True):
 
     compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     run_graph(0, ring, ulysses, compiler, backward)
-    found = []
+    operators = []
     for graph in graphs:
         ours = [node for node in graph.nodes if "para_core." in str(node.target)]
         after = [node.args[len(node.target._schema.arguments) - 1] for node in ours]
         # The last entry of the tuple that the operator before returned.
         waits_for = [None if token is None or token.op == "placeholder" else token.args[0].name for token in after]
         waited = [node.args[0].args[0].name for node in graph.nodes if "wait_tensor" in str(node.target)]
-        found.append(([(node.name, node.target.name()) for node in ours], waits_for, waited))
-    return found
+        operators.append(([(node.name, node.target.name()) for node in ours], waits_for, waited))
+    return operators
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [pytest.param(2, 1, marks=pytest.mark.long), (1, 2), (2, 2)])

@@ -197,17 +197,17 @@ def make_all_kinds(device_type):
 
 def say_which_share(gpus, backend, device_type):
     with on_gpus(gpus, backend, counting := []):
-        said = {}
+        results = {}
         for name, make in make_all_kinds(device_type).items():
             counting.clear()
-            said[name] = message_of(make), len(counting)
-        return said
+            results[name] = message_of(make), len(counting)
+        return results
 
 
 def test_shared_gpu_raises_on_its_ranks(rank_pool):
     # Ranks 0 and 3 have no mesh dim in common, and ranks 1 and 2 have nothing to complain of.
-    for rank, said in enumerate(rank_pool.run(say_which_share, 4, ["A", "B", "C", "A"], "nccl", "cuda")):
-        for name, (message, exchanges) in said.items():
+    for rank, results in enumerate(rank_pool.run(say_which_share, 4, ["A", "B", "C", "A"], "nccl", "cuda")):
+        for name, (message, exchanges) in results.items():
             alone = name == "mode of one dim"
             expected = "no error" if alone else "RuntimeError: ranks [0, 3] on host"
             assert message.startswith(expected), f"{name}, rank {rank}: {message}"
@@ -216,25 +216,25 @@ def test_shared_gpu_raises_on_its_ranks(rank_pool):
 
 def test_unshared_gpus_raise_nothing(rank_pool):
     for gpus in (["A", "B", "C", "D"], [None] * 4, ["A", None, None, "B"]):
-        for said in rank_pool.run(say_which_share, 4, gpus, "nccl", "cuda"):
-            assert {message for message, _ in said.values()} == {"no error"}, gpus
+        for results in rank_pool.run(say_which_share, 4, gpus, "nccl", "cuda"):
+            assert {message for message, _ in results.values()} == {"no error"}, gpus
 
 
 @pytest.mark.parametrize(("backend", "device_type"), [("gloo", "cuda"), ("nccl", "cpu")])
 def test_gpus_are_not_compared_without_nccl(rank_pool, backend, device_type):
-    for said in rank_pool.run(say_which_share, 4, ["A"] * 4, backend, device_type):
-        assert set(said.values()) == {("no error", 0)}
+    for results in rank_pool.run(say_which_share, 4, ["A"] * 4, backend, device_type):
+        assert set(results.values()) == {("no error", 0)}
 
 
 def make_in_other_ways(gpus):
     with on_gpus(gpus, counting=(counting := [])):
         square = init_device_mesh("cuda", (2, 2), mesh_dim_names=("ring", "ulysses"))
-        said = [message_of(lambda: UnifiedAttnMode(dist.group.WORLD)), len(counting)]
+        result = [message_of(lambda: UnifiedAttnMode(dist.group.WORLD)), len(counting)]
         counting.clear()
         UnifiedAttnMode(square, assume_equal=True)
         BatchParallelAttnMode(dist.group.WORLD, assume_equal=True)
         unified_attention(*(x.chunk(4, dim=2)[0] for x in make_qkv(12, 4)), mesh=dist.group.WORLD, assume_equal=True)
-        return *said, len(counting)
+        return *result, len(counting)
 
 
 def test_group_is_checked_like_a_mesh(rank_pool):
@@ -248,9 +248,9 @@ def describe(mesh):
 
 def build_meshes():
     mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
-    found = sequence_mesh(mesh)
+    sequence = sequence_mesh(mesh)
     default = init_context_parallel_mesh()
-    return describe(mesh), (found.rank, found.ring.index, found.ulysses.index), describe(default)[:2]
+    return describe(mesh), (sequence.rank, sequence.ring.index, sequence.ulysses.index), describe(default)[:2]
 
 
 def test_sequence_rank_is_ring_major(rank_pool):
@@ -262,36 +262,36 @@ def test_sequence_rank_is_ring_major(rank_pool):
 
 def groups_made(shapes):
     """Return, by mesh shape (batch, ring, ulysses), the sizes of new groups and how many groups were requested."""
-    c10d, made = dist.distributed_c10d, {}
-    make, known = c10d._new_process_group_helper, c10d._world.pg_map
+    c10d, counts = dist.distributed_c10d, {}
+    create, groups = c10d._new_process_group_helper, c10d._world.pg_map
     names, world = ("batch", "ring", "ulysses"), dist.get_world_size()
     for shape in shapes:
-        before, asked = set(known), []
+        before, requests = set(groups), []
 
-        def counted(*args, asked=asked, **kwargs):
-            asked.append(kwargs["group_desc"])
-            return make(*args, **kwargs)
+        def counted(*args, requests=requests, **kwargs):
+            requests.append(kwargs["group_desc"])
+            return create(*args, **kwargs)
 
         with mock.patch.object(c10d, "_new_process_group_helper", counted):
             maxima = {f"max_{name}_dim_size": size for name, size in zip(names, shape, strict=True)}
             mesh = init_context_parallel_mesh("cpu", **maxima)
             attend_chunk(UnifiedAttnMode(mesh))
-        made[shape] = sorted(group.size() for group in set(known) - before), len(asked)
+        counts[shape] = sorted(group.size() for group in set(groups) - before), len(requests)
         assert mesh == init_device_mesh("cpu", shape, mesh_dim_names=names)
         whole = torch.arange(world).view(shape)
-        for place, name in enumerate(names):
+        for dim, name in enumerate(names):
             group = mesh.get_group(name)
             assert mesh[name].get_group() is mesh["batch", "ring", "ulysses"].get_group(name) is group
-            row = next(row for row in whole.movedim(place, -1).flatten(0, 1).tolist() if dist.get_rank() in row)
+            row = next(row for row in whole.movedim(dim, -1).flatten(0, 1).tolist() if dist.get_rank() in row)
             assert dist.get_process_group_ranks(group) == row, name
-    return made
+    return counts
 
 
 def test_dims_of_size_1_share_one_group(rank_pool):
     shapes = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
-    for made in rank_pool.run(groups_made, 4, shapes):
+    for counts in rank_pool.run(groups_made, 4, shapes):
         # A group of all ranks is the default group; for dims of 2 torch creates both groups on every rank.
-        assert made == {
+        assert counts == {
             (1, 1, 4): ([1], 1),
             (1, 4, 1): ([], 0),
             (4, 1, 1): ([], 0),
@@ -438,26 +438,26 @@ def test_launchers_tell_ranks_per_host():
     ],
 )
 def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
-    given = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
-    found = choose_mesh_shape(ranks, ranks_per_host=on_host, **given)
-    assert found == expected
+    limits = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
+    mesh_shape = choose_mesh_shape(ranks, ranks_per_host=on_host, **limits)
+    assert mesh_shape == expected
     if not {"ring", "ulysses"} & set(maxima):
-        starts = range(0, ranks, found[2])
-        assert all(start // on_host == (start + found[2] - 1) // on_host for start in starts)
+        starts = range(0, ranks, mesh_shape[2])
+        assert all(start // on_host == (start + mesh_shape[2] - 1) // on_host for start in starts)
 
 
 def sum_of_each_pair():
-    """Groups of pairs, of which each rank is in other ones: they know different numbers of groups when they make the
-    second.
+    """Sum over the pairs of ranks that this rank is in. Before the second pair, ranks differ in how
+    many groups they have made.
     """
-    rank, found = dist.get_rank(), {}
+    rank, sums = dist.get_rank(), {}
     for pair in ((0, 1), (1, 2), (0, 2)):
         if rank in pair:
             group = find_or_make_group(f"the pair {pair}", list(pair), timeout=timedelta(seconds=20))
             x = torch.tensor(10.0**rank)
             dist.all_reduce(x, group=group)
-            found[pair] = x.item()
-    return found
+            sums[pair] = x.item()
+    return sums
 
 
 def test_ranks_with_different_group_counts_create_one_together(rank_pool):
@@ -492,12 +492,12 @@ def test_mixed_group_uses_cuda_if_available(rank_pool, is_available):
         assert device_types == [mixed, mixed, "cuda"]
 
 
-def register_watching_backend(seen, fails):
-    """Register a backend for groups that notes what the process looks like while it makes one."""
+def register_watching_backend(states, fails):
+    """Register a backend that appends the state of the process to ``states`` when it makes a group."""
     c10d = dist.distributed_c10d
 
     def create(store, rank, size, timeout):
-        seen.append((c10d._hash_ranks_to_str, dist.group.WORLD.bound_device_id))
+        states.append((c10d._hash_ranks_to_str, dist.group.WORLD.bound_device_id))
         if fails:
             raise RuntimeError("no connection")
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -509,12 +509,12 @@ def register_watching_backend(seen, fails):
 
 
 def process_while_making_a_group(fails):
-    """Whether torch's function and device are unchanged while a group of all ranks but the first is made; its device
-    and sum.
+    """Make a group of all ranks except the first. Return whether torch's function and device are unchanged meanwhile,
+    and the device and sum of the group.
     """
-    world, seen, members = dist.group.WORLD, [], list(range(1, dist.get_world_size()))
+    world, states, members = dist.group.WORLD, [], list(range(1, dist.get_world_size()))
     of_torch = dist.distributed_c10d._hash_ranks_to_str
-    backend = register_watching_backend(seen, fails)
+    backend = register_watching_backend(states, fails)
     if dist.get_rank() not in members:
         return None
     world.bound_device_id = torch.device("cuda", 3)
@@ -528,7 +528,7 @@ def process_while_making_a_group(fails):
             group = find_or_make_group("all but the first", members, backend=backend)
             dist.all_reduce(x := torch.ones(()), group=group)
             result = (group.bound_device_id, dist.get_process_group_ranks(group), x.item())
-        return [(function is of_torch, device) for function, device in seen], result, world.bound_device_id
+        return [(function is of_torch, device) for function, device in states], result, world.bound_device_id
     finally:
         world.bound_device_id = None
 
@@ -537,8 +537,8 @@ def process_while_making_a_group(fails):
 def test_making_a_group_changes_nothing_that_other_threads_read(rank_pool, fails):
     first, *others = rank_pool.run(process_while_making_a_group, 3, fails, timeout=60)
     assert first is None
-    for seen, result, bound in others:
-        assert seen == [(True, torch.device("cuda", 3))]
+    for states, result, bound in others:
+        assert states == [(True, torch.device("cuda", 3))]
         assert bound == torch.device("cuda", 3)
         assert result == (set() if fails else (None, [1, 2], 2))
 

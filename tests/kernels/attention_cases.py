@@ -60,24 +60,26 @@ def by_formula(
             scores[:, :, i, max(0, i + query_offset - key_offset + 1) :] = -torch.inf
     if key_ranges is not None:
         for sample in range(query.shape[0]):
-            seen = torch.zeros(key.shape[2], dtype=torch.bool)
+            visible = torch.zeros(key.shape[2], dtype=torch.bool)
             for start, end in key_ranges[sample % key_ranges.shape[0]].tolist():
-                seen[start:end] = True
-            scores[sample, ..., ~seen] = -torch.inf
+                visible[start:end] = True
+            scores[sample, ..., ~visible] = -torch.inf
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return weights @ value.repeat_interleave(group, 1), torch.logsumexp(scores, -1)
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
-def check_lse(found: Tensor, exact: Tensor, bound: float) -> None:
-    """Absolute: lse is a logarithm. Rows without a key have -inf, and no others."""
-    assert found.dtype == torch.float32
-    seen = exact > -torch.inf
-    assert torch.equal(found > -torch.inf, seen)
-    assert ((found[seen].double() - exact[seen]).abs() <= bound).all()
+def check_lse(actual: Tensor, exact: Tensor, bound: float) -> None:
+    """Raise if an element differs by more than ``bound``, which is absolute because lse is a logarithm, or if other
+    rows than those without a key have -inf.
+    """
+    assert actual.dtype == torch.float32
+    finite = exact > -torch.inf
+    assert torch.equal(actual > -torch.inf, finite)
+    assert ((actual[finite].double() - exact[finite]).abs() <= bound).all()
 
 
 _generator = torch.Generator().manual_seed(7)

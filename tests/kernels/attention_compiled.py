@@ -87,19 +87,23 @@ def compile_attention(
 
 def _arguments_of_launch(*call: Any, **more: Any) -> dict[str, Any]:
     """Return the arguments that ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes them."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     class Kernel:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            return lambda *args, **kwargs: found.update(zip(attention_kernel.arg_names, args, strict=False), **kwargs)
+            return lambda *args, **kwargs: arguments.update(
+                zip(attention_kernel.arg_names, args, strict=False), **kwargs
+            )
 
     with patch.object(attention, "attention_kernel", Kernel()):
         attention.launch(*call, **more)
-    del found["num_warps"], found["num_stages"]
+    del arguments["num_warps"], arguments["num_stages"]
     return {
-        parameter.name: "i32" if parameter.do_not_specialize else _POINTERS.get(getattr(given, "dtype", None), given)
+        parameter.name: "i32"
+        if parameter.do_not_specialize
+        else _POINTERS.get(getattr(argument, "dtype", None), argument)
         for parameter in attention_kernel.params
-        for given in [found[parameter.name]]
+        for argument in [arguments[parameter.name]]
     }
 
 
@@ -179,11 +183,11 @@ def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
 
 
 def loop_counts_of_roles(compiled: Compiled) -> Counts:
-    """The same of a kernel whose warps have roles: each role is four warps and has a loop of its own, of which one
-    loads.
+    """Return the counts of a kernel whose warps have roles. A role is four warps with a loop of its own; the loop of
+    one role loads.
     """
     loops = [_counts(body, 4, compiled.ptx) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
-    return Counts(*(sum(getattr(one, name) for one in loops) for name in ("flops", "bytes", "exponentials")))
+    return Counts(*(sum(getattr(counts, name) for counts in loops) for name in ("flops", "bytes", "exponentials")))
 
 
 def _counts(body: str, num_warps: int, ptx: str) -> Counts:
@@ -207,8 +211,8 @@ def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
 
 
 def _loops(ptx: str, *instructions: str) -> list[str]:
-    """The bodies of the innermost loops with one of these instructions, in order: a label, and the last jump back to
-    it.
+    """Return the bodies of the innermost loops that contain one of ``instructions``, in order. A body extends from a
+    label to the last jump back to it.
     """
     spans = []
     for label in _LABEL.finditer(ptx):
@@ -218,9 +222,11 @@ def _loops(ptx: str, *instructions: str) -> list[str]:
             spans.append((label.end(), label.end() + back[-1]))
     # Warps that wait for a role do so in a loop around that role's own.
     inner = [
-        one for one in spans if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in spans)
+        span
+        for span in spans
+        if not any(span != other and span[0] <= other[0] and other[1] <= span[1] for other in spans)
     ]
-    found = [ptx[start:end] for start, end in inner if any(name in ptx[start:end] for name in instructions)]
-    if not found:
+    bodies = [ptx[start:end] for start, end in inner if any(name in ptx[start:end] for name in instructions)]
+    if not bodies:
         raise RuntimeError(f"no loop with any of {', '.join(instructions)} was found in the PTX.")
-    return found
+    return bodies

@@ -90,10 +90,10 @@ def test_the_tuned_head_dims_and_those_between_equal_float64(head_dim):
 def test_wide_values_are_two_halves(value_dim, continues):
     config = Config(16, 16, 4, 1, split_values=True)
     tensors = make(18, 21, 32, value_dim=value_dim)
-    seen, rest = (
+    first, rest = (
         ([x[:, :, :8] for x in tensors[1:]], [x[:, :, 8:] for x in tensors[1:]]) if continues else ([], tensors[1:])
     )
-    so_far = attention(tensors[0], *seen, out_dtype=torch.float32) if continues else (None, None)
+    so_far = attention(tensors[0], *first, out_dtype=torch.float32) if continues else (None, None)
     out, lse = empty_outputs(tensors[0], rest[1], torch.float32)
     launch(config, tensors[0], *rest, None, None, *so_far, False, 0, 32**-0.5, out=out, lse=lse)
     exact_out, exact_lse = by_formula(*tensors)
@@ -215,7 +215,7 @@ def test_content_of_empty_row_has_no_weight(key_offset):
 def test_any_strides_are_read_where_they_are(orders, starts, mask_order, is_bool, broadcast):
     shapes = [(2, 2, 5, 16), (2, 1, 19, 16), (2, 1, 19, 16)]
     tensors = [_lying(shape, (*order, 3), start) for shape, order, start in zip(shapes, orders, starts, strict=True)]
-    sizes = [1 if one else size for size, one in zip((2, 2, 5, 19), broadcast, strict=True)]
+    sizes = [1 if is_broadcast else size for size, is_broadcast in zip((2, 2, 5, 19), broadcast, strict=True)]
     mask = _lying(tuple(sizes), tuple(mask_order), 1)
     mask = mask > 0 if is_bool else mask
     out, lse = attention(*tensors, mask=mask)
@@ -275,10 +275,10 @@ def test_it_is_one_operator_of_a_whole_graph():
         return attention(query, key, value, is_causal=True, query_offset=13, so_far=(out, lse))
 
     expected = step(query, key, value, *so_far)
-    found = torch.compile(step, backend=backend, fullgraph=True)(query, key, value, *so_far)
+    outputs = torch.compile(step, backend=backend, fullgraph=True)(query, key, value, *so_far)
     assert len(graphs) == 1
     assert [name for name in graphs[0] if "getitem" not in name] == ["para_core.triton_attention.default"]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outputs, expected)
     arguments = (query, key, value, None, None, *so_far, False, 0, 0.25, torch.float16)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.para_core.triton_attention.default, arguments, test_utils=checks)

@@ -15,11 +15,11 @@ def test_it_writes_a_json(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(attention, "TINY", (Size(18, 16, False, heads=1, dtype="float16"),))
     file = tmp_path / "attention.json"
     assert attention.main(["--tiny", "--device", "cpu", "--output", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert {"device", "versions", "date"} <= set(found["environment"])
-    for row in found["rows"]:
+    results = json.loads(file.read_text())
+    assert {"device", "versions", "date"} <= set(results["environment"])
+    for row in results["rows"]:
         assert row["TFLOP/s"] == pytest.approx(4 * 18 * 18 * 16 / row["ms"] / 1e9, abs=1e-3)
-    assert len(capsys.readouterr().out.splitlines()) == len(found["rows"]) == 5
+    assert len(capsys.readouterr().out.splitlines()) == len(results["rows"]) == 5
 
 
 def test_hopper_tier_is_measured_on_request(tmp_path, monkeypatch):

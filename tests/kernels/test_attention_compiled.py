@@ -37,32 +37,32 @@ LONG_128 = {arch: ConfigKey(arch, 128, False, "long") for arch in ARCHS}
 TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
-def check_room(found: Compiled, config: Config) -> None:
-    assert found.spills <= config.spills
-    assert found.shared <= SHARED_LIMIT[found.arch]
+def check_room(compiled: Compiled, config: Config) -> None:
+    assert compiled.spills <= config.spills
+    assert compiled.shared <= SHARED_LIMIT[compiled.arch]
     # A multiprocessor gives registers to a warp in units of 256, and 1 KiB of shared memory to a block beside what it
     # asks for.
-    registers = -(-found.registers * 32 // 256) * 256 * config.num_warps
+    registers = -(-compiled.registers * 32 // 256) * 256 * config.num_warps
     assert registers * config.resident <= REGISTERS
-    assert (found.shared + 1024) * config.resident <= SHARED_OF_SM[found.arch]
+    assert (compiled.shared + 1024) * config.resident <= SHARED_OF_SM[compiled.arch]
 
 
-def check(found: Compiled, config: Config) -> None:
-    check_room(found, config)
-    assert TENSOR_CORE.get(found.arch, "mma.sync") in found.ptx
+def check(compiled: Compiled, config: Config) -> None:
+    check_room(compiled, config)
+    assert TENSOR_CORE.get(compiled.arch, "mma.sync") in compiled.ptx
     # wgmma and tcgen05 read shared memory themselves.
-    assert "ldmatrix" in found.ptx or found.arch in TENSOR_CORE
+    assert "ldmatrix" in compiled.ptx or compiled.arch in TENSOR_CORE
     # Tiles are on their way while others are computed.
-    assert "cp.async" in found.ptx
-    assert "ex2.approx" in found.ptx
+    assert "cp.async" in compiled.ptx
+    assert "ex2.approx" in compiled.ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_long_row_of_dim_128_fits_and_loads_once(arch):
     config = TABLE[LONG_128[arch]]
-    found = compile_attention(config, arch=arch, head_dim=128)
-    check(found, config)
-    counts = loop_counts(found, config.num_warps)
+    compiled = compile_attention(config, arch=arch, head_dim=128)
+    check(compiled, config)
+    counts = loop_counts(compiled, config.num_warps)
     scores = config.block_m * config.block_n
     # q·kᵀ and p·v; keys and values of a tile, once.
     assert counts.flops == 2 * 2 * scores * 128
@@ -103,9 +103,9 @@ def long(*arguments: object, unless: bool = False) -> Any:
 def test_every_table_row_fits_without_wasted_products(case, call):
     options = CALLS[case.is_causal][call]
     config = adjusted(TABLE[case], case.head_dim, ranges=options.get("ranges", 0))
-    found = compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options)
-    check(found, config)
-    counts = loop_counts(found, config.num_warps)
+    compiled = compile_attention(config, arch=case.arch, head_dim=case.head_dim, **options)
+    check(compiled, config)
+    counts = loop_counts(compiled, config.num_warps)
     scores = config.block_m * config.block_n
     assert counts.flops == 2 * 2 * scores * case.head_dim
     assert counts.bytes == 2 * 2 * config.block_n * case.head_dim
@@ -162,9 +162,9 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
     row = TABLE[ConfigKey(arch, head_dim, True, length)]
     config = in_int8(adjusted(row, head_dim, mask=KINDS.get(mask, "none"), ranges=ranges), head_dim)
     options = {**CONTINUING, "ranges": ranges, "mask": mask, "mask_has_rows": mask != "none"}
-    found = compile_attention(config, arch=arch, head_dim=head_dim, eight_bits=True, **options)
-    check(found, config)
-    assert INTEGER_PRODUCT.get(arch, "s32.s8.s8.s32") in found.ptx
+    compiled = compile_attention(config, arch=arch, head_dim=head_dim, eight_bits=True, **options)
+    check(compiled, config)
+    assert INTEGER_PRODUCT.get(arch, "s32.s8.s8.s32") in compiled.ptx
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
 def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
     config = adjusted(TABLE[ConfigKey(arch, head_dim, False, "long")], head_dim, mask="bits")
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
-    found = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
-    assert found.spills == 0
+    compiled = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
+    assert compiled.spills == 0
     # Words of two stages, and nothing of the size of the scores.
-    assert found.shared - plain.shared <= 2 * config.block_m * config.block_n // 8
-    words = loop_counts(found, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
+    assert compiled.shared - plain.shared <= 2 * config.block_m * config.block_n // 8
+    words = loop_counts(compiled, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
     assert words == config.block_m * config.block_n // 8
 
 
@@ -189,9 +189,9 @@ def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
 def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     options = {**EVERYTHING, "mask": mask, "mask_has_rows": mask != "none"}
     config = FLOAT32[head_dim > 128]
-    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
-    check_room(found, config)
-    assert "tf32" not in found.ptx and "mma" not in found.ptx and "fma.rn.f32" in found.ptx
+    compiled = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float32, **options)
+    check_room(compiled, config)
+    assert "tf32" not in compiled.ptx and "mma" not in compiled.ptx and "fma.rn.f32" in compiled.ptx
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
 )
 def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
     config = TABLE[ConfigKey(arch, row_of_dim(head_dim), True, "long")]
-    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
-    check(found, config)
+    compiled = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
+    check(compiled, config)
     # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call
     # continues.
-    assert "ld.global.b16" not in found.ptx
+    assert "ld.global.b16" not in compiled.ptx
 
 
 @pytest.mark.long
@@ -220,8 +220,8 @@ def test_values_of_another_head_dim_fit(arch, head_dim, value_dim):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_float16_and_a_negative_scale_fit(arch, head_dim):
     config = TABLE[ConfigKey(arch, head_dim, True, "long")]
-    found = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, scale=-1.0, **CONTINUING)
-    check(found, config)
+    compiled = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, scale=-1.0, **CONTINUING)
+    check(compiled, config)
 
 
 HOPPER_CALLS = {
@@ -246,19 +246,19 @@ HOPPER_CALLS = {
     ],
 )
 def test_hopper_tier_uses_tma_and_wgmma_without_spills(head_dim, config, call):
-    found = compile_hopper(config, head_dim=head_dim, **HOPPER_CALLS[call])
-    assert found.spills == 0
-    assert found.shared <= SHARED_LIMIT[90]
+    compiled = compile_hopper(config, head_dim=head_dim, **HOPPER_CALLS[call])
+    assert compiled.spills == 0
+    assert compiled.shared <= SHARED_LIMIT[90]
     # Warps that load, and two groups that compute: 4 of each; they trade registers.
     warps = 12 if config.specialized else config.num_warps
-    assert ("setmaxnreg" in found.ptx) == config.specialized
-    assert f".reqntid {32 * warps}" in found.ptx
-    assert -(-found.registers * 32 // 256) * 256 * warps <= REGISTERS
-    assert "wgmma.mma_async" in found.ptx
-    assert "cp.async.bulk.tensor" in found.ptx
+    assert ("setmaxnreg" in compiled.ptx) == config.specialized
+    assert f".reqntid {32 * warps}" in compiled.ptx
+    assert -(-compiled.registers * 32 // 256) * 256 * warps <= REGISTERS
+    assert "wgmma.mma_async" in compiled.ptx
+    assert "cp.async.bulk.tensor" in compiled.ptx
     # No thread loads a tile.
-    assert "cp.async.c" not in found.ptx
-    counts = loop_counts_of_roles(found) if config.specialized else loop_counts(found, config.num_warps)
+    assert "cp.async.c" not in compiled.ptx
+    counts = loop_counts_of_roles(compiled) if config.specialized else loop_counts(compiled, config.num_warps)
     scores = config.block_m * config.block_n
     # q·kᵀ and p·v; keys and values of a tile, once; one exponential for each weight, and a few for each row.
     assert counts.flops == 2 * 2 * scores * head_dim

@@ -39,10 +39,10 @@ def tensors_of(num_queries: int, num_keys: int, **options) -> list[Tensor]:
     return make(num_queries, num_keys, 64, dtype=torch.float16, **options)
 
 
-def check(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
+def check(outputs: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
     """Compare float16 results with exact ones; weights and output are rounded once each."""
-    assert error(found[0], exact[0]) < 5e-4
-    check_lse(found[1], exact[1], 1e-5)
+    assert error(outputs[0], exact[0]) < 5e-4
+    check_lse(outputs[1], exact[1], 1e-5)
 
 
 OPTIONS = {
@@ -64,11 +64,11 @@ OPTIONS = {
 def test_out_and_lse_equal_float64(on_the_cpu, kind, specialized):
     tensors = tensors_of(18, 21, heads=6, key_heads=2)
     options = dict(OPTIONS[kind])
-    found = hopper(*tensors, **options, specialized=specialized)
+    outputs = hopper(*tensors, **options, specialized=specialized)
     key_ranges = options.pop("key_ranges", None)
     if key_ranges is not None:
         key_ranges = key_ranges.clamp(0, 21)
-    check(found, by_formula(*tensors, query_offset=options.pop("shift", 0), key_ranges=key_ranges, **options))
+    check(outputs, by_formula(*tensors, query_offset=options.pop("shift", 0), key_ranges=key_ranges, **options))
 
 
 @pytest.mark.parametrize("specialized", [False, True])
@@ -81,8 +81,8 @@ def test_any_length_equals_float64(on_the_cpu, num_queries, num_keys, specialize
 @pytest.mark.parametrize("shift", [13, 14, 15, 16])
 def test_tile_is_masked_from_first_hidden_key(on_the_cpu, shift):
     tensors = tensors_of(3, 40, batch=1, heads=1, key_heads=1)
-    found = hopper(*tensors, is_causal=True, shift=shift)
-    check(found, by_formula(*tensors, is_causal=True, query_offset=shift))
+    outputs = hopper(*tensors, is_causal=True, shift=shift)
+    check(outputs, by_formula(*tensors, is_causal=True, query_offset=shift))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -98,8 +98,8 @@ def test_hopper_and_portable_calls_continue_each_other(on_the_cpu, is_causal):
         so_far=first,
         out_dtype=torch.float32,
     )
-    found = hopper(query, key[:, :, 16:], value[:, :, 16:], is_causal=is_causal, shift=-16, so_far=more)
-    check(found, by_formula(*tensors, is_causal=is_causal))
+    outputs = hopper(query, key[:, :, 16:], value[:, :, 16:], is_causal=is_causal, shift=-16, so_far=more)
+    check(outputs, by_formula(*tensors, is_causal=is_causal))
 
 
 def test_what_padding_holds_is_not_read(on_the_cpu):
@@ -195,10 +195,10 @@ def clock_with(hopper_ms):
     def clock(case, config):
         if case.tier == "portable":
             return 1.0
-        found = hopper_ms[config.specialized]
-        if isinstance(found, Exception):
-            raise found
-        return found
+        timing = hopper_ms[config.specialized]
+        if isinstance(timing, Exception):
+            raise timing
+        return timing
 
     return clock
 
@@ -215,10 +215,10 @@ def clock_with(hopper_ms):
 )
 def test_tuning_keeps_hopper_tier_if_exact_and_faster(milliseconds, right, expected):
     case = replace(CASE, tier="portable")
-    found = tune_hopper.faster(
+    fastest = tune_hopper.faster(
         case, TABLE[case], clock_with(milliseconds), lambda case, config: config.specialized in right
     )
-    assert found == (None if expected is None else HOPPER[64][expected])
+    assert fastest == (None if expected is None else HOPPER[64][expected])
 
 
 def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, monkeypatch):
@@ -227,18 +227,18 @@ def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, mo
         assert tune_hopper.computes_the_same(case, INTERPRETED, INTERPRETED, *tensors)
     attend = tune.attend
 
-    def wrong(place):
-        """The place-th call of the tier is off by 3 % in one result."""
+    def wrong(index):
+        """Return an ``attend`` of which call number ``index`` of the tier is off by 3 % in one result."""
         calls = iter(range(100))
 
         def call(case, *args, **kwargs):
             out, lse = attend(case, *args, **kwargs)
-            return (out * 1.03, lse) if case.tier == "hopper" and next(calls) == place else (out, lse)
+            return (out * 1.03, lse) if case.tier == "hopper" and next(calls) == index else (out, lse)
 
         return call
 
-    for place in range(4):
-        monkeypatch.setattr(tune_hopper, "attend", wrong(place))
+    for index in range(4):
+        monkeypatch.setattr(tune_hopper, "attend", wrong(index))
         assert not tune_hopper.computes_the_same(CASE, INTERPRETED, INTERPRETED, *tensors)
 
 

@@ -50,12 +50,12 @@ def with_outliers(num_queries, num_keys, head_dim=16, **options):
     return query, key + far.half(), value
 
 
-def cosine(found, exact):
-    return float(torch.cosine_similarity(found.double().flatten(), exact.flatten(), dim=0))
+def cosine(actual, exact):
+    return float(torch.cosine_similarity(actual.double().flatten(), exact.flatten(), dim=0))
 
 
-def relative_l1(found, exact):
-    return float((found.double() - exact).abs().sum() / exact.abs().sum())
+def relative_l1(actual, exact):
+    return float((actual.double() - exact).abs().sum() / exact.abs().sum())
 
 
 SELDOM = {"negative scale", "bool mask of keys", "padded, causal", "causal, earlier queries", "finfo.min"}
@@ -154,8 +154,8 @@ def test_what_is_not_finite_is_seen(bad, which):
     tensors[which][0, 1, 3, 7] = bad
     out, lse = attention(*tensors)
     assert out[0, 0].isfinite().all()
-    seen = out[0, 1, 3] if which == 0 else out[0, 1]
-    assert seen.isnan().all()
+    affected = out[0, 1, 3] if which == 0 else out[0, 1]
+    assert affected.isnan().all()
     assert lse[0, 1, 3].isnan()
 
 
@@ -203,10 +203,10 @@ def test_float32_is_refused_with_the_way_out():
 @pytest.mark.parametrize("launch", by_use(round_keys_kernel))
 def test_key_rounding_compiles_without_spills(launch):
     for arch in ARCHS:
-        found = launch.compiled(arch)
-        assert found.spills == 0
-        assert found.threads >= 1024
-        assert "ld.global.v4.b32" in found.ptx
+        compiled = launch.compiled(arch)
+        assert compiled.spills == 0
+        assert compiled.threads >= 1024
+        assert "ld.global.v4.b32" in compiled.ptx
 
 
 # -- among the backends

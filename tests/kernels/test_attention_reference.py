@@ -34,7 +34,7 @@ def test_continuing_equals_all_keys_at_once(kind):
     out, lse = attention(query, key, value, **options, so_far=attention(query, more_key, more_value))
     scores = [by_formula(query, key, value, **options), by_formula(query, more_key, more_value)]
     exact_lse = torch.logaddexp(scores[0][1], scores[1][1])
-    exact = sum(one * torch.exp(each - exact_lse)[..., None] for one, each in scores)
+    exact = sum(out_part * torch.exp(lse_part - exact_lse)[..., None] for out_part, lse_part in scores)
     assert error(out, exact) < 1e-6
     check_lse(lse, exact_lse, 1e-5)
 

@@ -23,29 +23,31 @@ ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "num_rows": "i32", "ste
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernel_compiles_for_every_gpu_with_tensor_cores(arch):
-    found = compile_kernel(scaled_product, ARGUMENTS, arch=arch)
-    assert 16 <= found.registers <= 255
+    compiled = compile_kernel(scaled_product, ARGUMENTS, arch=arch)
+    assert 16 <= compiled.registers <= 255
     # Triton 3.6 keeps four registers' worth of a tcgen05 result in local memory; later ones keep none.
-    assert found.spills <= (32 if arch == 100 else 0)
-    assert 64 * 64 * 2 <= found.shared <= SHARED_LIMIT[arch]
+    assert compiled.spills <= (32 if arch == 100 else 0)
+    assert 64 * 64 * 2 <= compiled.shared <= SHARED_LIMIT[arch]
     tensor_core = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(arch, "mma.sync")
-    assert tensor_core in found.ptx
-    assert f".target sm_{arch}" in found.ptx
+    assert tensor_core in compiled.ptx
+    assert f".target sm_{arch}" in compiled.ptx
 
 
 def test_low_register_limit_shows_spills():
-    found = compile_kernel(scaled_product, {**ARGUMENTS, "BLOCK": 128}, arch=80, maxnreg=32)
-    assert found.registers <= 32
-    assert found.spill_stores > 0
-    assert found.spill_loads > 0
+    compiled = compile_kernel(scaled_product, {**ARGUMENTS, "BLOCK": 128}, arch=80, maxnreg=32)
+    assert compiled.registers <= 32
+    assert compiled.spill_stores > 0
+    assert compiled.spill_loads > 0
 
 
 def test_numbers_are_specialised_as_a_launch_does():
-    aligned, odd, one = (compile_kernel(scaled_product, {**ARGUMENTS, "step": step}, arch=80) for step in (64, 65, 1))
+    aligned, odd, constant = (
+        compile_kernel(scaled_product, {**ARGUMENTS, "step": step}, arch=80) for step in (64, 65, 1)
+    )
     # 16 bytes at once where rows begin at multiples of 16 bytes.
     assert ".v4.b32" in aligned.ptx
     assert ".v4.b32" not in odd.ptx.split("mma.sync", maxsplit=1)[0]
-    parameters = [found.ptx.count(".param .u32") for found in (odd, one)]
+    parameters = [compiled.ptx.count(".param .u32") for compiled in (odd, constant)]
     assert parameters[1] == parameters[0] - 1
 
 

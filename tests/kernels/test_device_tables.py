@@ -31,21 +31,21 @@ def capture(monkeypatch):
 
 @pytest.fixture
 def table():
-    """A cache, and the keys for which it made a tensor."""
-    made = []
+    """Return a cached function whose ``keys`` are the arguments for which it made a tensor."""
+    keys = []
 
     @kept_outside_graphs
     def table_of(numbers, device):
-        made.append(numbers)
+        keys.append(numbers)
         return new_table(numbers, torch.float32, device)
 
-    table_of.made = made
+    table_of.keys = keys
     return table_of
 
 
 def test_a_table_is_made_once(table):
     assert table((1, 2), CPU) is table((1, 2), CPU)
-    assert table.made == [(1, 2)]
+    assert table.keys == [(1, 2)]
     assert torch.equal(table((1, 2), CPU), torch.tensor([1.0, 2.0]))
 
 
@@ -68,11 +68,11 @@ def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
     capture.on = False
     for number in range(1, MOST_TABLES + 2):
         table((number,), CPU)
-    made = len(table.made)
+    misses = len(table.keys)
     assert table((0,), CPU) is kept
     # The oldest of the others is.
     table((1,), CPU)
-    assert len(table.made) == made + 1
+    assert len(table.keys) == misses + 1
 
 
 def test_table_from_inference_mode_is_saved_for_backward(table):

@@ -22,33 +22,33 @@ def packed_one_by_one(tensors, regions, numel):
     buffer = torch.full((numel,), -1, dtype=tensors[0].dtype)
     for region in regions:
         x = tensors[region.tensor]
-        place = 0
+        index = 0
         for token in range(region.token, region.token + region.tokens):
             for sample in x:
                 row = sample[region.head : region.head + region.heads, token].flatten()
-                start = region.offset + place * region.step
+                start = region.offset + index * region.step
                 buffer[start : start + row.numel()] = row
-                place += 1
+                index += 1
     return buffer
 
 
 def for_ranks(tensors, tokens, heads, *, one_table):
-    """Boxes as an exchange makes them: each rank gets some tokens, or some heads, of each tensor; and elements in
-    all.
+    """Return the regions of an exchange, in which each rank gets some tokens or some heads of each tensor, and the
+    number of elements of the buffer.
     """
     regions, offset = [], 0
     token = head = 0
     for num_tokens, num_heads in zip(tokens, heads, strict=True):
         rows = [num_heads * x.shape[3] for x in tensors]
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             run = (token, num_tokens, head, num_heads)
             regions.append(
                 CopyRegion(
-                    place, *run, offset + sum(rows[:place]) if one_table else offset, sum(rows) if one_table else row
+                    index, *run, offset + sum(rows[:index]) if one_table else offset, sum(rows) if one_table else row
                 )
             )
             if not one_table:
-                offset += num_tokens * tensors[place].shape[0] * row
+                offset += num_tokens * tensors[index].shape[0] * row
         offset += num_tokens * tensors[0].shape[0] * sum(rows) if one_table else 0
         token, head = token + num_tokens, head + num_heads
     return regions, offset
@@ -64,7 +64,7 @@ def pack_into(tensors, regions, numel):
 
 
 def round_trip(tensors, regions, numel):
-    """Packed and unpacked again, by the operators' GPU form; what no region covers stays unknown."""
+    """Pack and unpack with the GPU form of the operators. Elements that no region covers are undefined."""
     shapes = [size for x in tensors for size in x.shape]
     return unpack_on_gpu(pack_on_gpu(tensors, as_numbers(regions), numel), as_numbers(regions), shapes)
 
@@ -81,7 +81,7 @@ SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((5,), (4,)), ((1, 1, 1, 1),
 def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, split, one_table):
     tokens, heads = split
     shape = 2, sum(heads), sum(tokens)
-    tensors = [counted(*shape, width, start=10_000 * place) for place, width in enumerate(widths)]
+    tensors = [counted(*shape, width, start=10_000 * index) for index, width in enumerate(widths)]
     regions, numel = for_ranks(tensors, tokens, heads, one_table=one_table)
     assert torch.equal(interpreter(pack_into, tensors, regions, numel), packed_one_by_one(tensors, regions, numel))
 
@@ -93,17 +93,17 @@ def test_every_element_gets_to_its_place_in_the_buffer(interpreter, widths, spli
 def test_unpacking_restores_every_dtype(interpreter, dtype, tokens, heads):
     tensors = [torch.randn(2, 8, 16, width).to(dtype) for width in (16, 24)]
     regions, numel = for_ranks(tensors, tokens, heads, one_table=True)
-    found = interpreter(round_trip, tensors, regions, numel)
+    restored = interpreter(round_trip, tensors, regions, numel)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size()]
     for region in regions:
         x, y = (
-            one[region.tensor][:, region.head : region.head + region.heads, region.token : region.token + region.tokens]
+            x[:, region.head : region.head + region.heads, region.token : region.token + region.tokens]
             .contiguous()
             .view(bits)
-            for one in (tensors, found)
+            for x in (tensors[region.tensor], restored[region.tensor])
         )
         assert torch.equal(x, y)
-    assert all(x.dtype == dtype and x.transpose(1, 2).is_contiguous() for x in found)
+    assert all(x.dtype == dtype and x.transpose(1, 2).is_contiguous() for x in restored)
 
 
 @given(data=st.data())
@@ -131,9 +131,9 @@ def test_any_strides_are_read_and_written(interpreter, data):
     numel = regions[0].offset + shape[0] * regions[0].tokens * regions[0].step
     buffer = packed_one_by_one([x], regions, numel)
     assert torch.equal(interpreter(pack_into, [given_x], regions, numel), buffer)
-    (found,) = interpreter(exchange.unpack, buffer, regions, [given_x.clone().zero_()])
-    assert torch.equal(found[:, head:, token:], x[:, head:, token:])
-    assert int(found.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
+    (restored,) = interpreter(exchange.unpack, buffer, regions, [given_x.clone().zero_()])
+    assert torch.equal(restored[:, head:, token:], x[:, head:, token:])
+    assert int(restored.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
 
 
 def test_nothing_is_copied_where_there_is_nothing(interpreter):
@@ -162,19 +162,21 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel))
 def test_every_launch_compiles_without_spills(launch, arch):
-    found = launch.compiled(arch)
-    assert found.spills == 0
-    assert found.threads >= 1024
-    assert "ld.global.v4.b32" in found.ptx
-    assert "st.global.v4.b32" in found.ptx
+    compiled = launch.compiled(arch)
+    assert compiled.spills == 0
+    assert compiled.threads >= 1024
+    assert "ld.global.v4.b32" in compiled.ptx
+    assert "st.global.v4.b32" in compiled.ptx
 
 
 COUNTS = {"num_blocks": 16, "most_heads": 1, "batch": 1, "x_width": 16, "y_width": 1, "z_width": 3}
 
 
-@pytest.mark.parametrize("launch", [one for one in by_use(exchange.exchange_kernel) if "2 bytes, D = 96" in one.id])
+@pytest.mark.parametrize(
+    "launch", [param for param in by_use(exchange.exchange_kernel) if "2 bytes, D = 96" in param.id]
+)
 def test_other_counts_and_widths_share_a_binary(launch):
-    unspecialized = {one.name for one in exchange.exchange_kernel.params if one.do_not_specialize}
+    unspecialized = {param.name for param in exchange.exchange_kernel.params if param.do_not_specialize}
     assert unspecialized == set(COUNTS)
     others = {**launch.arguments, **dict.fromkeys(COUNTS, 7)}
     binaries = [
@@ -202,14 +204,14 @@ def test_the_operators_are_one_full_graph():
         buffer = torch.ops.para_core.pack([x, y], numbers, numel)
         return buffer, *torch.ops.para_core.unpack(buffer, numbers, shapes)
 
-    buffer, *found = there_and_back(*tensors)
+    buffer, *restored = there_and_back(*tensors)
     assert torch.equal(buffer, packed_one_by_one(tensors, regions, numel))
-    for x, y in zip(tensors, found, strict=True):
+    for x, y in zip(tensors, restored, strict=True):
         assert torch.equal(x[:, :2, :3], y[:, :2, :3])
         assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])
     with FakeTensorMode():
-        buffer, *found = there_and_back(
+        buffer, *restored = there_and_back(
             *[torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="cuda") for _ in tensors]
         )
     assert (buffer.device.type, buffer.dtype, buffer.shape) == ("cuda", torch.bfloat16, (numel,))
-    assert [(x.device.type, x.shape, x.stride()) for x in found] == [("cuda", (2, 4, 6, 8), (192, 8, 32, 1))] * 2
+    assert [(x.device.type, x.shape, x.stride()) for x in restored] == [("cuda", (2, 4, 6, 8), (192, 8, 32, 1))] * 2

@@ -39,8 +39,8 @@ def relative_error(x, exact):
     return float((x.double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
-def require_equal(found, sides):
-    (out, lse), (exact_out, exact_lse) = found, exactly(*sides)
+def require_equal(merged, sides):
+    (out, lse), (exact_out, exact_lse) = merged, exactly(*sides)
     # Triton's interpreter truncates to 16 bits, where a GPU rounds: at most eps per element, not eps / 2.
     rounding = 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
     assert relative_error(out, exact_out) <= rounding + 1e-6
@@ -48,10 +48,10 @@ def require_equal(found, sides):
 
 
 def merge_in_place(out_a, lse_a, out_b, lse_b):
-    found = merge.merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
-    assert found[0] is out_a
-    assert found[1] is lse_a
-    return found
+    merged = merge.merge(out_a, lse_a, out_b, lse_b, into=(out_a, lse_a))
+    assert merged[0] is out_a
+    assert merged[1] is lse_a
+    return merged
 
 
 # -- interpreted
@@ -153,10 +153,10 @@ def test_four_partial_results_merge_without_changing_inputs(interpreter, dtype):
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(merge.merge_kernel))
 def test_every_launch_compiles_without_spills(launch, arch):
-    found = launch.compiled(arch)
-    assert found.spills == 0
-    assert found.threads >= 1024
-    assert "ld.global.v4.b32" in found.ptx
+    compiled = launch.compiled(arch)
+    assert compiled.spills == 0
+    assert compiled.threads >= 1024
+    assert "ld.global.v4.b32" in compiled.ptx
 
 
 # -- as an operator

@@ -49,17 +49,17 @@ def with_kernels(*args):
 )
 def test_moments_are_those_of_float64(interpreter, shape, dtype, last):
     x = image(*shape, dtype=dtype, last=last)
-    found = interpreter(norm.moments, x, 2)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact_moments(x, 2), rtol=1e-6, atol=1e-6)
+    actual = interpreter(norm.moments, x, 2)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), exact_moments(x, 2), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mean", [30.0, 1e4])
 @pytest.mark.parametrize("last", [False, True])
 def test_far_from_zero_nothing_cancels(interpreter, mean, last):
     x = image(1, 4, 80, 70, mean=mean, last=last)
-    found, exact = interpreter(norm.moments, x, 2), exact_moments(x, 2)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    actual, exact = interpreter(norm.moments, x, 2), exact_moments(x, 2)
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_norm_over_ranks_equals_float64(interpreter, of_values, last, affine):
     parts = [image(1, 34, rows, 3, dtype=dtype, mean=mean, seed=rows, last=last) for rows in (3, 2)]
     weight = image(34, dtype=dtype, seed=7) if affine != "none" else None
     bias = image(34, dtype=dtype, seed=8) if affine == "both" else None
-    found = interpreter(with_kernels, parts, 17, weight, bias, 1e-6)
+    actual = interpreter(with_kernels, parts, 17, weight, bias, 1e-6)
     x = torch.cat(parts, 2)
     exact = F.group_norm(x.double(), 17, *[y if y is None else y.double() for y in (weight, bias)], 1e-6)
     own = torch.cat(normalized_by_ranks(parts, 17, weight, bias, 1e-6, norm_reference), 2)
-    error, own_error = ((y.double() - exact).norm() / exact.norm() for y in (torch.cat(found, 2), own))
-    assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(found, parts, strict=True))
+    error, own_error = ((y.double() - exact).norm() / exact.norm() for y in (torch.cat(actual, 2), own))
+    assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(actual, parts, strict=True))
     # The interpreter truncates to 16 bits, where a GPU rounds; float32 numbers near 100 have lost two digits.
     assert error < max({torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], 2 * own_error)
 
@@ -96,29 +96,29 @@ def moments_of_part(x):
 def test_what_is_not_finite_stays_in_its_group(interpreter, bad):
     x = image(1, 4, 6, 10)
     x[0, 0, 5, 9] = bad
-    (found,) = interpreter(with_kernels, [x], 2, None, None, 1e-5)
-    assert found[:, :2].isnan().all()
-    assert found[:, 2:].isfinite().all()
+    (actual,) = interpreter(with_kernels, [x], 2, None, None, 1e-5)
+    assert actual[:, :2].isnan().all()
+    assert actual[:, 2:].isfinite().all()
 
 
 def test_no_sample_gives_no_sample(interpreter):
     assert interpreter(norm.moments, torch.empty(0, 4, 2, 2), 2).shape == (2, 0, 2)
-    (found,) = interpreter(with_kernels, [torch.empty(0, 4, 2, 2)], 2, None, None, 1e-5)
-    assert found.shape == (0, 4, 2, 2)
+    (actual,) = interpreter(with_kernels, [torch.empty(0, 4, 2, 2)], 2, None, None, 1e-5)
+    assert actual.shape == (0, 4, 2, 2)
 
 
 def by_operators(x, weight):
-    """The GPU form of both operators, for one rank."""
+    """Normalize with the GPU form of both operators on one rank."""
     return normalized_on_gpu(x, moments_on_gpu(x, 2)[None], torch.ones(1), 2, weight, None, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
     x, weight = image(1, 4, 6, 10, mean=3.0).to(dtype), torch.rand(4, dtype=dtype)
-    found = interpreter(by_operators, x, weight)
+    actual = interpreter(by_operators, x, weight)
     exact = F.group_norm(x.double(), 2, weight.double())
     tolerance = 1e-6 if dtype == torch.float32 else 1e-13
-    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 # -- compiled
@@ -127,11 +127,11 @@ def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(norm.moments_kernel, norm.merge_kernel, norm.normalize_kernel))
 def test_every_launch_compiles_without_a_spill(launch, arch):
-    found = launch.compiled(arch)
-    assert found.spills == 0
+    compiled = launch.compiled(arch)
+    assert compiled.spills == 0
     if launch.kernel is not norm.merge_kernel:
         # 16 bits: 8 elements at once.
-        assert "ld.global.v4.b32" in found.ptx
+        assert "ld.global.v4.b32" in compiled.ptx
 
 
 # -- counted

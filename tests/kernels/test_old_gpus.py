@@ -44,13 +44,13 @@ CALLS = {
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Sets what the GPU says it is; the list holds the devices that were asked."""
+    """Set the compute capability of the GPU and return the list of devices whose capability is read."""
     triton_support.load_kernel.cache_clear()
-    asked = []
+    devices = []
 
     def be(*capability):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
-        return asked
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: devices.append(device) or capability)
+        return devices
 
     yield be
     triton_support.load_kernel.cache_clear()
@@ -58,15 +58,15 @@ def capability(monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_operator_falls_back_on_old_gpus(monkeypatch, name):
-    asked = []
+    devices = []
 
     def without(module, device=None):
-        asked.append(device)
+        devices.append(device)
 
     for module in (pack_ops, merge, cache_operators, spatial_operators):
         monkeypatch.setattr(module, "load_kernel", without)
     CALLS[name]()
-    assert asked == [CPU]
+    assert devices == [CPU]
 
 
 def test_the_test_covers_every_operator_that_launches_a_kernel():
@@ -81,15 +81,15 @@ def test_the_test_covers_every_operator_that_launches_a_kernel():
 
 @pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_a_device_is_asked_once(capability, numbers, takes):
-    asked = capability(*numbers)
+    devices = capability(*numbers)
     assert [(triton_support.load_kernel("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
-    assert asked == [GPU]
+    assert devices == [GPU]
     assert triton_support.load_kernel("exchange", torch.device("cuda", 1)) is (
         triton_support.load_kernel("exchange") if takes else None
     )
     # A CPU (Triton's interpreter) and meta tensors have no capability.
     assert triton_support.load_kernel("exchange", CPU) is not None
-    assert len(asked) == 2
+    assert len(devices) == 2
 
 
 def test_an_exchange_is_planned_without_kernels_before_ampere(capability):

@@ -36,10 +36,10 @@ def sums(now, before):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_change_is_that_of_float64(interpreter, length, dtype):
     now, before = normal(2, length, dtype=dtype), normal(2, length, dtype=dtype, seed=1)
-    found = interpreter(residual.change, now, before)
-    assert found.dtype == torch.float32
+    actual = interpreter(residual.change, now, before)
+    assert actual.dtype == torch.float32
     # Positive numbers: a sum is off by at most one float32 eps for each addition in a row, of which a thread has 16.
-    torch.testing.assert_close(found.double(), sums(now, before), rtol=3e-6, atol=0)
+    torch.testing.assert_close(actual.double(), sums(now, before), rtol=3e-6, atol=0)
 
 
 def test_small_change_is_not_rounded_to_16_bits(interpreter):
@@ -67,8 +67,8 @@ def change_of_two_lyings(whole, other):
 
 def test_each_of_both_may_lie_in_its_own_way(interpreter):
     now, before = normal(3, 50), normal(3, 37, seed=1)
-    found, the_other_way = interpreter(change_of_two_lyings, now, before)
-    torch.testing.assert_close(found.double(), sums(now[:, 3:40], before), rtol=3e-6, atol=0)
+    actual, the_other_way = interpreter(change_of_two_lyings, now, before)
+    torch.testing.assert_close(actual.double(), sums(now[:, 3:40], before), rtol=3e-6, atol=0)
     torch.testing.assert_close(the_other_way.double(), sums(before, now[:, 3:40]), rtol=3e-6, atol=0)
 
 
@@ -84,9 +84,9 @@ def test_the_same_numbers_give_the_same_bits(interpreter):
 def test_what_is_not_finite_is_seen(interpreter, bad):
     now, before = normal(2, 100), normal(2, 100, seed=1)
     now[1, 99] = bad
-    found = interpreter(residual.change, now, before)
-    assert found[0].isfinite().all()
-    assert not found[1, 0].isfinite()
+    actual = interpreter(residual.change, now, before)
+    assert actual[0].isfinite().all()
+    assert not actual[1, 0].isfinite()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
@@ -99,14 +99,14 @@ def test_of_nothing_nothing_has_changed(interpreter, shape):
 @pytest.mark.parametrize("shape", [(1,), (2, 3, 5), (2, 700, 3)])
 def test_a_forecast_is_that_of_float64_rounded_once(interpreter, shape, weights, dtype):
     entry, *residuals = (normal(*shape, dtype=dtype, seed=seed) for seed in range(len(weights) + 1))
-    found = interpreter(residual.forecast, entry, residuals, weights)
+    actual = interpreter(residual.forecast, entry, residuals, weights)
     exact = entry.double() + sum(w * x.double() for w, x in zip(weights, residuals, strict=True))
-    assert found.dtype == dtype
-    assert found.shape == entry.shape
+    assert actual.dtype == dtype
+    assert actual.shape == entry.shape
     # The interpreter truncates to 16 bits, so eps; float32 sums round each addition.
     terms = entry.double().abs() + sum(abs(w) * x.double().abs() for w, x in zip(weights, residuals, strict=True))
     rounding = torch.finfo(dtype).eps * exact.abs() if dtype != torch.float32 else 0
-    assert ((found.double() - exact).abs() <= rounding + 4 * torch.finfo(torch.float32).eps * terms).all()
+    assert ((actual.double() - exact).abs() <= rounding + 4 * torch.finfo(torch.float32).eps * terms).all()
 
 
 def forecast_of_views(x, y):
@@ -129,11 +129,11 @@ def test_more_residuals_than_a_launch_takes_are_refused():
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(residual.change_kernel, residual.forecast_kernel))
 def test_every_launch_compiles_without_spills(launch, arch):
-    found = launch.compiled(arch)
-    assert found.spills == 0
-    assert found.threads >= 1024
-    assert "ld.global.v4.b32" in found.ptx
-    assert "atom." not in found.ptx
+    compiled = launch.compiled(arch)
+    assert compiled.spills == 0
+    assert compiled.threads >= 1024
+    assert "ld.global.v4.b32" in compiled.ptx
+    assert "atom." not in compiled.ptx
 
 
 @on_each_arch

@@ -50,10 +50,10 @@ def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=exchange_refere
     return by(buffer, regions, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
 
 
-def alike(found, expected):
-    """bfloat16: the interpreter truncates to it."""
-    bound = torch.finfo(found.dtype).eps if found.dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(found, expected, rtol=bound, atol=0, equal_nan=True)
+def alike(actual, expected):
+    """Raise if the tensors differ by more than the truncation to bfloat16 of Triton's interpreter."""
+    bound = torch.finfo(actual.dtype).eps if actual.dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(actual, expected, rtol=bound, atol=0, equal_nan=True)
 
 
 # -- correct results
@@ -73,8 +73,8 @@ def test_largest_element_becomes_largest_number(eight, largest, dtype):
     numbers = x.float() / expected[..., None]
     numbers = (numbers + 0.5).floor() if eight == torch.int8 else numbers
     assert torch.equal(bits, numbers.to(eight).view(torch.uint8))
-    (found,) = unpacked(buffer, regions, [x.shape], dtype, eight)
-    assert torch.equal(found, (bits.view(eight).float() * expected[..., None]).to(dtype))
+    (restored,) = unpacked(buffer, regions, [x.shape], dtype, eight)
+    assert torch.equal(restored, (bits.view(eight).float() * expected[..., None]).to(dtype))
 
 
 @FORMATS
@@ -91,11 +91,11 @@ def test_round_trip_is_within_rounding(eight, shape, exponent, dtype):
     (read,) = torch.ops.para_core.unpack_8_bits(buffer, as_numbers(regions), list(shape), eight, dtype)
     assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
     if x.numel():
-        largest, found, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
+        largest, restored, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
         # Error bound of a float: an eighth of its power of two, and at least its smallest number; of an integer: a
         # half.
         bound = largest / 254 if eight == torch.int8 else exact.abs() / 16 + largest * 2.0**-10
-        assert ((found - exact).abs() <= 1.01 * bound + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
+        assert ((restored - exact).abs() <= 1.01 * bound + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
 
 
 # -- interpreted
@@ -126,8 +126,8 @@ def test_both_ways_give_the_bits_of_pytorch(interpreter, rows, split, one_table,
     tensors[0][1, 0, 0] = 0
     expected = packed(tensors, regions, numel, eight)
     assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=exchange.pack), expected)
-    found = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack)
-    for x, y in zip(found, unpacked(expected, regions, shapes, dtype, eight), strict=True):
+    restored = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack)
+    for x, y in zip(restored, unpacked(expected, regions, shapes, dtype, eight), strict=True):
         alike(x, y)
 
 
@@ -144,9 +144,9 @@ def test_any_strides_are_packed_and_gaps_kept(interpreter, data):
     numel = regions[0].offset + shape[0] * tokens * row
     buffer = packed([x], regions, numel)
     assert torch.equal(interpreter(packed, [x], regions, numel, by=exchange.pack), buffer)
-    (found,) = interpreter(exchange.unpack, buffer, regions, [x.clone().zero_()], FLOAT8)
+    (restored,) = interpreter(exchange.unpack, buffer, regions, [x.clone().zero_()], FLOAT8)
     (expected,) = exchange_reference.unpack(buffer, regions, [x.clone().zero_()], FLOAT8)
-    assert torch.equal(found, expected)
+    assert torch.equal(restored, expected)
 
 
 def test_every_8_bit_number_equals_pytorch(interpreter):
@@ -154,8 +154,8 @@ def test_every_8_bit_number_equals_pytorch(interpreter):
     buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
     expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
     regions, numel = whole(expected)
-    (found,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    (restored,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack)
+    torch.testing.assert_close(restored, expected, rtol=0, atol=0, equal_nan=True)
     # 448 is the largest one, so the scale is 1.
     finite = expected.nan_to_num(0.0)
     bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack))
@@ -173,23 +173,23 @@ def test_float8_halves_round_to_even(interpreter):
     least = 2.0**-9
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, least / 2, 1.5 * least, -2.5 * least, 0.4 * least]).view(1, 1, 1, 8)
     bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack))
-    found = bits.view(torch.float8_e4m3fn).float().flatten()
-    assert found.tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2 * least, -2 * least, 0.0]
+    rounded = bits.view(torch.float8_e4m3fn).float().flatten()
+    assert rounded.tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2 * least, -2 * least, 0.0]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("place", "eight"), [(0, FLOAT8), (7, torch.int8)], ids=str)
-def test_nonfinite_value_makes_its_token_nan(interpreter, bad, place, eight):
+@pytest.mark.parametrize(("position", "eight"), [(0, FLOAT8), (7, torch.int8)], ids=str)
+def test_nonfinite_value_makes_its_token_nan(interpreter, bad, position, eight):
     x = spread((1, 2, 5, 16), torch.float16)
-    x[0, 1, 2, place] = bad
+    x[0, 1, 2, position] = bad
     regions, numel = whole(x)
     given_x = [x], regions, numel, eight
     for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack):
         read = regions, [x.shape], torch.float16, eight
-        for (found,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack):
-            assert found[0, 1, 2].isnan().all()
-            assert int(found.isnan().sum()) == 16
+        for (restored,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack):
+            assert restored[0, 1, 2].isnan().all()
+            assert int(restored.isnan().sum()) == 16
 
 
 def gpu_forms(x, numbers, numel, eight):
@@ -202,10 +202,10 @@ def gpu_forms(x, numbers, numel, eight):
 def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
     x = spread((1, 2, 5, 16), dtype)
     regions, numel = whole(x)
-    buffer, found = interpreter(gpu_forms, x, as_numbers(regions), numel, eight)
+    buffer, restored = interpreter(gpu_forms, x, as_numbers(regions), numel, eight)
     expected = packed([x], regions, numel, eight)
     assert torch.equal(buffer, expected)
-    alike(found, unpacked(expected, regions, [x.shape], dtype, eight)[0])
+    alike(restored, unpacked(expected, regions, [x.shape], dtype, eight)[0])
 
 
 def test_nothing_is_rounded_where_there_is_nothing(interpreter):
@@ -225,13 +225,13 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
 def test_every_launch_compiles_without_spills(launch, arch):
-    found = launch.compiled(arch)
-    assert found.spills == 0
-    assert found.threads >= 1024
-    assert "e4m3" not in found.ptx
+    compiled = launch.compiled(arch)
+    assert compiled.spills == 0
+    assert compiled.threads >= 1024
+    assert "e4m3" not in compiled.ptx
     # 16 bytes of numbers at once, 4 of what travels: a scale is behind each row.
-    assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in found.ptx
-    assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in found.ptx
+    assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in compiled.ptx
+    assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in compiled.ptx
 
 
 # -- as operators
@@ -258,15 +258,15 @@ def test_packing_is_one_launch_in_a_whole_graph(eight):
     assert dict(counter.by_operator) == {"para_core::pack_8_bits": 1, "para_core::unpack_8_bits": 1}
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    buffer, *found = compiled(*tensors)
+    buffer, *restored = compiled(*tensors)
     assert torch.equal(buffer, packed(tensors, regions, numel, eight))
     expected = unpacked(buffer, regions, [x.shape for x in tensors], torch.bfloat16, eight)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(restored, expected, strict=True):
         assert torch.equal(x[:, :2, :3], y[:, :2, :3])
         assert torch.equal(x[:, 2:, 3:], y[:, 2:, 3:])
     with FakeTensorMode():
-        buffer, *found = compiled(*[torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="cuda") for _ in tensors])
+        buffer, *restored = compiled(*[torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="cuda") for _ in tensors])
     assert (buffer.device.type, buffer.dtype, buffer.shape) == ("cuda", torch.uint8, (numel,))
-    assert [(x.device.type, x.dtype, x.shape, x.stride()) for x in found] == [
+    assert [(x.device.type, x.dtype, x.shape, x.stride()) for x in restored] == [
         ("cuda", torch.bfloat16, (2, 4, 6, 8), (192, 8, 32, 1))
     ] * 2

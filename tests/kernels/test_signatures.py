@@ -24,7 +24,7 @@ def test_a_kernel_has_the_signature_of_its_reference(module, name):
         for suffix in ("", "_reference")
     )
     alone = OF_THE_REFERENCE_ALONE.get(module, set())
-    expected = [one for one in reference.parameters.values() if one.name not in alone]
+    expected = [parameter for parameter in reference.parameters.values() if parameter.name not in alone]
     assert list(kernel.parameters.values()) == expected
     assert kernel.return_annotation == reference.return_annotation
-    assert all(reference.parameters[one].default is not Parameter.empty for one in alone)
+    assert all(reference.parameters[parameter].default is not Parameter.empty for parameter in alone)

@@ -25,10 +25,10 @@ def cache(tmp_path, monkeypatch):
 
 def clock_with(times, otherwise=1.0):
     def clock(case, config):
-        found = times.get((config.block_m, config.block_n, config.num_warps, config.num_stages), otherwise)
-        if found is None:
+        milliseconds = times.get((config.block_m, config.block_n, config.num_warps, config.num_stages), otherwise)
+        if milliseconds is None:
             raise OutOfResources(300000, 232448, "shared memory")
-        return found
+        return milliseconds
 
     return clock
 
@@ -70,17 +70,17 @@ def test_candidates_begin_with_table_and_fit_registers():
     for case in TABLE:
         first, *others = tune.candidates(case)
         assert first == TABLE[case]
-        assert all(one.block_m * case.head_dim <= one.num_warps * 32 * 128 for one in others)
+        assert all(config.block_m * case.head_dim <= config.num_warps * 32 * 128 for config in others)
 
 
 def test_tuned_blocks_are_used_on_that_device_only(cache, monkeypatch):
-    found = Config(64, 64, 4, 2)
-    assert keep("NVIDIA H200", {CASE: found}) == cache
-    keep("NVIDIA A100", {ConfigKey(80, 64, False, "long"): found})
-    keep("NVIDIA H200", {ConfigKey(90, 64, True, "short"): found})
-    assert tuned("NVIDIA H200") == {CASE: found, ConfigKey(90, 64, True, "short"): found}
+    config = Config(64, 64, 4, 2)
+    assert keep("NVIDIA H200", {CASE: config}) == cache
+    keep("NVIDIA A100", {ConfigKey(80, 64, False, "long"): config})
+    keep("NVIDIA H200", {ConfigKey(90, 64, True, "short"): config})
+    assert tuned("NVIDIA H200") == {CASE: config, ConfigKey(90, 64, True, "short"): config}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    for name, expected in (("NVIDIA H200", found), ("NVIDIA H100", TABLE[CASE])):
+    for name, expected in (("NVIDIA H200", config), ("NVIDIA H100", TABLE[CASE])):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
         attention_configs._on_device.cache_clear()
         assert attention_configs._on_device(0, 128, False, "long") == expected

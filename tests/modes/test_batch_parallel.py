@@ -23,9 +23,9 @@ MASKS = {
 
 def make_mask(shape, dtype):
     generator = torch.Generator().manual_seed(3)
-    seen = torch.rand(shape, generator=generator) < 0.8
-    seen[..., 0] = True
-    return seen if dtype == torch.bool else torch.randn(shape, generator=generator)
+    visible = torch.rand(shape, generator=generator) < 0.8
+    visible[..., 0] = True
+    return visible if dtype == torch.bool else torch.randn(shape, generator=generator)
 
 
 def case_mask(kind, B, dtype):
@@ -87,8 +87,8 @@ def attend_in_batch_and_sequence(batch_outside):
     with first, second:
         parts = [sequence.shard(batch.shard(x, dim=0), dim=2) for x in qkv]
         # With the sequence mode inside, the mask meets it first, and has to be sharded by hand.
-        seen = batch.shard(mask, dim=0) if batch_outside else mask
-        out = F.scaled_dot_product_attention(*parts, seen)
+        attn_mask = batch.shard(mask, dim=0) if batch_outside else mask
+        out = F.scaled_dot_product_attention(*parts, attn_mask)
         return batch.gather(sequence.gather(out, dim=2), dim=0)
 
 

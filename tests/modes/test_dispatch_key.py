@@ -77,10 +77,10 @@ def parallel_flux(has_key):
         parallelize_transformer(model, mesh=cpu_mesh(1, 2))
         with (
             mock.patch.object(interceptor, "intercept", wraps=interceptor.intercept),
-            mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as seen,
+            mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as intercept,
         ):
             out = model(**inputs).sample
-    return out, seen.called
+    return out, intercept.called
 
 
 @pytest.mark.parametrize("has_key", [True, False])

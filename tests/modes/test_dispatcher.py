@@ -49,12 +49,12 @@ def test_attention_inside_of_torchs_own_modules_is_seen():
 
 @torch.no_grad()
 def test_another_thread_is_not_intercepted():
-    expected, found = F.scaled_dot_product_attention(Q, Q, Q), []
+    expected, outs = F.scaled_dot_product_attention(Q, Q, Q), []
     with at_the_dispatcher(attend_by_constant([], 1.0)):
-        thread = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(Q, Q, Q)))
+        thread = threading.Thread(target=lambda: outs.append(F.scaled_dot_product_attention(Q, Q, Q)))
         thread.start()
         thread.join()
-    assert torch.equal(found[0], expected)
+    assert torch.equal(outs[0], expected)
 
 
 @torch.no_grad()
@@ -66,18 +66,18 @@ def test_an_exception_leaves_nothing_behind():
 
 @torch.no_grad()
 def test_no_mode_is_entered():
-    seen = []
+    functions = []
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
+            functions.append(func)
             return func(*args, **(kwargs or {}))
 
     with at_the_dispatcher(attend_by_constant([], 1.0)):
         assert torch._C._len_torch_function_stack() == 0
         with Watch():
             Q + 1
-    assert len(seen) == 1
+    assert len(functions) == 1
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first called inside", "called outside before"])

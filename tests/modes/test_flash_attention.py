@@ -117,8 +117,8 @@ def refuse():
     messages = {}
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
         flash.flash_attn_func(q, k, v)
-        for name, given in options.items():
-            messages[name] = message_of(lambda given=given: flash.flash_attn_func(q, k, v, **given))
+        for name, arguments in options.items():
+            messages[name] = message_of(lambda arguments=arguments: flash.flash_attn_func(q, k, v, **arguments))
         for name, ends in (("2 sequence(s)", offsets), ("9 tokens", long)):
             messages[name] = message_of(
                 lambda ends=ends: flash.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 4, 4)

@@ -248,7 +248,7 @@ def gradients(ring, ulysses):
         out = run(*parts, cp.shard(mask))
         own = torch.autograd.grad((out * cp.shard(weights, dim=2)).sum(), parts)
         own = [cp.gather(x, dim=2) for x in own]
-    return [relative_error(mine, expected) for mine, expected in zip(own, whole, strict=True)]
+    return [relative_error(gradient, reference) for gradient, reference in zip(own, whole, strict=True)]
 
 
 # Dynamo makes one while it traces how score_mod indexes a tensor.

@@ -58,13 +58,13 @@ def test_compiled_encoder_layer_attends_to_all_tokens(rank_pool, form):
 
 def test_mode_ending_in_one_thread_keeps_others():
     entered, leave = threading.Event(), threading.Event()
-    seen = []
+    enabled = []
 
     def stay_inside():
         with UnifiedAttnMode(one_rank("cpu")):
             entered.set()
             leave.wait(60)
-            seen.append(torch.backends.mha.get_fastpath_enabled())
+            enabled.append(torch.backends.mha.get_fastpath_enabled())
 
     other = threading.Thread(target=stay_inside)
     with UnifiedAttnMode(one_rank("cpu")):
@@ -73,7 +73,7 @@ def test_mode_ending_in_one_thread_keeps_others():
     assert not torch.backends.mha.get_fastpath_enabled(), "another thread is still inside of a mode"
     leave.set()
     other.join()
-    assert seen == [False]
+    assert enabled == [False]
     assert torch.backends.mha.get_fastpath_enabled()
 
 

@@ -38,10 +38,10 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
     fitting = [choice for choice in sizes if sizes[choice][rank] == held]
     if not fitting:
         return [], {r"cp\.shard"}
-    for mine in fitting:
+    for candidate in fitting:
         totals = {choice: sum(segments[i].total for i in choice) for choice in sizes}
         pairs = [
-            [a == b for a, b in zip(sizes[mine], sizes[other], strict=True)] + [totals[mine] == totals[other]]
+            [a == b for a, b in zip(sizes[candidate], sizes[other], strict=True)] + [totals[candidate] == totals[other]]
             for other in sizes
         ]
         if any(any(pair[:-1]) and not all(pair) for pair in pairs):
@@ -61,25 +61,25 @@ def test_verdict_equals_exhaustive_comparison(infer, data, segments, ranks, orde
     held = sizes_of([segments[i] for i in choice], ranks)[rank] + data.draw(st.sampled_from([0, 0, 0, 1]))
     layouts, errors = verdict_by_hand(held, segments, rank, ranks, ordered)
     try:
-        found = infer(held, segments, rank, ranks, kind="query", ordered=ordered)
+        layout = infer(held, segments, rank, ranks, kind="query", ordered=ordered)
     except ValueError as error:
         assert any(re.search(pattern, str(error)) for pattern in errors), (str(error), errors)
     else:
-        assert found in layouts
-        assert not (len(found.segments) > 1 and found.replicated)
+        assert layout in layouts
+        assert not (len(layout.segments) > 1 and layout.replicated)
 
 
 @pytest.mark.parametrize("infer", INFER)
 @given(data=st.data(), segments=SEGMENTS, ranks=st.integers(2, 5), ordered=st.booleans())
 def test_all_ranks_find_the_same_or_all_raise(infer, data, segments, ranks, ordered):
     held = sizes_of([segments[i] for i in data.draw(st.sampled_from(all_choices(segments)))], ranks)
-    found = []
+    verdicts = []
     for rank in range(ranks):
         try:
-            found.append(infer(held[rank], segments, rank, ranks, kind="query", ordered=ordered).segments)
+            verdicts.append(infer(held[rank], segments, rank, ranks, kind="query", ordered=ordered).segments)
         except ValueError:
-            found.append(None)
-    assert len(set(found)) == 1
+            verdicts.append(None)
+    assert len(set(verdicts)) == 1
 
 
 @pytest.mark.parametrize("chosen", [{7}, set(range(40)) - {13}, set(range(40))], ids=["one", "all but one", "all"])
@@ -93,8 +93,8 @@ def test_forty_sequences_are_distinguished_by_length(chosen):
 
 def test_forty_sequences_of_even_length_need_no_comparison():
     segments = tuple(Segment("x", 8 * i) for i in range(1, 41))
-    found = sequence_of_length(100, segments, 3, 8, kind="query", ordered=False)
-    assert found.total == 800
+    layout = sequence_of_length(100, segments, 3, 8, kind="query", ordered=False)
+    assert layout.total == 800
     with pytest.raises(ValueError, match=r"query of 800 .*is_causal.*cp\.using"):
         sequence_of_length(100, segments, 3, 8, kind="query", ordered=True)
 

@@ -171,8 +171,8 @@ def encoders_with_padding(kind, lengths):
             with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
                 positions = cp.shard(torch.arange(S)[None], dim=1)
                 local = cp.shard(make_ids(S), dim=1)
-                given = mask(cp, local) if callable(mask) else mask
-                out = model(local, attention_mask=given, position_ids=positions).last_hidden_state
+                attention_mask = mask(cp, local) if callable(mask) else mask
+                out = model(local, attention_mask=attention_mask, position_ids=positions).last_hidden_state
                 outs.append(cp.gather(out, dim=1))
     return outs
 

@@ -370,7 +370,7 @@ def test_attributes_behind_graph_break_are_right(rank_pool):
 
 def intercept_nothing():
     mesh = make_mesh(1, 2)
-    found = []
+    messages = []
     mode = UnifiedAttnMode(mesh)
     alone = UnifiedAttnMode(init_device_mesh("cpu", (2, 1), mesh_dim_names=("batch", "ring"))["ring"])
     for block in (mode, mode, UnifiedAttnMode(mesh), alone):
@@ -378,12 +378,12 @@ def intercept_nothing():
             warnings.simplefilter("always")
             with block:
                 torch.ones(2) + 1
-        found.append([f"{w.category.__name__} {w.filename}: {w.message}" for w in caught])
+        messages.append([f"{w.category.__name__} {w.filename}: {w.message}" for w in caught])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ValueError, match="mine"), UnifiedAttnMode(mesh):
             raise ValueError("mine")
-    return [*found, [str(w.message) for w in caught]]
+    return [*messages, [str(w.message) for w in caught]]
 
 
 def test_intercepting_nothing_on_several_ranks_warns_once_per_mode(rank_pool):
@@ -515,9 +515,9 @@ def test_attention_covers_sharded_sequences_and_concatenations(rank_pool):
         assert relative_error(outs["image"], F.scaled_dot_product_attention(*image)) < 1e-5
         assert relative_error(outs["cross"], F.scaled_dot_product_attention(image[0], *text[1:])) < 1e-5
         for name in ("image, text", "text, image"):
-            found = outs[name] if name == "image, text" else outs[name][::-1]
-            assert relative_error(found[0], joint[:, :, :10]) < 1e-5
-            assert relative_error(found[1], joint[:, :, 10:]) < 1e-5
+            parts = outs[name] if name == "image, text" else outs[name][::-1]
+            assert relative_error(parts[0], joint[:, :, :10]) < 1e-5
+            assert relative_error(parts[1], joint[:, :, 10:]) < 1e-5
         assert re.search(r"query has 3 .*cp\.using", outs["unknown"])
         assert re.search(r"10, 4 tokens.*sequence=", outs["ambiguous"])
         expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
@@ -548,10 +548,10 @@ def test_is_causal_over_a_concatenation_never_guesses_the_order(rank_pool):
             whole = [torch.cat(pair, dim=2) for pair in zip(*[make_qkv(S, 3, seed=S) for S in order], strict=True)]
             expected = F.scaled_dot_product_attention(*whole, is_causal=True)
             starts = [0, order[0]]
-            mine = torch.cat(
+            part = torch.cat(
                 [expected[:, :, b : b + S].chunk(2, dim=2)[rank] for b, S in zip(starts, order, strict=True)], dim=2
             )
-            assert relative_error(results[name], mine) < 1e-5, f"{name}, rank {rank}"
+            assert relative_error(results[name], part) < 1e-5, f"{name}, rank {rank}"
 
 
 def use_layouts():

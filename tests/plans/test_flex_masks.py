@@ -60,21 +60,21 @@ def inputs():
 
 
 def run_planned(ring, ulysses):
-    model, given = CausalVideo(), inputs()
+    model, arguments = CausalVideo(), inputs()
     mesh = sequence_mesh(cpu_mesh(ring, ulysses)["ring", "ulysses"])
     outs = []
     with torch.no_grad():
         for plan in (PLAN, PLAN.with_replicated("text")):
             apply_plan(model, plan, mesh)
-            outs += [model(*given) for _ in range(2)]
+            outs += [model(*arguments) for _ in range(2)]
         unsharded = Plan(
             {name: cut for name, cut in PLAN.inputs.items() if name != "block_mask"}, PLAN.outputs, PLAN.joint_order
         )
         apply_plan(model, unsharded, mesh)
         with pytest.raises(ValueError, match="SplitMask"):
-            model(*given)
+            model(*arguments)
         remove_plan(model)
-        outs.append(model(*given))
+        outs.append(model(*arguments))
     return outs
 
 

@@ -127,7 +127,10 @@ def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
     model = fill(Model(), seed=1)
     expected = [model(tokens(num)) for num in (11, 11, 6)]
     for outs, alone in rank_pool.run(run_model, 2, compiled):
-        errors = [relative_error(out, one) for out, one in zip([*outs, alone], [*expected, expected[0]], strict=True)]
+        errors = [
+            relative_error(out, reference)
+            for out, reference in zip([*outs, alone], [*expected, expected[0]], strict=True)
+        ]
         assert max(errors) < 1e-5, errors
 
 
@@ -154,8 +157,8 @@ def cut_entries():
 
 
 def test_entries_of_tuples_and_dicts_are_sharded(rank_pool):
-    for own, found in zip(torch.arange(5.0).tensor_split(2), rank_pool.run(cut_entries, 2), strict=True):
-        torch.testing.assert_close(found, (torch.arange(5.0), (own, own), {"query": own, "key": own}))
+    for own, entries in zip(torch.arange(5.0).tensor_split(2), rank_pool.run(cut_entries, 2), strict=True):
+        torch.testing.assert_close(entries, (torch.arange(5.0), (own, own), {"query": own, "key": own}))
 
 
 def test_replicated_segment_leaves_its_entries_whole():

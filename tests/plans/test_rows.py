@@ -82,11 +82,11 @@ def results(called, rows):
 def on_ranks(shape, rows):
     applied = model()
     apply_plan(applied, PLAN, sequence_mesh(cpu_mesh(*shape)))
-    found = [results(applied, one) for one in rows]
+    outs = [results(applied, count) for count in rows]
     with torch.no_grad():
-        apart = [applied(*inputs(one)) for one in rows]
+        apart = [applied(*inputs(count)) for count in rows]
     remove_plan(applied)
-    return found, apart
+    return outs, apart
 
 
 # Ring × Ulysses: neighbours are in one group, in the other, or in both.
@@ -94,15 +94,15 @@ def on_ranks(shape, rows):
 def test_sums_and_halos_equal_one_device(rank_pool, shape):
     ranks = shape[0] * shape[1]
     rows = (2 * ranks, 2 * ranks + 3, ranks - 1)
-    expected = [results(model(), one) for one in rows]
+    expected = [results(model(), count) for count in rows]
     every = rank_pool.run(on_ranks, ranks, shape, rows)
-    for place in range(len(rows)):
-        outs = [found[place] for found, _ in every]
+    for index in range(len(rows)):
+        outs = [of_rank[index] for of_rank, _ in every]
         for (out, *_), (_, apart) in zip(outs, every, strict=True):
-            assert relative_error(out, expected[place][0]) < 1e-5
-            assert relative_error(apart[place], expected[place][0]) < 1e-5
+            assert relative_error(out, expected[index][0]) < 1e-5
+            assert relative_error(apart[index], expected[index][0]) < 1e-5
         # Every rank computes the loss of the whole output: gradients are averaged, as DistributedDataParallel does.
-        for gradients in zip(expected[place][1:], *[out[1:] for out in outs], strict=True):
+        for gradients in zip(expected[index][1:], *[out[1:] for out in outs], strict=True):
             assert relative_error(torch.stack(gradients[1:]).mean(dim=0), gradients[0]) < 1e-4
 
 
@@ -117,14 +117,14 @@ class NoAttend(Attend):
 
 
 def misfits():
-    mesh, found = sequence_mesh(cpu_mesh(1, 2)), {}
+    mesh, messages = sequence_mesh(cpu_mesh(1, 2)), {}
     for name, attend in (("another", OtherAttend()), ("none", NoAttend())):
         applied = model()
         applied.attend = attend
         apply_plan(applied, PLAN, mesh)
         with pytest.raises(RuntimeError) as error:
             applied(*inputs(6))
-        found[name] = str(error.value)
+        messages[name] = str(error.value)
     applied = model()
     apply_plan(applied, PLAN, mesh)
     with pytest.raises(ValueError, match=r"3 rows on 2 ranks.* 2 "):
@@ -134,10 +134,10 @@ def misfits():
         applied(*inputs(6))
     with torch.no_grad():
         applied(*inputs(6))
-    return found
+    return messages
 
 
 def test_unexpected_sums_raise_on_every_rank(rank_pool):
-    for found in rank_pool.run(misfits, 2):
-        assert re.search(r"scaled_dot_product_attention .*LinearAttention\(", found["another"])
-        assert "[('sum', 0), ('matmul', 1)]" in found["none"]
+    for messages in rank_pool.run(misfits, 2):
+        assert re.search(r"scaled_dot_product_attention .*LinearAttention\(", messages["another"])
+        assert "[('sum', 0), ('matmul', 1)]" in messages["none"]

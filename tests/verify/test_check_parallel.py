@@ -62,7 +62,7 @@ def test_model_without_token_mixing_is_exact():
     lengths = {(case.method, case.ranks, case.tokens) for case in check.cases}
     assert lengths == {(m, r, n) for m in ("ring", "ulysses") for r, n in [(2, 13), (2, 12), (3, 13), (3, 12)]}
     assert model.training
-    assert all(one.training for one in model.modules())
+    assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert x.grad is None

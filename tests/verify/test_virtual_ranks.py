@@ -23,7 +23,7 @@ def test_known_plan_is_exact_and_model_untouched(ring, ulysses):
         expected = module(**inputs).sample
     for out in run_on_virtual_ranks(module, FLUX_PLAN, inputs, ring=ring, ulysses=ulysses):
         assert relative_error(out.sample, expected) < 1e-5
-    assert not any(is_wrapped(one, "parallel") for one in module.modules())
+    assert not any(is_wrapped(part, "parallel") for part in module.modules())
 
 
 def test_a_wrong_order_of_text_and_image_is_seen():
@@ -66,11 +66,11 @@ def test_ranks_that_meet_in_different_collectives_end_at_once():
 
 
 def test_a_rank_that_compiles_is_alone():
-    compiling, seen = threading.Event(), threading.Event()
+    compiling, observed = threading.Event(), threading.Event()
 
     def backend(graph, _):
         compiling.set()
-        seen.wait(timeout=1)
+        observed.wait(timeout=1)
         return graph
 
     def run(mesh):
@@ -79,7 +79,7 @@ def test_a_rank_that_compiles_is_alone():
             return None
         compiling.wait(timeout=1)
         state = torch.compiler.is_compiling()
-        seen.set()
+        observed.set()
         return state
 
     torch.compiler.reset()

@@ -15,19 +15,19 @@ from tests.rank_pool import heartbeat
 
 @dataclass(frozen=True)
 class SparseCase:
-    """One attention call; ``make_mode(mesh, layout=, key_layout=)`` should see the keys of ``seen``, a bool mask,
-    only.
+    """An attention call whose mode, ``make_mode(mesh, layout=, key_layout=)``, attends to the keys of ``visible``, a
+    bool mask.
     """
 
     case: Case
     make_mode: Callable[..., UnifiedAttnMode]
-    seen: Tensor
+    visible: Tensor
 
     def on_one_device(self, qkv: list[Tensor] | None = None) -> Tensor:
-        seen, mask = self.seen, self.case.whole_mask()
+        visible, mask = self.visible, self.case.whole_mask()
         if mask is not None:
-            seen = mask & seen if mask.dtype == torch.bool else mask.float().masked_fill(~seen, float("-inf"))
-        return sdpa_with_both(*(qkv or self.case.qkv()), seen, **self.case.options)
+            visible = mask & visible if mask.dtype == torch.bool else mask.float().masked_fill(~visible, float("-inf"))
+        return sdpa_with_both(*(qkv or self.case.qkv()), visible, **self.case.options)
 
 
 def _attend(
@@ -58,7 +58,7 @@ def _attend(
 
 
 def check_all(rank_pool, items, ring, ulysses, compile_with=None):
-    """Results and gradients of every item, on every rank of the mesh, are those of one device."""
+    """Raise if the result or a gradient of an item differs from one device on any rank of the mesh."""
     ranks = range(ring * ulysses)
     results = rank_pool.run(_attend, len(ranks), items, ring, ulysses, compile_with)
     for index, item in enumerate(items):
@@ -72,7 +72,7 @@ def check_all(rank_pool, items, ring, ulysses, compile_with=None):
         for rank in ranks:
             assert relative_error(results[rank][index][0], expected.detach()) < 1e-5, f"{where}, rank {rank}"
         # If a query sees one key, softmax is constant, and its gradients are rounding errors of 0.
-        for place, layout in enumerate((query_layout, key_layout, key_layout)):
-            whole = put_together([results[rank][index][1][place] for rank in ranks], -2, layout)
-            scale = max(qkv[place].grad.norm(), qkv[2].grad.norm())
-            assert (whole - qkv[place].grad).norm() <= 1e-5 * scale, f"{where}, gradient {place}"
+        for position, layout in enumerate((query_layout, key_layout, key_layout)):
+            whole = put_together([results[rank][index][1][position] for rank in ranks], -2, layout)
+            scale = max(qkv[position].grad.norm(), qkv[2].grad.norm())
+            assert (whole - qkv[position].grad).norm() <= 1e-5 * scale, f"{where}, gradient {position}"

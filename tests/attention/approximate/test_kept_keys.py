@@ -207,9 +207,9 @@ def test_keys_are_selected_without_waiting_for_device(options, ring_index):
     query = torch.empty(2, 3, local, 8, device="meta")
     mask = torch.empty(2, 1, local, 26, dtype=torch.bool, device="meta")
     with mock.patch.object(snapkv, "all_gather", gather_shape), Copies() as copies:
-        seen = snapkv.select_keys(plan.spec.options.kept_keys, query, query.clone(), mask, plan.ring, heads=None)
-    assert seen.shape == (2, 3, 26)
-    assert seen.device == query.device
+        visible = snapkv.select_keys(plan.spec.options.kept_keys, query, query.clone(), mask, plan.ring, heads=None)
+    assert visible.shape == (2, 3, 26)
+    assert visible.device == query.device
     assert copies.waiting
     assert not any(copies.waiting)
 

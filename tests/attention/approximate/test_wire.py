@@ -49,8 +49,8 @@ def test_compiled_it_is_the_same(rank_pool):
         rank_pool.run(attend, 4, CASES[:6:5], 2, 2, None, FP8),
         strict=True,
     ):
-        for one, other in zip(compiled, eager, strict=True):
-            assert relative_error(one, other) < 1e-6
+        for out, expected in zip(compiled, eager, strict=True):
+            assert relative_error(out, expected) < 1e-6
 
 
 def with_sparse_modes(ring):
@@ -130,10 +130,10 @@ def learn(comm_dtype):
 
 
 def test_with_gradients_it_is_exact(rank_pool):
-    for found, expected in zip(
+    for gradients, expected in zip(
         rank_pool.run(learn, 2, torch.float8_e4m3fn), rank_pool.run(learn, 2, None), strict=True
     ):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert all(torch.equal(gradient, reference) for gradient, reference in zip(gradients, expected, strict=True))
 
 
 def make_mode(comm_dtype):
