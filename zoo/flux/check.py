@@ -13,6 +13,7 @@ from itertools import permutations
 
 import numpy as np
 from PIL import Image, ImageFilter
+from skimage.measure import label
 
 from zoo.flux.draw import BACKGROUND_GREYS, CELL_CENTRES, background, shape_mask
 from zoo.flux.grammar import CELLS, COLOURS, SHAPES, Scene, Thing
@@ -31,7 +32,7 @@ BACKGROUND_DISTANCE = 30.0  # mean |difference| in grey levels; the closest two 
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedObject:
     """One object of an image. An attribute without a clear answer is None."""
 
     colour: str | None
@@ -61,18 +62,9 @@ class Verdict:
 
 def patches(mask: np.ndarray) -> list[np.ndarray]:
     """Return the 4-connected patches of a ``[height, width]`` bool mask, each a mask of that size, largest first."""
-    number = np.arange(1, mask.size + 1).reshape(mask.shape) * mask
-    while True:
-        padded = np.pad(number, 1)
-        spread = np.maximum.reduce(
-            [padded[1:-1, 1:-1], padded[2:, 1:-1], padded[:-2, 1:-1], padded[1:-1, 2:], padded[1:-1, :-2]]
-        )
-        spread = spread * mask
-        if np.array_equal(spread, number):
-            break
-        number = spread
-    found = [number == label for label in np.unique(number) if label]
-    return sorted(found, key=lambda patch: -int(patch.sum()))
+    labels = label(mask, connectivity=1)
+    masks = [labels == i + 1 for i in range(labels.max())]
+    return sorted(masks, key=lambda patch: -int(patch.sum()))
 
 
 @dataclass(frozen=True)
@@ -133,11 +125,11 @@ def _cell_of(y: float, x: float) -> str | None:
     return list(CELLS)[3 * row + column]
 
 
-def _describe(image: np.ndarray, patch: np.ndarray) -> Found:
+def _describe(image: np.ndarray, patch: np.ndarray) -> DetectedObject:
     rows, columns = np.flatnonzero(patch.any(axis=1)), np.flatnonzero(patch.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     centre = (top + bottom) / 2, (left + right) / 2
-    return Found(
+    return DetectedObject(
         colour=_colour_of(image[patch]),
         shape=_shape_of(np.pad(patch[top:bottom, left:right], max(bottom - top, right - left))),
         size="large" if max(bottom - top, right - left) >= LARGE_FROM else "small",
@@ -147,11 +139,10 @@ def _describe(image: np.ndarray, patch: np.ndarray) -> Found:
     )
 
 
-def find(image: np.ndarray) -> list[Found]:
+def find(image: np.ndarray) -> list[DetectedObject]:
     """Return the objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
     saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
-    found = patches(saturation >= SATURATED)
-    return [_describe(image, patch) for patch in found if patch.sum() >= MIN_PIXELS]
+    return [_describe(image, patch) for patch in patches(saturation >= SATURATED) if patch.sum() >= MIN_PIXELS]
 
 
 def find_background(image: np.ndarray) -> str | None:
@@ -168,11 +159,16 @@ def find_background(image: np.ndarray) -> str | None:
     return best if distance[best] <= BACKGROUND_DISTANCE else None
 
 
-def _agreement(thing: Thing, found: Found | None) -> tuple[bool, bool, bool, bool]:
+def _agreement(thing: Thing, candidate: DetectedObject | None) -> tuple[bool, bool, bool, bool]:
     """Return whether colour, shape, place and size agree; all are wrong for an object that was not found."""
-    if found is None:
+    if candidate is None:
         return False, False, False, False
-    return found.colour == thing.colour, found.shape == thing.shape, found.cell == thing.cell, found.size == thing.size
+    return (
+        candidate.colour == thing.colour,
+        candidate.shape == thing.shape,
+        candidate.cell == thing.cell,
+        candidate.size == thing.size,
+    )
 
 
 def check(image: np.ndarray, scene: Scene) -> Verdict:
@@ -186,14 +182,14 @@ def check(image: np.ndarray, scene: Scene) -> Verdict:
     """
     if image.ndim != 3 or image.shape[-1] != 3 or image.dtype != np.uint8:
         raise ValueError(f"check wants [height, width, 3] uint8, got {list(image.shape)} {image.dtype}")
-    found: list[Found | None] = [*find(image)]
+    detected: list[DetectedObject | None] = [*find(image)]
     num_things = len(scene.things)
     # The largest few are enough; an image of noise has hundreds.
-    candidates = found[: num_things + 2] + [None] * num_things
+    candidates = detected[: num_things + 2] + [None] * num_things
     pairings = (
         [_agreement(thing, candidate) for thing, candidate in zip(scene.things, order, strict=True)]
         for order in permutations(candidates, num_things)
     )
     best = max(pairings, key=lambda pairing: sum(map(sum, pairing)))
     colour, shape, place, size = zip(*best, strict=True)
-    return Verdict(colour, shape, place, size, len(found) == num_things, find_background(image) == scene.background)
+    return Verdict(colour, shape, place, size, len(detected) == num_things, find_background(image) == scene.background)

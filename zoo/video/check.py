@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zoo.flux.check import Found, find, find_background
+from zoo.flux.check import DetectedObject, find, find_background
 from zoo.video.grammar import DIRECTIONS, Scene
 
 MOST = 0.75  # of the frames
@@ -44,16 +44,16 @@ def most(values: Iterable[str | None]) -> str | None:
     return value if count >= MOST * len(values) else None
 
 
-def line(objects: list[Found | None]) -> tuple[np.ndarray, float] | None:
+def line(objects: list[DetectedObject | None]) -> tuple[np.ndarray, float] | None:
     """Return the pixels (x, y) per frame of the best straight line through the centres, and the median distance from
     it.
 
     None where fewer than `MOST` of the frames have an object.
     """
-    times = np.array([i for i, found in enumerate(objects) if found is not None])
+    times = np.array([i for i, detected in enumerate(objects) if detected is not None])
     if len(times) < MOST * len(objects):
         return None
-    centres = np.array([found.centre for found in objects if found is not None])[:, ::-1]
+    centres = np.array([detected.centre for detected in objects if detected is not None])[:, ::-1]
     speed, start = np.polyfit(times, centres, 1)
     stray = float(np.median(np.linalg.norm(centres - (start + times[:, None] * speed), axis=1)))
     return speed, stray
@@ -77,14 +77,14 @@ def check(frames: np.ndarray, scene: Scene) -> Verdict:
     """
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
         raise ValueError(f"check wants [frames, height, width, 3] uint8, got {list(frames.shape)} {frames.dtype}")
-    found = [find(frame) for frame in frames]
-    objects = [objects[0] if objects else None for objects in found]
+    by_frame = [find(frame) for frame in frames]
+    objects = [objects[0] if objects else None for objects in by_frame]
     way = line(objects)
     return Verdict(
         colour=most(thing and thing.colour for thing in objects) == scene.colour,
         shape=most(thing and thing.shape for thing in objects) == scene.shape,
         direction=way is not None and direction_of(way[0] * (len(frames) - 1)) == scene.direction,
         steady=way is not None and way[1] <= MAX_STRAY,
-        one=bool(np.mean([len(objects) == 1 for objects in found]) >= MOST),
+        one=bool(np.mean([len(objects) == 1 for objects in by_frame]) >= MOST),
         background=most(find_background(frame) for frame in frames) == scene.background,
     )
