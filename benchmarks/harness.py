@@ -245,11 +245,11 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = {x.untyped_storage()._cdata for x in _flat([*args, *(kwargs or {}).values()])}
+        inputs = {x.untyped_storage()._cdata for x in _flat([*args, *(kwargs or {}).values()])}
         out = func(*args, **(kwargs or {}))
         for x in _flat([out]):
             storage = x.untyped_storage()
-            if storage._cdata not in self._known and storage._cdata not in given:
+            if storage._cdata not in self._known and storage._cdata not in inputs:
                 self._known[storage._cdata] = weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
                 self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
@@ -261,13 +261,13 @@ class PeakMemory(TorchDispatchMode):
 
 
 def _flat(values: Sequence[Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _flat(value)
-    return found
+            tensors += _flat(value)
+    return tensors
 
 
 # -- tables

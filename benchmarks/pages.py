@@ -136,10 +136,10 @@ def refusals() -> dict[str, list[str]]:
 def extras() -> dict[str, list[str]]:
     """Return the table of docs/install.md: the extras of setup.py, with the packages of an extra inside another."""
     with mock.patch("setuptools.setup") as setup:
-        known: dict[str, tuple[list[str], str]] = runpy.run_path(str(ROOT / "setup.py"))["EXTRAS"]
+        groups: dict[str, tuple[list[str], str]] = runpy.run_path(str(ROOT / "setup.py"))["EXTRAS"]
     always = ", ".join(map(_requirement, setup.call_args.kwargs["install_requires"]))
     rows = [["none", always, "`UnifiedAttnMode`, `init_context_parallel_mesh`, the planner"]]
-    for name, (packages, purpose) in known.items():
+    for name, (packages, purpose) in groups.items():
         if name != "test":
             rows.append([f"`{name}`", ", ".join(map(_requirement, packages)), purpose])
     return {"extras": markdown_table(["extra", "brings", "for"], rows)}

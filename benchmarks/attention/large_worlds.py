@@ -65,15 +65,15 @@ def call(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
     def attend() -> None:
         F.scaled_dot_product_attention(*qkv)
 
-    found = []
+    costs = []
     for measure in (calls_in_python, _milliseconds):
         # A mode of its own: what is planned is kept by it.
         with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True, **options) as cp:
             cp.sequence(mesh.size() * TOKENS_PER_RANK)
             first = measure(attend)
             later = min(measure(attend) for _ in range(5))
-            found.append((round(first - later, 2), round(later, 2)))
-    (plan_calls, calls), (plan_ms, ms) = found
+            costs.append((round(first - later, 2), round(later, 2)))
+    (plan_calls, calls), (plan_ms, ms) = costs
     return {"plan, functions": plan_calls, "plan ms": plan_ms, "call, functions": calls, "call ms": ms}
 
 
@@ -108,9 +108,9 @@ def in_world(
             shape_of, options = METHODS[method]
             ring, ulysses = shape_of(world)
             mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-            found = measure(mesh, options)
-            print(f"{world} ranks, {method} (ring {ring} × ulysses {ulysses}): {found}", flush=True)
-            yield {"world": world, "method": method, "ring": ring, "ulysses": ulysses, **found}
+            cost = measure(mesh, options)
+            print(f"{world} ranks, {method} (ring {ring} × ulysses {ulysses}): {cost}", flush=True)
+            yield {"world": world, "method": method, "ring": ring, "ulysses": ulysses, **cost}
 
 
 def trace_alone() -> None:

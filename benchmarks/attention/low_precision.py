@@ -71,7 +71,7 @@ def errors(output: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> dict[
 
 def rows(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
     """Return a row per kind of data: exact attention in bfloat16, 8 bits, and 8 bits without smoothing of keys."""
-    found = []
+    rows_of_errors = []
     for head_dim in head_dims:
         for data in DATA:
             query, key, value = inputs(data, head_dim)
@@ -82,8 +82,8 @@ def rows(head_dims: Sequence[int] = (64, 128)) -> list[dict[str, Any]]:
                 "8 bits, not smoothed": attention_int8_reference.attention(query, key, value, smooth=False),
             }
             for name, result in results.items():
-                found.append({"data": data, "D": head_dim, "attention": name, **errors(result, exact)})
-    return found
+                rows_of_errors.append({"data": data, "D": head_dim, "attention": name, **errors(result, exact)})
+    return rows_of_errors
 
 
 # -- 8 bits between ranks

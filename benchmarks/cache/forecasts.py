@@ -71,8 +71,8 @@ class Generator:
         self, steps: int, options: Callable[[int], dict[str, Any]], against: int | None = None
     ) -> dict[str, Any]:
         images, computed = self.generate(steps, options)
-        found = judge(images, self.reference(against or steps))
-        return {"psnr": found["psnr"], "as without": found["as without"], "steps": computed}
+        judgement = judge(images, self.reference(against or steps))
+        return {"psnr": judgement["psnr"], "as without": judgement["as without"], "steps": computed}
 
 
 def compared(row: dict[str, Any], baseline: dict[str, Any]) -> list[float]:
@@ -84,7 +84,7 @@ def compared(row: dict[str, Any], baseline: dict[str, Any]) -> list[float]:
 
 def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Return the row for the JSON, and print it."""
-    found = {
+    figures = {
         "name": name,
         **settings,
         "computed": round(statistics.mean(map(len, row["steps"])), 2),
@@ -93,13 +93,13 @@ def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings
         "as without": round(statistics.mean(row["as without"]), 3),
         "psnr beside the first": compared(row, baseline),
     }
-    print(found, flush=True)
-    return found
+    print(figures, flush=True)
+    return figures
 
 
 def forecasts(generator: Generator) -> list[dict[str, Any]]:
     """Return rows of all forecasts at the steps that a plain cache chooses."""
-    found = []
+    rows = []
     for threshold in THRESHOLDS:
         plain: dict[str, Any] = {"residual_diff_threshold": threshold, "forecast_order": 0}
         chosen = generator.generate(28, lambda i, plain=plain: plain)[1]
@@ -107,11 +107,11 @@ def forecasts(generator: Generator) -> list[dict[str, Any]]:
         for name, options in FORECASTS.items():
             row = generator.judged(28, lambda i, o=options, c=chosen: {"compute_steps": c[i], **o})
             baseline = baseline or row
-            found.append(summary(name, row, baseline, threshold=threshold))
+            rows.append(summary(name, row, baseline, threshold=threshold))
         warm = [sorted({*range(4), *steps}) for steps in chosen]
         row = generator.judged(28, lambda i, c=warm: {"compute_steps": c[i], "forecast_order": 1})
-        found.append(summary("order 1, 4 steps of warm-up more", row, baseline, threshold=threshold))
-    return found
+        rows.append(summary("order 1, 4 steps of warm-up more", row, baseline, threshold=threshold))
+    return rows
 
 
 # Thresholds of each rule that compute about 5 to 16 of 28 steps.
@@ -130,8 +130,8 @@ def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
     options |= {name: {"compute_steps": [0], "rule": name} for name in RULES}
     seconds: dict[str, list[float]] = {name: [] for name in options}
     for _ in range(rounds):
-        for name, given in options.items():
-            apply_cache_on_pipe(generator.pipe, **given)
+        for name, kwargs in options.items():
+            apply_cache_on_pipe(generator.pipe, **kwargs)
             start = time.process_time()
             generate(generator.pipe, generator.captions[0], steps=28, seed=0)
             seconds[name].append(time.process_time() - start)
@@ -143,14 +143,14 @@ def rules(generator: Generator) -> list[dict[str, Any]]:
     """Return a curve over thresholds for each rule: PSNR, the seconds of its steps, and the share of 57 blocks that it
     computes.
     """
-    costs, found = hit_costs(generator), []
+    costs, rows = hit_costs(generator), []
     for name, thresholds in RULES.items():
         for threshold in thresholds:
             row = generator.judged(28, lambda i, t=threshold, n=name: {"residual_diff_threshold": t, "rule": n})
             computed = round(statistics.mean(map(len, row["steps"])), 2)
-            found.append(with_costs(name, threshold, computed, row["psnr"], costs))
-            print({**found[-1], "psnr": round(statistics.mean(row["psnr"]), 2)}, flush=True)
-    return [*found, *[beside for cost in COSTS for beside in _at_equal(found, cost)]]
+            rows.append(with_costs(name, threshold, computed, row["psnr"], costs))
+            print({**rows[-1], "psnr": round(statistics.mean(row["psnr"]), 2)}, flush=True)
+    return [*rows, *[beside for cost in COSTS for beside in _at_equal(rows, cost)]]
 
 
 def with_costs(
@@ -168,14 +168,14 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
     same cost.
     """
     first, second = (sorted([row for row in rows if row["name"] == name], key=lambda row: row[cost]) for name in RULES)
-    found = []
+    comparisons = []
     for row in second:
         for lower, upper in itertools.pairwise(first):
             if lower[cost] <= row[cost] < upper[cost]:
                 weight = (row[cost] - lower[cost]) / (upper[cost] - lower[cost])
                 middle = [(1 - weight) * x + weight * y for x, y in zip(lower["psnr"], upper["psnr"], strict=True)]
                 beside = compared(row, {"psnr": middle})
-                found.append(
+                comparisons.append(
                     {
                         "at equal": cost,
                         cost: row[cost],
@@ -183,8 +183,8 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
                         "psnr beside first_block": beside,
                     }
                 )
-                print(found[-1], flush=True)
-    return found
+                print(comparisons[-1], flush=True)
+    return comparisons
 
 
 # The computed steps of generations of 4 and 8 steps.
@@ -198,26 +198,26 @@ def few(generator: Generator) -> list[dict[str, Any]]:
     """Return rows of skipped steps, compared with generations without a cache that take as many steps as were
     computed.
     """
-    found = []
+    rows = []
     for steps, masks in FEW.items():
         for mask in masks:
             fewer = judge(generator.reference(len(mask)), generator.reference(steps))
             baseline = {**fewer, "steps": [list(range(len(mask)))] * len(generator.captions)}
-            found.append(summary(f"{len(mask)} steps, no cache", baseline, baseline, of=steps))
+            rows.append(summary(f"{len(mask)} steps, no cache", baseline, baseline, of=steps))
             for order in (0, 1):
                 row = generator.judged(steps, lambda i, m=mask, o=order: {"compute_steps": m, "forecast_order": o})
-                found.append(summary(f"steps {mask}, order {order}", row, baseline, of=steps))
-    return found
+                rows.append(summary(f"steps {mask}, order {order}", row, baseline, of=steps))
+    return rows
 
 
 def few_by_rule(generator: Generator) -> list[dict[str, Any]]:
     """Return PSNR and computed steps of thresholds at 4 and 8 steps."""
-    found = []
+    rows = []
     for steps in FEW:
         for threshold in (0.08, 0.2, 0.3, 0.4, 0.6):
             row = generator.judged(steps, lambda i, t=threshold: {"residual_diff_threshold": t})
-            found.append(summary(f"threshold {threshold:g}", row, row, of=steps))
-    return found
+            rows.append(summary(f"threshold {threshold:g}", row, row, of=steps))
+    return rows
 
 
 def parts() -> dict[str, list[str]]:
@@ -231,8 +231,8 @@ def parts() -> dict[str, list[str]]:
     }
 
 
-def _forecasts_table(found: dict[str, Any]) -> list[str]:
-    rows = found["rows"]
+def _forecasts_table(results: dict[str, Any]) -> list[str]:
+    rows = results["rows"]
     thresholds = list(dict.fromkeys(row["threshold"] for row in rows))
     names = list(dict.fromkeys(row["name"] for row in rows))
     of = {(row["threshold"], row["name"]): row for row in rows}
@@ -246,19 +246,19 @@ def _forecasts_table(found: dict[str, Any]) -> list[str]:
     return markdown_table(["forecast", *(f"{x:.1f} of 28 computed" for x in computed)], lines)
 
 
-def _few_table(found: dict[str, Any]) -> list[str]:
+def _few_table(results: dict[str, Any]) -> list[str]:
     rows = []
-    for fewer, plain, straight in _threes(found["rows"]):
+    for fewer, plain, straight in _threes(results["rows"]):
         mask = plain["name"].removeprefix("steps ").removesuffix(", order 0")
         rows.append([f"{mask} of {plain['of']}", f"{fewer['psnr']:.1f} dB", _beside(plain), _beside(straight)])
     heads = ["computed", "as many steps, no cache", "`forecast_order=0`", "`forecast_order=1`"]
     return markdown_table(heads, rows)
 
 
-def _rules_table(found: dict[str, Any]) -> list[str]:
-    beside = {(row["at equal"], row["threshold"]): row for row in found["rows"] if "at equal" in row}
+def _rules_table(results: dict[str, Any]) -> list[str]:
+    beside = {(row["at equal"], row["threshold"]): row for row in results["rows"] if "at equal" in row}
     rows = []
-    for row in (row for row in found["rows"] if row.get("name") == "modulated_input"):
+    for row in (row for row in results["rows"] if row.get("name") == "modulated_input"):
         cells = [beside.get((cost, row["threshold"])) for cost in COSTS]
         texts = ["" if cell is None else "{:+.1f} ± {:.1f}".format(*cell["psnr beside first_block"]) for cell in cells]
         if any(texts):
@@ -267,12 +267,14 @@ def _rules_table(found: dict[str, Any]) -> list[str]:
     return markdown_table(["threshold", "computed of 28", "PSNR", *(f"beside, at equal {x}" for x in COSTS)], rows)
 
 
-def _by_rule_table(found: dict[str, Any]) -> list[str]:
+def _by_rule_table(results: dict[str, Any]) -> list[str]:
     rows = []
     for steps in FEW:
-        cells = [f"{row['computed']:.1f} computed, {row['psnr']:.1f} dB" for row in found["rows"] if row["of"] == steps]
+        cells = [
+            f"{row['computed']:.1f} computed, {row['psnr']:.1f} dB" for row in results["rows"] if row["of"] == steps
+        ]
         rows.append([steps, *cells])
-    return markdown_table(["steps", *(row["name"] for row in found["rows"] if row["of"] == 8)], rows)
+    return markdown_table(["steps", *(row["name"] for row in results["rows"] if row["of"] == 8)], rows)
 
 
 def _threes(rows: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:

@@ -77,8 +77,8 @@ def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[st
         partial = path.with_suffix(".partial.npz")
         np.savez_compressed(partial, images=images, **cost)
         partial.rename(path)
-    with np.load(path) as found:
-        return found["images"], {name: found[name].tolist() for name in ("computed", "cpu_seconds")}
+    with np.load(path) as file:
+        return file["images"], {name: file[name].tolist() for name in ("computed", "cpu_seconds")}
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:

@@ -91,7 +91,7 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
     Args:
         rows: lists with a value for each caption.
     """
-    found = []
+    rows_of_ways = []
     for row in sorted(rows, key=lambda x: (x["steps"], x["cache"] != "no cache", -_mean(x["computed"]))):
         summary = {name: row[name] for name in ("cache", "setting", "steps")}
         for name in ("computed", "psnr", "ssim", "right", "as without", "attributes"):
@@ -100,8 +100,8 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
         for name, cache in BASELINES.items():
             same = [x for x in rows if (x["cache"], x["steps"]) == (cache, row["steps"])]
             summary[f"psnr beside {name}"] = None if row["cache"] in ("no cache", cache) else beside(row, same)
-        found.append(summary)
-    return found
+        rows_of_ways.append(summary)
+    return rows_of_ways
 
 
 def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
@@ -130,24 +130,24 @@ def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     return None
 
 
-def quality(found: Sequence[Row]) -> list[str]:
+def quality(summaries: Sequence[Row]) -> list[str]:
     """Return the table of all ways. The JSON has further figures."""
     rows = []
-    for row in found:
+    for row in summaries:
         psnr = "" if row["cache"] == "no cache" else f"{row['psnr']:.1f}"
         difference = row["psnr beside forecast"]
         beside_default = "" if difference is None else f"{difference[0]:+.1f} ± {difference[1]:.1f}"
         rows.append([row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, beside_default])
-    right = [row["right"] for row in found]
+    right = [row["right"] for row in summaries]
     heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "PSNR beside para_core's default"]
     return [*markdown_table(heads, rows), "", f"All right: {min(right):.1%} to {max(right):.1%} of the captions."]
 
 
-def speed(found: dict[str, Any]) -> list[str]:
+def speed(results: dict[str, Any]) -> list[str]:
     """Return the speed-ups of eager and compiled calls, each against no cache measured likewise."""
-    compiled = {row["name"]: row for row in found.get("compiled", ())}
+    compiled = {row["name"]: row for row in results.get("compiled", ())}
     rows = []
-    for row in found.get("eager", ()):
+    for row in results.get("eager", ()):
         other = compiled.get(row["name"])
         rows.append([row["name"], row.get("computed", ""), _speed_up(row), _speed_up(other), _how(other)])
     return markdown_table(["cache", "computed of 28", "eager", "compiled", "compiled as"], rows)
@@ -165,13 +165,13 @@ def _how(row: Row | None) -> str:
     return "one graph" if row["fullgraph"] else f"**no** `fullgraph`; {row['graphs']} graphs"
 
 
-def about(found: dict[str, Any]) -> list[str]:
+def about(results: dict[str, Any]) -> list[str]:
     """Return the date, the device and the versions."""
-    environment = found["environment"]
+    environment = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     where = f"{environment['device']}, one thread, Python {environment['python']}"
     return [
-        f"{environment['date']}, {where}, {versions}; {found['captions']} held-out captions of one thing, each alone."
+        f"{environment['date']}, {where}, {versions}; {results['captions']} held-out captions of one thing, each alone."
     ]
 
 

@@ -197,16 +197,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
+    results = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
     cells = [cell for cell in all_cells() if any(text in cell.name for text in args.cells)]
-    cells = [cell for cell in cells if args.again or cell.name not in found["cells"]]
+    cells = [cell for cell in cells if args.again or cell.name not in results["cells"]]
     version.version_and_sources()  # once, for all ranks: sources may be edited while this runs
     expected = {name: expected_image(name) for name in PIPELINES}
     # The garbage collector of each forked rank would walk these objects, and so copy their pages.
     gc.freeze()
     with open_hosts(NUM_HOSTS) as hosts:
-        found |= {"environment": environment("diffusers"), "timeout": TIMEOUT, "sleep": SLEEP}
-        found["hosts"] = "network namespaces" if hosts.namespaces else "loopback addresses"
+        results |= {"environment": environment("diffusers"), "timeout": TIMEOUT, "sleep": SLEEP}
+        results["hosts"] = "network namespaces" if hosts.namespaces else "loopback addresses"
         for number, cell in enumerate(cells):
             if cell.of_link and not hosts.namespaces:
                 continue
@@ -214,8 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
             if not result["struck"]:  # a forked rank may find torch's thread pool broken before anything began
                 result = run_cell(cell, hosts, expected[cell.pipeline])
             result["verdict"] = verdict(result)
-            found["cells"][cell.name] = result
-            args.output.write_text(json.dumps(found, indent=1) + "\n")
+            results["cells"][cell.name] = result
+            args.output.write_text(json.dumps(results, indent=1) + "\n")
             print(f"{number + 1}/{len(cells)} {cell.name}: {result['verdict']}", flush=True)
 
 

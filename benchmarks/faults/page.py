@@ -62,20 +62,20 @@ def _named(result: dict[str, Any]) -> bool:
 
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/faults.md."""
-    found = read_results("faults")
-    results = found["cells"]
-    return {"summary": _summary(found), "table": _tables(results)}
+    run = read_results("faults")
+    results = run["cells"]
+    return {"summary": _summary(run), "table": _tables(results)}
 
 
-def _summary(found: dict[str, Any]) -> list[str]:
-    results = list(found["cells"].values())
+def _summary(run: dict[str, Any]) -> list[str]:
+    results = list(run["cells"].values())
     bad = Counter(part for result in results for part in result["verdict"].split(", ") if part != "good")
-    ends = [(rank.get("seconds", 0.0), one) for one in results if not _is_slow(one) for rank in _survivors(one)]
+    ends = [(rank.get("seconds", 0.0), cell) for cell in results if not _is_slow(cell) for rank in _survivors(cell)]
     seconds, slowest = max(ends, key=lambda end: end[0])
     images = sum(all("error" in rank for rank in _survivors(result)) for result in results)
     counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
     text = (
-        f"{len(results)} cells on {found['hosts']}, time-out {found['timeout']:g} s: {', '.join(counts)}. In {images} "
+        f"{len(results)} cells on {run['hosts']}, time-out {run['timeout']:g} s: {', '.join(counts)}. In {images} "
         "cells every living rank had the image of one process; in the others the ranks raised and named the cause. "
         f"Except on the delayed link, a living rank ended after at most {seconds:.1f} s ({slowest['fault']}, "
         f"{slowest['moment']})."
@@ -109,9 +109,9 @@ def _tables(results: dict[str, Any]) -> list[str]:
     return [f"**{first.pipeline}, {first.mesh}**", "", *markdown_table(["fault", *MOMENTS], rows)]
 
 
-def _shown(found: list[dict[str, Any] | None]) -> str:
+def _shown(cells: list[dict[str, Any] | None]) -> str:
     """Return the most seconds of some cells, and how each of them ended."""
-    results = [result for result in found if result is not None]
+    results = [result for result in cells if result is not None]
     bad = dict.fromkeys(result["verdict"] for result in results if result["verdict"] != "good")
     if bad or not results:
         return f"**{', '.join(bad)}**" if bad else "–"

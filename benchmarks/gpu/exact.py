@@ -62,8 +62,8 @@ def make_inputs(
         drawn[:3] = [x.transpose(1, 2) for x in table.unbind(2)]
     if memory != "contiguous":
         drawn = [x if memory == "packed" and i < 3 else _transposed(x) for i, x in enumerate(drawn)]
-    found = None if mask in ("none", "causal") else _mask(mask, shape, dtype, generator).to(device)
-    return Inputs(*drawn, mask=found, is_causal=mask == "causal")
+    attn_mask = None if mask in ("none", "causal") else _mask(mask, shape, dtype, generator).to(device)
+    return Inputs(*drawn, mask=attn_mask, is_causal=mask == "causal")
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -80,10 +80,10 @@ def flux_transformer(device: torch.device, *, tiny: bool) -> Any:
             if has_diffusers():
                 import diffusers
 
-                made: Any = diffusers.FluxTransformer2DModel(**config, guidance_embeds=True)
+                transformer: Any = diffusers.FluxTransformer2DModel(**config, guidance_embeds=True)
             else:
-                made = FluxTransformer2DModel(**config)
-            return made.eval().requires_grad_(False)
+                transformer = FluxTransformer2DModel(**config)
+            return transformer.eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
 

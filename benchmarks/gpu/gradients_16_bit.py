@@ -80,8 +80,8 @@ def _flash(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
 def _cudnn(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
     qkv = inputs.query, inputs.key, inputs.value
     aten = torch.ops.aten
-    found = aten._scaled_dot_product_cudnn_attention(*qkv, None, True)
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = found
+    outputs = aten._scaled_dot_product_cudnn_attention(*qkv, None, True)
+    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = outputs
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         inputs.grad_out, *qkv, lay_out(out), lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, False
     )

@@ -126,13 +126,13 @@ def write_section(
 @functools.cache
 def section_environment() -> dict[str, Any]:
     """Return date, device and versions, as each section's JSON has them."""
-    found: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for name in ("torch", "triton", "transformers", "diffusers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     if torch.version.cuda is not None:
-        found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
-    return {**environment(), "versions": found}
+        versions |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    return {**environment(), "versions": versions}
 
 
 def first_line(error: BaseException, at_most: int = 300) -> str:

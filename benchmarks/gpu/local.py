@@ -67,10 +67,10 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
     if own is None:
         with sdpa_kernel(SDPBackend.MATH):
             own = sdpa(inputs).errors(expected)
-    found = [one for one in (errors, alone) if one is not None]
-    if any(judge(one, own, inputs.query.dtype) == WRONG for one in found):
+    computed = [errors_of_call for errors_of_call in (errors, alone) if errors_of_call is not None]
+    if any(judge(errors_of_call, own, inputs.query.dtype) == WRONG for errors_of_call in computed):
         verdict = WRONG
-    elif len(found) == 2:
+    elif len(computed) == 2:
         verdict = OK
     else:
         # A call that SDPA refuses may be refused here too.

@@ -31,13 +31,13 @@ def run(job: Job) -> None:
         }
         for name, step in steps.items():
             try:
-                found = step(job.device) or {}
+                outcome = step(job.device) or {}
             except Exception as error:
                 if is_fatal(error):
                     raise
                 job.add(backend=backend, step=name, verdict=FAILED, raised=first_line(error))
                 continue
-            job.add(backend=backend, step=name, **{"verdict": OK, **found})
+            job.add(backend=backend, step=name, **{"verdict": OK, **outcome})
     if job.device.type != "cpu":
         _two_ranks_on_one_device(job)
 
@@ -82,8 +82,8 @@ def _mode(device: torch.device) -> dict[str, Any]:
     with UnifiedAttnMode(init_context_parallel_mesh(device.type)) as cp:
         out = cp.gather(F.scaled_dot_product_attention(*[cp.shard(x, dim=2) for x in qkv]), dim=2)
     out.backward(inputs.grad_out)
-    found = type(expected)(out.detach(), *[x.grad for x in qkv])
-    errors, own = found.errors(expected), sdpa(inputs).errors(expected)
+    results = type(expected)(out.detach(), *[x.grad for x in qkv])
+    errors, own = results.errors(expected), sdpa(inputs).errors(expected)
     return {"verdict": judge(errors, own, torch.bfloat16), "errors": errors, "SDPA": own}
 
 
@@ -107,11 +107,11 @@ def _transformer(device: torch.device) -> dict[str, Any]:
     """Run a small FLUX; the section ``flux`` has the large one."""
     from para_core.adapters import parallelize_transformer
 
-    transformer, given = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
+    transformer, kwargs = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
     with torch.no_grad():
-        before = transformer(**given, return_dict=False)[0]
+        before = transformer(**kwargs, return_dict=False)[0]
         parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))
-        after = transformer(**given, return_dict=False)[0]
+        after = transformer(**kwargs, return_dict=False)[0]
     return {
         "verdict": OK if torch.equal(before, after) else WRONG,
         "largest difference": (before - after).abs().max().item(),

@@ -64,11 +64,11 @@ def run(job: Job) -> None:
     worlds = (4,) if job.tiny else (4, 8)
     tokens, head_dim = (15, 8) if job.tiny else (511, 64)
     failed = {}
-    for place, num_ranks in enumerate(worlds):
+    for index, num_ranks in enumerate(worlds):
         if not job.has_time(f"{num_ranks} ranks", NEEDS[f"{num_ranks} ranks"]):
             continue
         # All of the rest for the last, so that what the first one leaves is not lost.
-        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[place + 1 :])
+        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[index + 1 :])
         rows, errors = run_ranks(
             attend_on_all_meshes,
             num_ranks,
@@ -110,7 +110,7 @@ def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: 
                 continue
             row: dict[str, Any] = {"mesh": name, "case": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
             try:
-                found = _over_ranks(inputs, mode(mesh, comm_dtype=case.comm_dtype), gradients=case.comm_dtype is None)
+                results = _over_ranks(inputs, mode(mesh, comm_dtype=case.comm_dtype), gradients=case.comm_dtype is None)
             except (RuntimeError, ValueError, TypeError) as error:
                 # In eager code errors of input come on every rank; after any other, ranks are apart and the groups'
                 # timeout ends it.
@@ -119,7 +119,7 @@ def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: 
                 yield {**row, "verdict": FAILED, "raised": first_line(error)}
                 continue
             if expected is not None:
-                yield {**row, **_judged(inputs, case, found, expected)}
+                yield {**row, **_judged(inputs, case, results, expected)}
 
 
 def _first_rank_says(flag: bool) -> bool:
@@ -139,15 +139,15 @@ def _over_ranks(inputs: Inputs, mode: UnifiedAttnMode, *, gradients: bool) -> Re
             out = F.scaled_dot_product_attention(
                 *qkv, inputs.mask, is_causal=inputs.is_causal, enable_gqa=inputs.heads_per_key_head > 1
             )
-        found: list[Tensor | None] = [out.detach()]
+        tensors: list[Tensor | None] = [out.detach()]
         if gradients:
             out.backward(grad_out)
-            found += [x.grad for x in qkv]
-        return Results(*[None if x is None else cp.gather(x, dim=2) for x in found])
+            tensors += [x.grad for x in qkv]
+        return Results(*[None if x is None else cp.gather(x, dim=2) for x in tensors])
 
 
-def _judged(inputs: Inputs, case: Case, found: Results, expected: Results) -> dict[str, Any]:
-    errors = found.errors(expected)
+def _judged(inputs: Inputs, case: Case, results: Results, expected: Results) -> dict[str, Any]:
+    errors = results.errors(expected)
     own = sdpa(inputs).errors(expected)
     if case.comm_dtype is not None:
         verdict = OK if errors["out"] <= EIGHT_BITS_BOUND else WRONG

@@ -103,17 +103,17 @@ def run_section(section: Section, output: Path, *, device: str, tiny: bool, seco
         parts = section.parts[:: len(section.parts) - 1 or 1] if tiny else section.parts
         running = [_start(section, part, Path(name), device, tiny, began + seconds) for part in parts]
         try:
-            for one in running:
+            for running_part in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    one.process.wait(max(0.0, began + seconds + _PATIENCE - time.monotonic()))
+                    running_part.process.wait(max(0.0, began + seconds + _PATIENCE - time.monotonic()))
                 # It ends itself at its limit, unless it cannot.
-                one.timed_out = time.monotonic() - began >= seconds
+                running_part.timed_out = time.monotonic() - began >= seconds
         finally:
-            for one in running:
+            for running_part in running:
                 # The process and the ranks that it started, dead or alive.
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(one.process.pid, signal.SIGKILL)
-                one.process.wait()
+                    os.killpg(running_part.process.pid, signal.SIGKILL)
+                running_part.process.wait()
         _write_together(section, running, output / f"{section.name}.json", time.monotonic() - began, seconds)
     return _read(output, section)
 
@@ -139,19 +139,19 @@ _EMPTY: dict[str, Any] = {"status": "began", "rows": [], "left out": [], "out of
 def _write_together(section: Section, running: list[_RunningPart], file: Path, took: float, limit: float) -> None:
     """Write the JSON of all parts as one. The section's status is the worst of its parts."""
     rows, left_out, out_of_time, errors, statuses = [], [], [], [], set()
-    for one in running:
-        content = json.loads(one.file.read_text()) if one.file.exists() else _EMPTY
+    for part in running:
+        content = json.loads(part.file.read_text()) if part.file.exists() else _EMPTY
         rows += content["rows"]
         left_out += content["left out"]
         out_of_time += content["out of time"]
         status, error = content["status"], content.get("error")
         if status == "began":
-            status = "killed" if one.timed_out else "failed"
-            why = f"killed after {limit:.0f} s" if one.timed_out else f"ended with {one.process.returncode}"
-            error = f"{why}; the end of its output:\n{one.log.read_text(errors='replace')[-_LAST_WORDS:]}"
+            status = "killed" if part.timed_out else "failed"
+            why = f"killed after {limit:.0f} s" if part.timed_out else f"ended with {part.process.returncode}"
+            error = f"{why}; the end of its output:\n{part.log.read_text(errors='replace')[-_LAST_WORDS:]}"
         statuses.add(status)
         if error is not None:
-            errors.append(f"{one.part}: {error}" if one.part else error)
+            errors.append(f"{part.part}: {error}" if part.part else error)
     worst = next(status for status in ("failed", "killed", "skipped", "done") if status in statuses)
     write_section(file, section.name, worst, took, rows, left_out, "\n".join(errors) or None, out_of_time=out_of_time)
 

@@ -178,13 +178,13 @@ def _rounded_exchange(
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
     def pack() -> Tensor:
-        found: Tensor = torch.ops.para_core.pack_8_bits(tensors, packing, 3 * rows * row, eight_bits)
-        return found
+        buffer: Tensor = torch.ops.para_core.pack_8_bits(tensors, packing, 3 * rows * row, eight_bits)
+        return buffer
 
     def unpack() -> Tensor:
         shape = list(tensors[0].shape)
-        found: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
-        return found
+        out: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
+        return out
 
     buffer = exchange_reference.pack(
         tensors[:1], arriving, tensors[0].new_empty(rows * row, dtype=torch.uint8), eight_bits
@@ -202,16 +202,16 @@ def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
     """Return the regions of all ranks: all tokens of some heads, as columns of one table, with ``more`` elements after
     each head.
     """
-    found, offset = [], 0
+    regions, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
     for rank in range(RANKS):
         head, count = Segment("heads", heads).runs(rank, RANKS)[0]
         row = count * (width + more)
-        found += [
-            CopyRegion(place, 0, tokens, head, count, offset + place * row, number * row) for place in range(number)
+        regions += [
+            CopyRegion(index, 0, tokens, head, count, offset + index * row, number * row) for index in range(number)
         ]
         offset += tokens * number * row
-    return found
+    return regions
 
 
 def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Tensor:
@@ -219,5 +219,5 @@ def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Ten
     return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32).to(torch.bfloat16)
 
 
-def _differs(found: Tensor, expected: Tensor) -> float:
-    return 0.0 if torch.equal(found, expected) else float("inf")
+def _differs(out: Tensor, expected: Tensor) -> float:
+    return 0.0 if torch.equal(out, expected) else float("inf")

@@ -82,9 +82,9 @@ def rows_of_meshes(
             inputs = make_inputs(shape, torch.bfloat16, device, mask=case.mask, key_heads=case.key_heads)
             with UnifiedAttnMode(mesh, assume_equal=True, comm_dtype=case.comm_dtype) as cp:
                 calls = _calls(inputs, cp, gradients=case.comm_dtype is None)
-                found = {name: checked(call, device) for name, call in calls.items()}
+                outcomes = {name: checked(call, device) for name, call in calls.items()}
             where = {"mesh": f"ring {ring} × Ulysses {ulysses}", "case": case.name}
-            yield from ({**where, "call": name, **row} for name, row in found.items())
+            yield from ({**where, "call": name, **row} for name, row in outcomes.items())
 
 
 def _calls(inputs: Inputs, cp: UnifiedAttnMode, *, gradients: bool) -> dict[str, Callable[[], Any]]:

@@ -70,14 +70,14 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
     with profile(activities=activities, acc_events=True) as profiler:
         call()
         synchronize(device)
-    found = []
+    kernels = []
     for event in profiler.events() or ():
         start = event.time_range.start
         if cpu and event.name.startswith("aten::"):
-            found.append(Kernel(event.name, start, event.self_cpu_time_total))
+            kernels.append(Kernel(event.name, start, event.self_cpu_time_total))
         elif not cpu and event.device_type == DeviceType.CUDA:
-            found.append(Kernel(event.name, start, event.time_range.end - start))
-    return sorted(found, key=lambda kernel: kernel.start)
+            kernels.append(Kernel(event.name, start, event.time_range.end - start))
+    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 _ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
@@ -92,19 +92,19 @@ def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
     kernels (blocks, casts); ``unpack``: copies after the last one.
     """
     ordered = list(kernels)
-    attention = [place for place, kernel in enumerate(ordered) if _matches(kernel.name, _ATTENTION)]
+    attention = [index for index, kernel in enumerate(ordered) if _matches(kernel.name, _ATTENTION)]
     if not attention:
         return {}
     totals: dict[str, float] = defaultdict(float)
-    for place, kernel in enumerate(ordered):
-        if place in attention:
+    for index, kernel in enumerate(ordered):
+        if index in attention:
             phase = "attention"
-        elif place < attention[0]:
+        elif index < attention[0]:
             phase = "pack"
         elif not _matches(kernel.name, _COPY):
             phase = "merge"
         else:
-            phase = "copies between" if place < attention[-1] else "unpack"
+            phase = "copies between" if index < attention[-1] else "unpack"
         totals[phase] += kernel.duration / 1e3
     return {name: round(total, 4) for name, total in totals.items()}
 

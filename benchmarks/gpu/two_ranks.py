@@ -164,7 +164,7 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
         raise RuntimeError("the generation that should have failed did not")
     # Latents that differ from those of the failed generation: a message of that one would give another result.
     other = {"latents": small_call(device, seed=1)["latents"]}
-    found = _generate(pipe, device, **other)
+    out = _generate(pipe, device, **other)
     unparallelize_pipe(pipe)
     if fused:
         from para_core.adapters import parallelize_pipe
@@ -173,7 +173,7 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
         alone = parallelize_pipe(small_flux(device), mesh=group, pipefusion=options["pipefusion"])
     else:
         alone = small_flux(device)
-    return relative_error(found, _generate(alone, device, **other))
+    return relative_error(out, _generate(alone, device, **other))
 
 
 def _fail_in_callback(pipe: SmallFluxPipeline) -> Tensor:

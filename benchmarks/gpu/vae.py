@@ -45,8 +45,8 @@ class Decoder:
 
         with torch.device(device):
             torch.manual_seed(0)
-            made = getattr(diffusers, self.cls)(**self.options)
-        return made.to(dtype).eval().requires_grad_(False)
+            vae = getattr(diffusers, self.cls)(**self.options)
+        return vae.to(dtype).eval().requires_grad_(False)
 
 
 def _kl(channels: tuple[int, ...], latent_channels: int, groups: int) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def run(job: Job) -> None:
     require_diffusers()
     worlds = (2,) if job.tiny else (2, 4)
     failed = {}
-    for place, ranks in enumerate(worlds):
+    for index, ranks in enumerate(worlds):
         if not job.has_time(f"{ranks} ranks", NEEDS[f"{ranks} ranks"]):
             continue
-        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[place + 1 :])
+        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[index + 1 :])
         rows, errors = run_ranks(decode_on_ranks, ranks, job.tiny, device=job.device, backend="gloo", seconds=seconds)
         for row in rows[0]:
             job.add(ranks=ranks, **row)
@@ -98,11 +98,11 @@ def decode_on_ranks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]
         z = torch.randn(decoder.latents, generator=torch.Generator().manual_seed(1))
         exact: Tensor | None = None
         for dtype in (torch.float32, torch.bfloat16):
-            alone, found, row = _both(decoder.make(device, dtype), z.to(device, dtype), device)
+            alone, parallel, row = _both(decoder.make(device, dtype), z.to(device, dtype), device)
             exact = alone if exact is None else exact
             if alone is None or exact is None:
                 continue
-            error, own = relative_error(found, exact), relative_error(alone, exact)
+            error, own = relative_error(parallel, exact), relative_error(alone, exact)
             bound = FLOAT32_BOUND if dtype == torch.float32 else SHARE_OF_16_BITS * own
             yield {
                 "autoencoder": name,
@@ -127,8 +127,8 @@ def _both(vae: Any, z: Tensor, device: torch.device) -> tuple[Tensor | None, Ten
         alone = _measured(vae, z, device, row, "one rank")
     dist.barrier()
     parallelize_vae(vae, gather="first")
-    found = _measured(vae, z, device, row, "a rank")
-    return alone, found, row
+    parallel = _measured(vae, z, device, row, "a rank")
+    return alone, parallel, row
 
 
 @torch.no_grad()

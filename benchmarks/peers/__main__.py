@@ -116,21 +116,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], metavar="ROW")
     args = parser.parse_args(arguments)
     python = python_with_peers(args.environments)
-    found = {peer: ask(python, peer, args.rows, stand_ins=True, timeout=args.timeout) for peer in args.peers}
+    outcomes = {peer: ask(python, peer, args.rows, stand_ins=True, timeout=args.timeout) for peer in args.peers}
     # Longer: DTensor alone takes most of a minute to derive how the CPU's own operator is sharded.
     patience = 5 * args.timeout
     unpatched = {peer: ask(python, peer, [ROWS[0].name], stand_ins=False, timeout=patience) for peer in args.peers}
     if args.rows == [row.name for row in ROWS]:  # some rows of a column replace nothing
-        record(found, unpatched, args.timeout)
+        record(outcomes, unpatched, args.timeout)
 
 
-def record(found: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
+def record(outcomes: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
     """Write the JSON. Columns that were not asked stay, with their date."""
     earlier = read_results("peers")
     versions, dates = earlier["versions of the peers"], earlier["dates"]
     cells, bare = earlier["cells"], earlier["unpatched"]
     own_rows, facts = earlier["own rows"], earlier["facts"]
-    for peer, outcome in found.items():
+    for peer, outcome in outcomes.items():
         versions |= outcome["versions"]
         dates[COLUMNS[peer]] = datetime.date.today().isoformat()
         cells[COLUMNS[peer]], bare[COLUMNS[peer]] = outcome["cells"], unpatched[peer]["cells"]

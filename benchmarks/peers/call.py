@@ -69,8 +69,8 @@ def _padding(row: Row) -> Tensor:
 
 def _full(row: Row) -> Tensor:
     """Return ``[S, S]``; every query sees something."""
-    seen = torch.rand(row.S, row.S, generator=torch.Generator().manual_seed(2)) < 0.7
-    return seen | torch.eye(row.S, dtype=torch.bool)
+    mask = torch.rand(row.S, row.S, generator=torch.Generator().manual_seed(2)) < 0.7
+    return mask | torch.eye(row.S, dtype=torch.bool)
 
 
 def _hidden(row: Row) -> Tensor:

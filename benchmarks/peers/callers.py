@@ -232,11 +232,11 @@ def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) ->
     """Return its default kernel, then what its README names for devices without FlashAttention."""
     # Its backward for FlashAttention counts on `.to(float32)` being a copy, so it wants what FlashAttention takes.
     half = {"dtype": "bfloat16"} if row.backward else {}
-    found: list[Setting] = [{"attn_type": "FA", **half}, {"attn_type": "TORCH_EFFICIENT"}]
+    settings: list[Setting] = [{"attn_type": "FA", **half}, {"attn_type": "TORCH_EFFICIENT"}]
     if ring == 1:
         # LongContextAttention's backward sends to itself where the ring has one rank, and gloo cannot.
-        found.insert(0, {"attn_type": "FA", "module": "UlyssesAttention"})
-    return found
+        settings.insert(0, {"attn_type": "FA", "module": "UlyssesAttention"})
+    return settings
 
 
 def _attend_yunchang(call: Call) -> RankOutput:
@@ -286,10 +286,10 @@ def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> li
     if not stand_ins:
         return [{**form, "operator": None} for form in mask_forms(row, ulysses)]
     operators = ("efficient", "flash", "math")
-    found = [{**form, "operator": operator} for operator in operators for form in mask_forms(row, ulysses)]
+    settings = [{**form, "operator": operator} for operator in operators for form in mask_forms(row, ulysses)]
     # First what a GPU would do, then what most often is exact: an attempt takes seconds here.
-    likely = [setting for setting in found if setting == {"mask": "rows", "by hand": True, "operator": "math"}]
-    return [found[0], *likely, *(setting for setting in found[1:] if setting not in likely)]
+    likely = [setting for setting in settings if setting == {"mask": "rows", "by hand": True, "operator": "math"}]
+    return [settings[0], *likely, *(setting for setting in settings[1:] if setting not in likely)]
 
 
 def _attend_torch(call: Call) -> RankOutput:

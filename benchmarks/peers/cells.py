@@ -60,19 +60,19 @@ def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
         return {"verdict": "crashes", "message": f"a rank's process ended with exit code {died[0]}"}
     if raised:
         message = own[0] if own else raised[0][1]
-        found = {"verdict": "needs CUDA" if DEMANDS_CUDA.search(message) else "refused", "message": message}
+        outcome = {"verdict": "needs CUDA" if DEMANDS_CUDA.search(message) else "refused", "message": message}
         waiting = [number for number, rank in enumerate(ranks) if rank is None]
-        return {**found, "ranks left waiting": waiting} if waiting else found
+        return {**outcome, "ranks left waiting": waiting} if waiting else outcome
     if None in ranks:
         return {"verdict": "hangs"}
     errors = {name: max(rank["errors"][name] for rank in ranks) for name in ranks[0]["errors"]}
-    found: dict[str, Any] = {"error": max(errors.values())}
+    outcome: dict[str, Any] = {"error": max(errors.values())}
     if len(errors) > 1:
-        found["errors"] = errors
+        outcome["errors"] = errors
     if {position for rank in ranks for position in rank["positions"]} != set(range(tokens)):
-        return {"verdict": "wrong", **found, "message": "some tokens were computed by no rank"}
+        return {"verdict": "wrong", **outcome, "message": "some tokens were computed by no rank"}
     within = all(error <= ranks[0]["bounds"][name] for name, error in errors.items())
-    return {"verdict": "exact" if within else "wrong", **found}
+    return {"verdict": "exact" if within else "wrong", **outcome}
 
 
 def best(attempts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def judge(part: RankOutput, expected: list[Tensor], bounds: list[float]) -> dict
     held = (part.positions, part.positions, part.key_positions, part.key_positions)
     compared = zip(NAMES, [part.out, *part.gradients], expected, held, bounds, strict=False)
     errors, allowed = {}, {}
-    for name, mine, whole, positions, bound in compared:
-        errors[name] = relative_error(mine, whole.index_select(2, positions))
+    for name, output, whole, positions, bound in compared:
+        errors[name] = relative_error(output, whole.index_select(2, positions))
         allowed[name] = bound
     return {"errors": errors, "bounds": allowed, "positions": part.positions.tolist()}
 
@@ -168,10 +168,10 @@ def attempt(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
         for process in ranks:
             process.kill()
             process.join()
-    found = verdict(reports, row.S)
+    outcome = verdict(reports, row.S)
     first = min((report for report in reports if report and "raised" in report), key=lambda r: r["at"], default=None)
-    found = {"setting": setting, **found, "seconds": round(time.monotonic() - start, 1)}
-    return {**found, "where": first["where"]} if first else found
+    outcome = {"setting": setting, **outcome, "seconds": round(time.monotonic() - start, 1)}
+    return {**outcome, "where": first["where"]} if first else outcome
 
 
 def read(folder: str, ranks: list[Any]) -> list[dict[str, Any] | None]:
@@ -204,12 +204,12 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     peer = CALLERS[request["peer"]]
-    found: dict[str, Any] = {"cells": {}}
+    results: dict[str, Any] = {"cells": {}}
     with contextlib.redirect_stdout(sys.stderr):
         peer.prepare(stand_ins=request["stand_ins"])
     rows = [row for row in ROWS if row.name in request["rows"]]
     if len(rows) == len(ROWS):
-        found["own rows"], found["facts"] = {}, peer.facts()
+        results["own rows"], results["facts"] = {}, peer.facts()
         rows += peer.own_rows
     for row in rows:
         start, own = time.monotonic(), row in peer.own_rows
@@ -217,11 +217,11 @@ def main() -> None:
             way: cell(peer, row, way, stand_ins=request["stand_ins"], timeout=request["timeout"])
             for way in (peer.ways[:2] if own else peer.ways)
         }
-        found["own rows" if own else "cells"][row.name] = ways
+        results["own rows" if own else "cells"][row.name] = ways
         words = ", ".join(f"{way}: {outcome['verdict']}" for way, outcome in ways.items())
         print(f"  {row.name:<48} {words}   ({time.monotonic() - start:.1f} s)", flush=True)
-    found["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *peer.packages)}
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    results["versions"] = {name: importlib.metadata.version(name) for name in ("torch", *peer.packages)}
+    Path(sys.argv[2]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -97,11 +97,11 @@ def own(results: dict[str, Any]) -> list[str]:
         attempts = {way: [out, *out.get("other attempts", [])] for way, out in results["cells"][peer][uneven].items()}
         default = {way: next(x for x in each if "by hand" not in x["setting"]) for way, each in attempts.items()}
         rows.append([peer, "101 tokens, without an option", cell(default)])
-    rows += [[peer, row, cell(ways)] for peer, asked in results["own rows"].items() for row, ways in asked.items()]
+    rows += [[peer, row, cell(ways)] for peer, by_row in results["own rows"].items() for row, ways in by_row.items()]
     for peer, facts in results["facts"].items():
         for fact, by_ranks in facts.items():
-            changed = {ranks: made for ranks, made in by_ranks.items() if made != by_ranks["1"]}
-            words = ", ".join(f"{made} on {ranks} GPUs" for ranks, made in changed.items())
+            changed = {ranks: number for ranks, number in by_ranks.items() if number != by_ranks["1"]}
+            words = ", ".join(f"{number} on {ranks} GPUs" for ranks, number in changed.items())
             rows.append([peer, fact, words or f"the same on {', '.join(by_ranks)} GPUs"])
     return markdown_table(["", "asked", "found"], rows)
 

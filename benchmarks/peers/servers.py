@@ -53,12 +53,12 @@ def prepare_sglang(*, stand_ins: bool) -> None:
 def settings_sglang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
     """Return the call as its Wan makes it, then with the options that other models of it use."""
     backend = {"backend": "FA"} if ring > 1 and stand_ins else {}
-    found: list[Setting] = [{**backend}]
+    settings: list[Setting] = [{**backend}]
     if row.S % (ring * ulysses) and row.mask is None:
-        found.append({**backend, "tail_attn_meta": True, "by hand": "with `tail_attn_meta`"})
+        settings.append({**backend, "tail_attn_meta": True, "by hand": "with `tail_attn_meta`"})
     if ring == 1:
-        found.append({"kv_gather_degree": True, "by hand": "with `kv_gather_degree`"})
-    return _cross_first(row, found)
+        settings.append({"kv_gather_degree": True, "by hand": "with `kv_gather_degree`"})
+    return _cross_first(row, settings)
 
 
 def attend_sglang(call: Call) -> RankOutput:
@@ -124,15 +124,15 @@ def frames() -> dict[str, Any]:
     from sglang.multimodal_gen.configs.pipeline_configs.wan import WanT2V480PConfig
     from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
 
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for config in (HunyuanConfig(), WanT2V480PConfig()):
-        made = found[f"frames made of 81, {type(config).__name__}"] = {}
+        by_gpus = facts[f"frames made of 81, {type(config).__name__}"] = {}
         for gpus in (1, 2, 3, 4, 8):
             params = SamplingParams(num_frames=81, height=480, width=832)
             arguments = SimpleNamespace(pipeline_config=config, num_gpus=gpus, comfyui_mode=True)
             params._adjust_visual_fields(arguments, config)
-            made[str(gpus)] = params.num_frames
-    return found
+            by_gpus[str(gpus)] = params.num_frames
+    return facts
 
 
 # -- vLLM-Omni: its layer ``Attention``, tokens sharded by the hook of its sequence-parallel plans.
@@ -173,15 +173,15 @@ def prepare_vllm_omni(*, stand_ins: bool) -> None:
 
 def settings_vllm_omni(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
     """Return the defaults with all forms of a mask, then the options for what does not divide."""
-    found = mask_forms(row, ulysses)
-    first = found[0]
+    settings = mask_forms(row, ulysses)
+    first = settings[0]
     if row.S % (ring * ulysses) and row.mask is None:
-        found.append({"mask_sp_padding": True, "by hand": "with `mask_sp_padding`"})
+        settings.append({"mask_sp_padding": True, "by hand": "with `mask_sp_padding`"})
     if row.S % (ring * ulysses) or row.H % ulysses or (row.H_kv or row.H) % ulysses:
-        found.append({**first, "ulysses_mode": "advanced_uaa", "by hand": "with `advanced_uaa`"})
+        settings.append({**first, "ulysses_mode": "advanced_uaa", "by hand": "with `advanced_uaa`"})
     if ring == 1:
-        found.append({**first, "allgather_degree": True, "by hand": "with `allgather_degree`"})
-    return _cross_first(row, found)
+        settings.append({**first, "allgather_degree": True, "by hand": "with `allgather_degree`"})
+    return _cross_first(row, settings)
 
 
 def attend_vllm_omni(call: Call) -> RankOutput:

@@ -166,8 +166,8 @@ def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, **options) ->
 def _flash_attn_backward(grad, q, k, v, out, lse, dq, dk, dv, dropout_p, softmax_scale, causal, *options) -> None:
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
     triangle = _triangle(q, k, causal, corner="bottom right")
-    found = attention_backward(grad, q, k, v, None, triangle, softmax_scale, out, lse)
-    for into, gradient in zip((dq, dk, dv), found, strict=True):
+    gradients = attention_backward(grad, q, k, v, None, triangle, softmax_scale, out, lse)
+    for into, gradient in zip((dq, dk, dv), gradients, strict=True):
         into.copy_(gradient.transpose(1, 2))
 
 

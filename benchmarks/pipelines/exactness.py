@@ -61,7 +61,7 @@ class Check:
                 results = read_results(self.results)
                 rows = results[self.key].setdefault(str(count), {}) if self.by_ranks else results[self.key]
                 rows[name] = row if self.by_ranks else {**rows.get(name, {}), **row}
-                ordered = {known: rows[known] for known in self.names if known in rows}
+                ordered = {row_name: rows[row_name] for row_name in self.names if row_name in rows}
                 rows.clear()
                 rows.update(ordered)
                 results.pop("environment")

@@ -130,13 +130,13 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
     scheduler = type(pipe.scheduler)
     step = scheduler.step
     with ExitStack() as stack:
-        seen = [stack.enter_context(observed(model, batch)) for model in models]
+        observed_calls = [stack.enter_context(observed(model, batch)) for model in models]
 
         def end_round() -> None:
-            calls = [call for calls in seen for call in calls]
+            calls = [call for calls in observed_calls for call in calls]
             if calls:
                 rounds.append(calls)
-            for each in seen:
+            for each in observed_calls:
                 each.clear()
 
         def step_and_end(*args: Any, **kwargs: Any) -> Any:

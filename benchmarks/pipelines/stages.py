@@ -75,8 +75,8 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
         for block in (*blocks_of(whole), *blocks_of(staged)):
             # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
             block.compile(backend="aot_eager", fullgraph=True)
-    expected, found = (result(each, name, heading) for each in (whole, staged))
-    same = torch.tensor(int(torch.equal(expected, found)))
+    expected, out = (result(each, name, heading) for each in (whole, staged))
+    same = torch.tensor(int(torch.equal(expected, out)))
     dist.all_reduce(same, op=dist.ReduceOp.MIN)
     return bool(same)
 
@@ -89,9 +89,9 @@ def held_by_stage(name: str) -> dict[str, Any]:
     parallelize_transformer(transformer, mesh=mesh)
     by_stage: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_stage, held([transformer]))
-    found = stages_of(transformer)
-    assert found is not None
-    return {"whole": whole, "by stage": by_stage, "blocks": [len(own) for own in found.ranges]}
+    stages = stages_of(transformer)
+    assert stages is not None
+    return {"whole": whole, "by stage": by_stage, "blocks": [len(own) for own in stages.ranges]}
 
 
 def measure(titles: list[str]) -> dict[str, Any]:
@@ -121,19 +121,19 @@ def problems(by_ranks: dict[str, dict[str, Any]]) -> list[str]:
 
 def large(pipe: Any, steps: int) -> Tensor:
     call_of = {"height": LARGE, "width": LARGE, "max_sequence_length": TEXT_TOKENS, "output_type": "latent"}
-    found: Tensor = pipe(
+    latents: Tensor = pipe(
         "a large red circle", num_inference_steps=steps, generator=torch.Generator().manual_seed(0), **call_of
     ).images
-    return found
+    return latents
 
 
 def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def timed(run: Any, found: list[float]) -> Any:
+def timed(run: Any, seconds: list[float]) -> Any:
     """Return ``run`` with the CPU seconds of each call added to ``found``. Waiting for other ranks takes none."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def timed(run: Any, found: list[float]) -> Any:
         try:
             return run(*args, **kwargs)
         finally:
-            found.append(time.thread_time() - start)
+            seconds.append(time.thread_time() - start)
 
     return call
 
@@ -171,7 +171,7 @@ def fused_time(num_patches: int) -> dict[str, Any]:
     pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
     large(pipe, TIMED_STEPS)
     report = pipefusion_report(pipe)
-    patches = [median(seconds[1 + place :: num_patches]) for place in range(num_patches)]
+    patches = [median(seconds[1 + index :: num_patches]) for index in range(num_patches)]
     return {
         "cpu seconds": gathered(patches),
         "seconds": gathered(report.seconds),
@@ -206,11 +206,11 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
     stages = len(patches)
     free, back = [0.0] * stages, [0.0] * len(patches[0])
     for _ in range(steps):
-        for place in range(len(back)):
-            ready = back[place]
+        for index in range(len(back)):
+            ready = back[index]
             for stage in range(stages):
-                free[stage] = ready = max(free[stage], ready) + patches[stage][place]
-            back[place] = ready
+                free[stage] = ready = max(free[stage], ready) + patches[stage][index]
+            back[index] = ready
     step = max(free) / steps
     return step, [1 - sum(own) / step for own in patches]
 

@@ -53,23 +53,23 @@ def inputs_of(name: str) -> dict[str, Any]:
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Return all that the model returns, as one tensor."""
     # HunyuanDiT takes residuals of a ControlNet out of the list that it is given.
-    given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
+    kwargs = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
     with torch.no_grad(), warnings.catch_warnings():
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
-        output = model(**given, return_dict=False)
+        output = model(**kwargs, return_dict=False)
     return torch.cat([x.double().flatten() for x in tree_leaves(output) if isinstance(x, Tensor)])
 
 
 def run_cached(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
     """Return the output of a second call that takes the residuals of the first, and the number of hits."""
-    known = adapter_for(model)
-    if known is None or known.blocks is None:
+    adapter = adapter_for(model)
+    if adapter is None or adapter.blocks is None:
         raise TypeError(f"{type(model).__name__} has no blocks to cache.")
-    apply_cache(model, known.blocks, residual_diff_threshold=SKIP_ALWAYS)
+    apply_cache(model, adapter.blocks, residual_diff_threshold=SKIP_ALWAYS)
     run(model, inputs)
     # The inputs by which the cache identifies CFG branches stay the same.
-    conditions = conditions_of(model, known.blocks)
+    conditions = conditions_of(model, adapter.blocks)
     later = {name: value for name, value in inputs.items() if name not in conditions}
     later = tree_map_only(Tensor, lambda x: x * OTHER_STEP if x.is_floating_point() else x, later)
     out = run(model, {**inputs, **later})
@@ -86,8 +86,8 @@ def measure(names: list[str]) -> dict[str, Any]:
 def _measure(name: str) -> dict[str, Any]:
     model, inputs = MODELS[name].build(), inputs_of(name)
     plan = plan_for(model)
-    known = adapter_for(model)
-    caches = known is None or known.blocks is not None
+    adapter = adapter_for(model)
+    caches = adapter is None or adapter.blocks is not None
     expected, (expected_cached, hits) = run(model, inputs), run_cached(model, inputs) if caches else (None, 0)
     errors, cached = {}, {}
     for label, shape in MESHES.items():
@@ -119,12 +119,12 @@ _ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
 @cache
 def transformer_classes() -> tuple[str, ...]:
     """Return names of all models in ``diffusers.models.transformers``."""
-    found = set()
+    classes = set()
     for module in pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if inspect.isclass(value) and issubclass(value, ModelMixin) and value.__module__ == module.name:
-                found.add(name)
-    return tuple(sorted(found))
+                classes.add(name)
+    return tuple(sorted(classes))
 
 
 @cache
@@ -132,20 +132,20 @@ def _constructors() -> dict[str, str]:
     """Return the source of the ``__init__`` of each pipeline of diffusers. Classes cannot be imported if a library is
     missing.
     """
-    found = {}
+    sources = {}
     for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
         text = path.read_text()
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Pipeline"):
-                made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-                found[node.name] = "".join(ast.unparse(part.args) for part in made)
-    return found
+                inits = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+                sources[node.name] = "".join(ast.unparse(part.args) for part in inits)
+    return sources
 
 
 def pipelines_of(transformer: str) -> list[str]:
     """Return names of the pipelines that take such a transformer, without their common ending."""
-    found = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
-    return sorted(name.removesuffix("Pipeline") for name in found)
+    names = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
+    return sorted(name.removesuffix("Pipeline") for name in names)
 
 
 def row(transformer: str) -> list[str]:
@@ -156,8 +156,8 @@ def row(transformer: str) -> list[str]:
     listed = ", ".join(names[:_MOST_PIPELINES]) + (
         f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
     )
-    known = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
-    if known is None:
+    entry = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
+    if entry is None:
         reason = REFUSED.get(transformer)
         if reason is None:
             raise ValueError(
@@ -165,12 +165,12 @@ def row(transformer: str) -> list[str]:
                 "an adapter, or say in adapters/models/unsupported.py why there is none."
             )
         return [transformer, listed, f"no: {reason}", *[""] * 4]
-    cached = _largest_error(transformer, "cached") if known.blocks is not None else "no"
+    cached = _largest_error(transformer, "cached") if entry.blocks is not None else "no"
     return [
         transformer,
         listed,
-        _sharded(known),
-        _branches(known),
+        _sharded(entry),
+        _branches(entry),
         _largest_error(transformer, "errors"),
         cached,
         "no" if transformer in NO_WHOLE_GRAPH else "yes",
@@ -185,10 +185,10 @@ def _measured() -> dict[str, Any]:
 
 def _largest_error(transformer: str, kind: str) -> str:
     """Return the largest error of all tiny models of a class, on all meshes."""
-    found = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
-    if not found:
+    errors = [error for row in _measured().values() if row["class"] == transformer for error in row[kind].values()]
+    if not errors:
         raise ValueError(f"{transformer} was not measured: python -m benchmarks.pipelines.exactness models")
-    return f"{max(found):.0e}"
+    return f"{max(errors):.0e}"
 
 
 def _branches(adapter: Adapter) -> str:

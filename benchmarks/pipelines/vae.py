@@ -80,7 +80,7 @@ def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], An
     """Return the ways to decode by name, and the reason if DistVAE is not among them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
-    found = {
+    decoders = {
         ALONE: vae.decode,
         "diffusers' tiling, one device": tiled.decode,
         "para_core, tiled": parallelize_vae(copy.deepcopy(vae), method="tiled").decode,
@@ -95,8 +95,8 @@ def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], An
         parallelize_decoder(theirs, dist.group.WORLD)
         theirs.decode(torch.zeros(1, vae.config.latent_channels, 16, 16))
     except Exception as error:  # whatever it is, it is what its user would be told
-        return found, f"{type(error).__name__}: {error}"
-    return {**found, "DistVAE": theirs.decode}, None
+        return decoders, f"{type(error).__name__}: {error}"
+    return {**decoders, "DistVAE": theirs.decode}, None
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 @torch.no_grad()
 def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     """Return the errors of bfloat16 relative to float32, on one device and on the ranks."""
-    found = []
+    rows = []
     for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
         if name in BY_TILES:  # bit-equal
             continue
@@ -95,15 +95,15 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
             continue
         parallelize_vae(vae)
         parallel = relative_error(run(vae, x.bfloat16()), exact)
-        found.append({"name": name, "way": way, "alone": alone, "parallel": largest_over_ranks(parallel)})
-    return found
+        rows.append({"name": name, "way": way, "alone": alone, "parallel": largest_over_ranks(parallel)})
+    return rows
 
 
 @torch.no_grad()
 def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     """Return the most bytes of activations, of any rank beside one device; the result stays with the first rank."""
     options = MORE_LEVELS.get(name, {})
-    found = []
+    rows = []
     for way, shape in large(tiny, options).items():
         x, run = random_image(shape), getattr(tiny, way)
         peaks = []
@@ -115,8 +115,8 @@ def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
                 run(vae, x)
             peaks.append(of_run.peak)
         row = {"name": name, "way": way, "shape": list(shape), "one device": peaks[0]}
-        found.append({**row, "a rank": int(largest_over_ranks(peaks[-1]))})
-    return found
+        rows.append({**row, "a rank": int(largest_over_ranks(peaks[-1]))})
+    return rows
 
 
 def large(tiny: TinyVae, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -151,11 +151,11 @@ def parts() -> dict[str, list[str]]:
         for (name, way), of_ranks in _rows(by_ranks, "memory", "name", "way")
     }
     rows, classes = [], [cls for _, cls in errors]
-    for (name, cls), found in errors.items():
-        exact = [f"{found[f'exact, {way}']:.0e}" for way in WAYS if f"exact, {way}" in found]
-        tiled = [way for way in WAYS if f"tiled, {way}" in found]
-        if any(found[f"tiled, {way}"] for way in tiled):
-            raise ValueError(f"{name} by tiles is not bit-equal: {found}.")
+    for (name, cls), of_methods in errors.items():
+        exact = [f"{of_methods[f'exact, {way}']:.0e}" for way in WAYS if f"exact, {way}" in of_methods]
+        tiled = [way for way in WAYS if f"tiled, {way}" in of_methods]
+        if any(of_methods[f"tiled, {way}"] for way in tiled):
+            raise ValueError(f"{name} by tiles is not bit-equal: {of_methods}.")
         shares = (f"{peaks[name, way]:.2f}" for way in WAYS)
         rows.append([cls if classes.count(cls) == 1 else f"{cls} ({name})", *map(", ".join, (exact, tiled, shares))])
     ratios = [

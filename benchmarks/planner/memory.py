@@ -179,10 +179,8 @@ def write_pipeline(folder: str) -> None:
     """Write the small FLUX with a T5 that has 0.4 × the bytes of the transformer, as FLUX.1 has (9.5 and 23.8 GB)."""
     pipe = load()
     config, wanted = pipe.text_encoder_2.config, 0.4 * held_by(pipe.transformer)
-    one = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": 1}))
-    two = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": 2}))
-    layer = held_by(two) - held_by(one)
-    layers = 1 + round((wanted - held_by(one)) / layer)
+    shallow, deeper = (T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": layers})) for layers in (1, 2))
+    layers = 1 + round((wanted - held_by(shallow)) / (held_by(deeper) - held_by(shallow)))
     pipe.text_encoder_2 = T5EncoderModel(T5Config(**{**config.to_dict(), "num_layers": layers}))
     pipe.save_pretrained(folder)
 
@@ -221,11 +219,11 @@ def main() -> None:
             ]
         print(*rows, write_results("encode_first", {"prompts": NUM_PROMPTS, "rows": rows}, "diffusers"), sep="\n")
         return
-    known = {(row["stack"], row["mesh"]): row for row in read_results("memory_check")["rows"]} if args.predict else {}
+    earlier = {(row["stack"], row["mesh"]): row for row in read_results("memory_check")["rows"]} if args.predict else {}
     rows = []
     for name, dims, fsdp in ROWS:
         mesh = (", ".join(f"{dim} {size}" for dim, size in dims.items()) or "one rank") + ", fsdp" * fsdp
-        own = known.get((name, mesh)) or measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
+        own = earlier.get((name, mesh)) or measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
         counted, foreseen = own["weights"] + own["allocated"], predicted(STACKS[name], dims, fsdp)
         row = {"stack": name, "mesh": mesh, "weights": own["weights"], "allocated": own["allocated"]}
         rows.append({**row, "predicted": foreseen, "error": foreseen / counted - 1})

@@ -114,13 +114,13 @@ def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/new_model.md. The JSON has the verdict of each model."""
     rows = read_results("propose")["models"]
-    found = classes_of(rows, "found")
+    proposed = classes_of(rows, "found")
     exact = [row for row in rows if row["verdict"] == "found"]
     cached, text, named = (sorted({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
-    rest = sorted({row["class"] for row in rows} - {*found})
+    rest = sorted({row["class"] for row in rows} - {*proposed})
     wrong = classes_of(rows, "wrong")
     lines = [
-        ("a plan, exact at sizes and on meshes that the search had not seen", found, ""),
+        ("a plan, exact at sizes and on meshes that the search had not seen", proposed, ""),
         ("of these, with the block stack", cached, ""),
         ("of these, with text that may be sharded", text, ""),
         ("of these, with `between` or `uncached`", named, ""),

@@ -52,12 +52,12 @@ def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine
 
 def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
     """Return the machine with the slowdown for which one device takes as long as was published; if known."""
-    if table.one is None:
+    if table.alone is None:
         return machine
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        if seconds(table, work, MeshShape(), replace(machine, slowdown=middle)) < table.one:
+        if seconds(table, work, MeshShape(), replace(machine, slowdown=middle)) < table.alone:
             low = middle
         else:
             high = middle
@@ -74,28 +74,28 @@ def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
     return machine.slowdown, checked
 
 
-def ratios_of(found: Sequence[Checked]) -> dict[str, list[float]]:
+def ratios_of(rows: Sequence[Checked]) -> dict[str, list[float]]:
     """Return the smallest and largest ratio of published to predicted seconds without a fit, of all rows of a kind."""
     ratios = {
-        kind: [row.published / row.unfitted for row in found if row.table.runtime.compiled == (kind == "compiled")]
+        kind: [row.published / row.unfitted for row in rows if row.table.runtime.compiled == (kind == "compiled")]
         for kind in ("compiled", "eager")
     }
     return {kind: [round(min(values), 2), round(max(values), 2)] for kind, values in ratios.items()}
 
 
-def later_of(found: Sequence[Checked]) -> list[Checked]:
-    return [row for row in found if row.table.later]
+def later_of(rows: Sequence[Checked]) -> list[Checked]:
+    return [row for row in rows if row.table.later]
 
 
-def errors_of(found: Sequence[Checked]) -> dict[str, float]:
-    errors = [abs(one.error) for one in found]
+def errors_of(rows: Sequence[Checked]) -> dict[str, float]:
+    errors = [abs(row.error) for row in rows]
     return {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
 
 
-def summary(found: Sequence[Checked]) -> list[str]:
+def summary(checked: Sequence[Checked]) -> list[str]:
     """Return the errors of all rows, and of those that were published after the constants had been set."""
     lines = []
-    for rows, which in ((found, "rows"), (later_of(found), "of them added after the planner's constants were set")):
+    for rows, which in ((checked, "rows"), (later_of(checked), "of them added after the planner's constants were set")):
         errors, hit = errors_of(rows), sum(abs(row.error) <= 0.2 for row in rows)
         lines.append(
             f"{errors['rows']:.0f} {which}: median error {errors['median']:.0%}, {hit} within 20 %, worst "
@@ -119,7 +119,7 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
         for row in checked:
             error = f"{row.error:+.0%}" if abs(row.error) <= 0.2 else f"**{row.error:+.0%}**"
             meshes.append(f"{name_of(row.shape)}: {row.published:,.2f} {error}")
-        fit = "–" if table.one is None else f"{table.one:,.2f} ({slowdown:.2f})"
+        fit = "–" if table.alone is None else f"{table.alone:,.2f} ({slowdown:.2f})"
         name = f"[{table.name}]({table.source})" if table.source else table.name
         name += f"; assumed: {table.assumed}" * bool(table.assumed)
         rows.append([name, table.device, fit, "; ".join(meshes)])
@@ -193,7 +193,7 @@ def main() -> None:
     fits, rows = {}, []
     for table in TABLES:
         slowdown, checked = check(table, workload(table.model, **dict(table.sizes)))
-        fits[table.name] = {"one device": table.one, "fitted on": table.fitted_on, "slowdown": slowdown}
+        fits[table.name] = {"one device": table.alone, "fitted on": table.fitted_on, "slowdown": slowdown}
         rows += checked
     written = [
         {

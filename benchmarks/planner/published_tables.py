@@ -35,7 +35,7 @@ class Published:
 
     Args:
         source: address of the page, empty if the figure was passed on without one.
-        one: seconds of one device, on which it is fitted, None if they were not published; ``fitted_on``: where they
+        alone: seconds of one device, on which it is fitted, None if they were not published; ``fitted_on``: where they
             stand, if not in this table.
         rows: seconds by mesh.
         sizes: what differs from the published generation of the model.
@@ -48,7 +48,7 @@ class Published:
     model: str
     device: str
     runtime: Runtime
-    one: float | None
+    alone: float | None
     rows: tuple[tuple[MeshShape, float], ...]
     sizes: tuple[tuple[str, int], ...] = ()
     link: str | None = None
@@ -73,22 +73,22 @@ _FLUX_MESHES = (
 )
 
 
-def xdit_flux(name: str, runtime: Runtime, one: float, *seconds: float) -> Published:
+def xdit_flux(name: str, runtime: Runtime, alone: float, *seconds: float) -> Published:
     rows = tuple(zip(_FLUX_MESHES, seconds, strict=True))
-    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, one, rows)
+    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, alone, rows)
 
 
-def xdit_hunyuan(size: str, device: str, one: float, *rows: tuple[int, float]) -> Published:
+def xdit_hunyuan(size: str, device: str, alone: float, *rows: tuple[int, float]) -> Published:
     sizes = (("height", 960), ("width", 960)) if size == "960 × 960" else ()
     name = f"xDiT, HunyuanVideo {size}, {device}"
-    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, XDIT, one, ulysses(*rows), sizes)
+    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, XDIT, alone, ulysses(*rows), sizes)
 
 
-def sglang_tests(name: str, model: str, one: float, shape: MeshShape, seconds: float, **options: Any) -> Published:
+def sglang_tests(name: str, model: str, alone: float, shape: MeshShape, seconds: float, **options: Any) -> Published:
     """Return a row of SGLang's own tests on H100s: the slowest of several runs plus 5 %, in its file of limits."""
     table = f"SGLang 0.5.23, {name}"
     return Published(
-        table, SGLANG_TESTS, model, "H100", SGLANG_RUNTIME, one, ((shape, seconds),), later=True, **options
+        table, SGLANG_TESTS, model, "H100", SGLANG_RUNTIME, alone, ((shape, seconds),), later=True, **options
     )
 
 

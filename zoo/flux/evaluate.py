@@ -108,7 +108,7 @@ def grid(images: list[np.ndarray], captions: list[str], columns: int = 6, scale:
 def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
     """Return the figures for one, two and three things, and the grid: the first twelve, six and six, as they came."""
     figures: dict[str, Any] = {}
-    shown, said = [], []
+    shown, shown_captions = [], []
     for num_things, count in zip((1, 2, 3), args.counts, strict=True):
         scenes = held_out_scenes(args.seed, num_things, count)
         captions = [grammar.caption(scene) for scene in scenes]
@@ -118,18 +118,18 @@ def evaluate(pipe: FluxPipeline, args: argparse.Namespace) -> tuple[dict[str, An
             verdicts.append(check(image, scenes[i]))
             if i < (12 if num_things == 1 else 6):
                 shown.append(image)
-                said.append(captions[i])
+                shown_captions.append(captions[i])
         name = f"things_{num_things}"
         figures[name] = {"captions": count, **tally(verdicts), "seconds": round(time.monotonic() - start, 1)}
         figures[name]["ceiling_all"] = ceiling(pipe, scenes, args.seed)["all"]
-    return figures, grid(shown, said)
+    return figures, grid(shown, shown_captions)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    found = parser(__doc__, "tiny_flux")
-    found.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
-    return found.parse_args(arguments)
+    options = parser(__doc__, "tiny_flux")
+    options.add_argument("--counts", type=int, nargs=3, default=[200, 100, 100], help="captions with 1, 2, 3 things")
+    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -204,4 +204,4 @@ class Captions:
         longest = max(len(ids) for ids in self.tokenizers.t5(captions).input_ids)
         length = max(longest, int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values()))))
         pooled = ["" if rng.random() < self.no_pooled_caption else text for text in captions]
-        return tokenize(self.tokenizers, captions, pooled, min(known for known in TEXT_LENGTHS if known >= length))
+        return tokenize(self.tokenizers, captions, pooled, min(padded for padded in TEXT_LENGTHS if padded >= length))

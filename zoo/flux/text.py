@@ -49,14 +49,14 @@ def naming_tokens(tokenizer: T5TokenizerFast, ids: torch.Tensor) -> list[tuple[i
     """Return (caption, thing, position in the caption) of each colour word and each shape word in ``ids``,
     ``[B, S]``.
     """
-    found = []
+    tokens = []
     for name in NAMING:
         words = [f"▁{form}" for word in ATTRIBUTES[name] for form in (word, word.capitalize())]
-        known = torch.tensor(tokenizer.convert_tokens_to_ids(words), device=ids.device)
-        for caption, hits in enumerate(torch.isin(ids, known)):
+        word_ids = torch.tensor(tokenizer.convert_tokens_to_ids(words), device=ids.device)
+        for caption, hits in enumerate(torch.isin(ids, word_ids)):
             positions = hits.nonzero().flatten().tolist()  # none in an empty caption
-            found += [(caption, thing, position) for thing, position in enumerate(positions)]
-    return found
+            tokens += [(caption, thing, position) for thing, position in enumerate(positions)]
+    return tokens
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ ROOT = Path(__file__).parents[2]
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     """Return the command line of the model ``name``; the defaults are what is published."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    found.add_argument("--device", default="cpu")
-    found.add_argument("--threads", type=int, default=2, help="CPU threads")
-    found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--steps", type=int, default=20, help="Euler steps")
-    found.add_argument("--batch", type=int, default=20)
-    found.add_argument("--pipeline", type=Path, default=ROOT / "zoo" / name.removeprefix("tiny_") / "pipeline")
-    found.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.json")
-    found.add_argument("--image", type=Path, default=ROOT / "docs/images" / f"{name}.png")
-    return found
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--threads", type=int, default=2, help="CPU threads")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--steps", type=int, default=20, help="Euler steps")
+    options.add_argument("--batch", type=int, default=20)
+    options.add_argument("--pipeline", type=Path, default=ROOT / "zoo" / name.removeprefix("tiny_") / "pipeline")
+    options.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.json")
+    options.add_argument("--image", type=Path, default=ROOT / "docs/images" / f"{name}.png")
+    return options
 
 
 def run(

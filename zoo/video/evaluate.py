@@ -120,10 +120,10 @@ def evaluate(pipe: WanPipeline, args: argparse.Namespace) -> tuple[dict[str, Any
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
-    found = parser(__doc__, "tiny_video")
-    found.add_argument("--guidance", type=float, default=2.0)
-    found.add_argument("--count", type=int, default=100, help="captions")
-    return found.parse_args(arguments)
+    options = parser(__doc__, "tiny_video")
+    options.add_argument("--guidance", type=float, default=2.0)
+    options.add_argument("--count", type=int, default=100, help="captions")
+    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,10 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
     >>> caption(Scene("red", "circle", "up left", "white"))
     'a red circle moving up left on a white background'
     """
-    said = [f"a {scene.colour} {scene.shape}", f"moving {scene.direction}", f"on a {scene.background} background"]
+    background = [f"a {scene.colour} {scene.shape}", f"moving {scene.direction}", f"on a {scene.background} background"]
     if rng is not None:
-        said = [said[0], *(part for part in said[1:] if rng.random() >= 0.1)]
-    return " ".join(said)
+        background = [background[0], *(part for part in background[1:] if rng.random() >= 0.1)]
+    return " ".join(background)
 
 
 def words() -> list[str]:

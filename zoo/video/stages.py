@@ -90,5 +90,5 @@ class Captions:
         """Return ids and mask, each ``[B, S_text]``."""
         captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
         length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
-        said = self.tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        return said.input_ids, said.attention_mask
+        tokens = self.tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        return tokens.input_ids, tokens.attention_mask

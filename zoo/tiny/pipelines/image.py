@@ -158,10 +158,10 @@ _EXAMPLES = {
 
 def _hidream_embeddings() -> dict[str, Any]:
     of_t5, of_llama = embeddings(5, TEXT_WIDTH), embeddings(9, TEXT_WIDTH)
-    given: dict[str, Any] = {"prompt": None}
+    arguments: dict[str, Any] = {"prompt": None}
     for kind in ("prompt_embeds", "negative_prompt_embeds"):
-        given |= {f"{kind}_t5": of_t5[kind], f"{kind}_llama3": of_llama[kind][None].repeat(4, 1, 1, 1)}
-    return given
+        arguments |= {f"{kind}_t5": of_t5[kind], f"{kind}_llama3": of_llama[kind][None].repeat(4, 1, 1, 1)}
+    return arguments
 
 
 IMAGE_PIPELINES: dict[str, TinyPipeline] = {

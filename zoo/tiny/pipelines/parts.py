@@ -63,8 +63,8 @@ class TinyPipeline:
     def call(self, **options: Any) -> dict[str, Any]:
         """Return the arguments of a short call that gives latents: an odd number of few tokens, three steps, a seed."""
         defaults = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "latent", **self.options}
-        given = {**defaults, "generator": torch.Generator().manual_seed(7), **options}
-        return {name: value for name, value in given.items() if name not in self.without}
+        arguments = {**defaults, "generator": torch.Generator().manual_seed(7), **options}
+        return {name: value for name, value in arguments.items() if name not in self.without}
 
 
 # -- tokenizers and encoders
@@ -303,10 +303,10 @@ def embeddings(tokens: int, width: int) -> dict[str, Any]:
     Some pipelines clean a prompt with ftfy and fail without it (Wan's from images and videos, ChronoEdit, Helios).
     """
     generator = torch.Generator().manual_seed(tokens)
-    given: dict[str, Any] = {"prompt": None}
+    arguments: dict[str, Any] = {"prompt": None}
     for kind in ("prompt", "negative_prompt"):
-        given[f"{kind}_embeds"] = torch.randn(1, tokens, width, generator=generator)
-    return given
+        arguments[f"{kind}_embeds"] = torch.randn(1, tokens, width, generator=generator)
+    return arguments
 
 
 # 3 × 5 image tokens: of 16 × 16 pixels, or of 8 × 8.

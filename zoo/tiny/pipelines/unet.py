@@ -134,8 +134,8 @@ def with_ip_adapter() -> Any:
             "norm.bias": noise(CLIP_WIDTH),
         },
         "ip_adapter": {
-            f"{2 * place + 1}.{name}.weight": noise(width, CLIP_WIDTH)
-            for place, width in enumerate(_widths_in_order(pipe.unet))
+            f"{2 * index + 1}.{name}.weight": noise(width, CLIP_WIDTH)
+            for index, width in enumerate(_widths_in_order(pipe.unet))
             for name in ("to_k_ip", "to_v_ip")
         },
     }

@@ -76,15 +76,15 @@ def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     all tokens.
     """
     total = 10 + num_patches(frames, height, width)
-    seen = torch.ones(total, total).tril()
-    seen[10:] = 1.0
+    mask = torch.ones(total, total).tril()
+    mask[10:] = 1.0
     return {
         "hidden_states": image(frames, height, width),
         "timestep": torch.tensor([0.6, 0.6]),
         "input_ids": torch.arange(18).view(2, 9),
         "input_img_latents": [noise(1, 4, 4, 4)],
         "input_image_sizes": {0: [[2, 6]]},
-        "attention_mask": seen.expand(2, -1, -1),
+        "attention_mask": mask.expand(2, -1, -1),
         "position_ids": torch.arange(total).expand(2, -1),
     }
 

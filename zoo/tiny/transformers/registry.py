@@ -178,12 +178,12 @@ def framepack_inputs(frames: int, height: int, width: int, *, batch: int = 2) ->
 
 def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
     """Return text, video and sound in one packed sequence."""
-    seen, sound = frames * height * width, 7
-    total = seen + text + sound
-    tags = torch.tensor([1] * text + [0] * seen + [2] * sound)
+    patches, sound = frames * height * width, 7
+    total = patches + text + sound
+    tags = torch.tensor([1] * text + [0] * patches + [2] * sound)
     positions = [torch.zeros(text, 3), grid(frames, height, width), torch.arange(sound)[:, None].expand(-1, 3)]
     return {
-        "hidden_states": noise(1, seen, 16),
+        "hidden_states": noise(1, patches, 16),
         "audio_hidden_states": noise(1, sound, 8),
         "encoder_hidden_states": noise(1, text, 24),
         "timestep": torch.tensor([0.6, 0.0]),

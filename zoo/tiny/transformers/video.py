@@ -124,12 +124,12 @@ def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     height, width = 4 * height, 2 * width
     shape = (frames, height // 2, width // 2)
     angles = [noise(size, 4) for size in shape]
-    seen = torch.ones(2, frames, height, width)
-    seen[1, :, : height // 2] = 0.0
+    mask = torch.ones(2, frames, height, width)
+    mask[1, :, : height // 2] = 0.0
     positions = tuple(axis[None] for axis in grid(*shape).long().T)
     make = inputs(
         video,
-        attention_mask=seen,
+        attention_mask=mask,
         encoder_attention_mask=valid((9, 4), dtype=torch.int64),
         image_rotary_emb=(tuple((a.cos(), a.sin()) for a in angles), positions),
     )
