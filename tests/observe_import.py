@@ -28,27 +28,27 @@ def is_watched(name: str) -> bool:
 
 def attributes() -> dict[str, int]:
     """Identities of the attributes of modules and classes of other packages."""
-    found: dict[str, int] = {}
+    identities: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if is_watched(name) and type(module) is types.ModuleType:
             for attribute, value in list(vars(module).items()):
                 if not attribute.startswith("__"):
-                    found[f"{name}.{attribute}"] = id(value)
+                    identities[f"{name}.{attribute}"] = id(value)
                 if issubclass(type(value), type) and is_watched(value.__module__):
                     for member, method in list(vars(value).items()):
                         if callable(method):
-                            found[f"{name}.{attribute}.{member}"] = id(method)
-    return found
+                            identities[f"{name}.{attribute}.{member}"] = id(method)
+    return identities
 
 
 def class_names() -> dict[str, tuple[str, str, str]]:
-    found = {}
+    names = {}
     for name, module in list(sys.modules.items()):
         if is_watched(name) and type(module) is types.ModuleType:
             for attribute, value in list(vars(module).items()):
                 if issubclass(type(value), type):
-                    found[f"{name}.{attribute}"] = (value.__name__, value.__qualname__, value.__module__)
-    return found
+                    names[f"{name}.{attribute}"] = (value.__name__, value.__qualname__, value.__module__)
+    return names
 
 
 # torch.DispatchKey does not list them.
@@ -65,25 +65,25 @@ def dispatch_keys(torch: Any) -> dict[str, Any]:
 
 def registrations(torch: Any) -> set[str]:
     """Kernels by dispatch key."""
-    found = set()
+    kernels = set()
     for key in dispatch_keys(torch):
         try:
             operators = torch._C._dispatch_get_registrations_for_dispatch_key(key)
         except RuntimeError:
             continue
-        found |= {f"{operator} {key}" for operator in operators}
-    return found
+        kernels |= {f"{operator} {key}" for operator in operators}
+    return kernels
 
 
 def fallbacks(torch: Any) -> set[str]:
-    found = set()
+    keys = set()
     for name, key in dispatch_keys(torch).items():
         try:
             if torch._C._dispatch_has_backend_fallback(key):
-                found.add(name)
+                keys.add(name)
         except RuntimeError:
             continue
-    return found
+    return keys
 
 
 def flags(torch: Any) -> dict[str, str]:
@@ -122,30 +122,30 @@ def flags(torch: Any) -> dict[str, str]:
 
 
 def loggers() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
         if isinstance(logger, logging.Logger) and not name.startswith("para_core"):
-            found[f"{name} level"] = logger.level
-            found[f"{name} handlers"] = [id(handler) for handler in logger.handlers]
-            found[f"{name} rest"] = logger.propagate, logger.disabled, len(logger.filters)
-    return found
+            states[f"{name} level"] = logger.level
+            states[f"{name} handlers"] = [id(handler) for handler in logger.handlers]
+            states[f"{name} rest"] = logger.propagate, logger.disabled, len(logger.filters)
+    return states
 
 
 def exit_hooks() -> list[str]:
     """Functions registered with atexit, which does not list them: it compares each of them with a key that is being
     removed.
     """
-    seen = []
+    hooks = []
 
     class Watch:
         def __eq__(self, other: object) -> bool:
-            seen.append(f"{getattr(other, '__module__', '')}.{getattr(other, '__qualname__', repr(other))}")
+            hooks.append(f"{getattr(other, '__module__', '')}.{getattr(other, '__qualname__', repr(other))}")
             return False
 
         __hash__ = None  # type: ignore[assignment]
 
     atexit.unregister(Watch())  # type: ignore[arg-type]
-    return seen
+    return hooks
 
 
 def process() -> dict[str, Any]:

@@ -40,14 +40,14 @@ def processes(script: Path) -> str:
     prints. torchrun itself is one more process that imports torch.
     """
     environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with meeting_point() as place:
+    with meeting_point() as rendezvous:
         ranks = [
             subprocess.Popen(
                 [sys.executable, script],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**environment, **place, "RANK": str(rank)},
+                env={**environment, **rendezvous, "RANK": str(rank)},
             )
             for rank in range(2)
         ]
@@ -116,14 +116,14 @@ def run_command(arguments, environment):
 
 def command_on_ranks(rank_pool, *arguments, ranks=2):
     """Run a command line of para_core on the ranks of the pool, which must end without an error."""
-    with meeting_point() as place:
-        assert rank_pool.run(run_command, ranks, arguments, place, timeout=300) == [0] * ranks
+    with meeting_point() as rendezvous:
+        assert rank_pool.run(run_command, ranks, arguments, rendezvous, timeout=300) == [0] * ranks
 
 
 def on_ranks(rank_pool, script, *arguments, ranks=2):
     """Run ``script`` on the ranks of the pool; return what rank 0 prints."""
-    with meeting_point() as place:
-        return rank_pool.run(run_script, ranks, script, arguments, place, timeout=300)[0]
+    with meeting_point() as rendezvous:
+        return rank_pool.run(run_script, ranks, script, arguments, rendezvous, timeout=300)[0]
 
 
 def alone(rank_pool, script, *arguments):

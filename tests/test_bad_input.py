@@ -169,25 +169,25 @@ def cut_badly():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     bad = mesh.get_rank() == 3
     x = torch.randn(2, 10, 4)
-    found = {}
+    errors = {}
     with UnifiedAttnMode(mesh) as cp:
         cp.intercepted = True  # this is about cutting alone
         part = cp.shard(x, dim=1)
-        found["shard, length"] = _error_of(lambda: cp.shard(x[:, 1:] if bad else x, dim=1))
-        found["shard, sequence"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(9 if bad else 10)))
-        found["shard, dim"] = _error_of(lambda: cp.shard(x.transpose(0, 2), dim=7 if bad else 1))
-        found["shard, all"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(12)))
-        found["gather, length"] = _error_of(lambda: cp.gather(part[:, 1:] if bad else part, dim=1))
-        found["gather, sequence"] = _error_of(lambda: cp.gather(part, dim=1, sequence=cp.sequence(11 if bad else 10)))
-        found["gather, dtype"] = _error_of(lambda: cp.gather(part.double() if bad else part, dim=1))
-        found["gather, shape"] = _error_of(lambda: cp.gather(part[:1] if bad else part, dim=1))
-        found["gather, dim"] = _error_of(lambda: cp.gather(part, dim=-9 if bad else 1))
-        found["layout"] = _error_of(lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2)))
-        found["layout on one"] = _error_of(
+        errors["shard, length"] = _error_of(lambda: cp.shard(x[:, 1:] if bad else x, dim=1))
+        errors["shard, sequence"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(9 if bad else 10)))
+        errors["shard, dim"] = _error_of(lambda: cp.shard(x.transpose(0, 2), dim=7 if bad else 1))
+        errors["shard, all"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(12)))
+        errors["gather, length"] = _error_of(lambda: cp.gather(part[:, 1:] if bad else part, dim=1))
+        errors["gather, sequence"] = _error_of(lambda: cp.gather(part, dim=1, sequence=cp.sequence(11 if bad else 10)))
+        errors["gather, dtype"] = _error_of(lambda: cp.gather(part.double() if bad else part, dim=1))
+        errors["gather, shape"] = _error_of(lambda: cp.gather(part[:1] if bad else part, dim=1))
+        errors["gather, dim"] = _error_of(lambda: cp.gather(part, dim=-9 if bad else 1))
+        errors["layout"] = _error_of(lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2)))
+        errors["layout on one"] = _error_of(
             lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2) if bad else cp.sequence(10))
         )
-        found["good"] = cp.gather(part, dim=1).shape == x.shape, 0.0
-    return found
+        errors["good"] = cp.gather(part, dim=1).shape == x.shape, 0.0
+    return errors
 
 
 def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
@@ -204,9 +204,9 @@ def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
         "layout on one": ("layout", " 2 ranks", " 4"),
         "layout": ("layout", " 2 ranks", " 4"),
     }
-    for rank, found in enumerate(rank_pool.run(cut_badly, 4)):
-        assert found.pop("good")[0]
-        for name, (message, seconds) in found.items():
+    for rank, errors in enumerate(rank_pool.run(cut_badly, 4)):
+        assert errors.pop("good")[0]
+        for name, (message, seconds) in errors.items():
             assert all(part in message for part in expected[name]), f"{name}, rank {rank}"
             assert seconds < SECONDS, f"{name}, rank {rank}"
 
@@ -276,9 +276,9 @@ def attend_after_a_time_out(path):
 
 
 def test_new_mesh_after_timeout_names_dead_default_group(rank_pool, tmp_path):
-    (first, *zero), (_, *one) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
+    (first, *on_rank_0), (_, *on_rank_1) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
     assert re.search(r"2 ranks .*'ulysses' ", first[0])
-    for (message, seconds), shape in (zero, one):
+    for (message, seconds), shape in (on_rank_0, on_rank_1):
         assert re.search(r"'ulysses' .*default group.*destroy_process_group\(\) .*init_process_group\(\)", message)
         assert seconds < SECONDS
         assert len(shape) == 4

@@ -72,8 +72,8 @@ def test_threshold_zero_is_the_image_without_a_cache(without_cache):
 
 def test_sea_cache_latents_are_the_decoded_ones():
     pipe, tokens = ways.load(), torch.randn(1, 64, 64)
-    (seen,) = ways._latents(pipe.transformer, (), {"hidden_states": tokens})
-    assert torch.equal(seen[:, 0], pipe._unpack_latents(tokens, 128, 128, pipe.vae_scale_factor)[0])
+    (latents,) = ways._latents(pipe.transformer, (), {"hidden_states": tokens})
+    assert torch.equal(latents[:, 0], pipe._unpack_latents(tokens, 128, 128, pipe.vae_scale_factor)[0])
 
 
 def test_beside_is_none_beyond_the_thresholds():
@@ -85,7 +85,7 @@ def test_beside_is_none_beyond_the_thresholds():
 def test_the_page_takes_what_was_measured():
     values = {"ssim": [0.9, 1.0], "right": [True, False], "as without": [True, True], "attributes": [0.5, 1.0]}
     row = {"cache": "another", "setting": "x", "steps": 28, "computed": [5, 5], "psnr": [30.0, 31.0], **values}
-    found = {
+    results = {
         "environment": {"date": "2026-01-01", "device": "CPU", "python": "3.11", "versions": {"torch": "2.13"}},
         "captions": 2,
         "quality": summaries([row]),
@@ -95,7 +95,7 @@ def test_the_page_takes_what_was_measured():
             {"name": "another, x", "computed": 5, "cpu_seconds": 0.5, "speed_up": 1.5, "range": [1.4, 1.6]},
         ],
     }
-    page = "\n".join(line for lines in parts_of(json.loads(json.dumps(found))).values() for line in lines)
+    page = "\n".join(line for lines in parts_of(json.loads(json.dumps(results))).values() for line in lines)
     assert "| another | x | 5.0 | 30.5 |  |" in page
     assert "50.0% to 50.0%" in page
     assert "| another, x | 5 | 1.50 × |  | *refused* |" in page
@@ -111,8 +111,8 @@ def test_examples_in_docstrings(name):
 def taken_as_equal_steps(forecast, stored, distance):
     """Return ``forecast`` of residuals (newest first) that are taken to be one step apart, ``distance`` steps later."""
     times = -torch.arange(len(stored), dtype=torch.float64)
-    now, known = (torch.tensor(x, dtype=torch.float64) for x in (distance, len(stored)))
-    return float(forecast.weights(times, now, known) @ torch.tensor(stored, dtype=torch.float64))
+    now, count = (torch.tensor(x, dtype=torch.float64) for x in (distance, len(stored)))
+    return float(forecast.weights(times, now, count) @ torch.tensor(stored, dtype=torch.float64))
 
 
 def test_foca_equals_its_equations():

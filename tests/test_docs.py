@@ -40,13 +40,13 @@ def programs(page: str) -> list[str]:
     Two in one process would meet in the same store: a rank that is early the second time reads the other's old address
     and waits for it for ever.
     """
-    found: list[str] = []
+    blocks: list[str] = []
     for block in BLOCK.findall((ROOT / page).read_text()):
-        if not found or "init_process_group(" in block:
-            found.append(block)
+        if not blocks or "init_process_group(" in block:
+            blocks.append(block)
         else:
-            found[-1] += "\n" + block
-    return found
+            blocks[-1] += "\n" + block
+    return blocks
 
 
 # Other tests of the default run cover what these two show, and each takes several seconds.

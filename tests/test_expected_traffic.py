@@ -35,15 +35,15 @@ def call(transformer, name, size):
 
 def count_in_models(names, shape):
     batch, ring, ulysses = shape
-    found = {}
+    sent = {}
     for name in names:
         heartbeat()
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(ring, ulysses, batch=batch))
         for size in SIZES:
             with counted_traffic() as traffic:
                 call(transformer, name, size)
-            found[name, size] = traffic.bytes
-    return found
+            sent[name, size] = traffic.bytes
+    return sent
 
 
 # The first of each class; those of the shelf in the long run.
@@ -78,8 +78,8 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
             with observed(model, shape[0]) as calls:
                 call(model, name, size)
             expected[name, size] = calls
-    for rank, found in enumerate(rank_pool.run(count_in_models, torch.Size(shape).numel(), names, shape)):
-        for key, counted in found.items():
+    for rank, sent in enumerate(rank_pool.run(count_in_models, torch.Size(shape).numel(), names, shape)):
+        for key, counted in sent.items():
             assert counted == sent_in_rounds([expected[key]], shape, rank, apart=False), (key, rank)
 
 
@@ -95,14 +95,14 @@ def generate(pipe, name):
 
 
 def count_in_pipelines():
-    found = {}
+    sent = {}
     for name in GUIDED:
         heartbeat()
         pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
         with counted_traffic() as traffic:
             generate(pipe, name)
-        found[name] = traffic.bytes
-    return found
+        sent[name] = traffic.bytes
+    return sent
 
 
 @pytest.mark.long
@@ -112,8 +112,8 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
         pipe = PIPELINES[name].build()
         rounds = observe_pipeline(pipe, lambda pipe=pipe, name=name: generate(pipe, name), batch=2)
         assert len(rounds) == 3
-        for rank, found in enumerate(results):
-            assert found[name] == sent_in_rounds(rounds, (2, 1, 1), rank, apart=takes_turns(pipe)), (name, rank)
+        for rank, sent in enumerate(results):
+            assert sent[name] == sent_in_rounds(rounds, (2, 1, 1), rank, apart=takes_turns(pipe)), (name, rank)
 
 
 def test_a_model_of_real_size_needs_no_weights():

@@ -49,7 +49,7 @@ print(json.dumps(results))
 def required(wheel: Path, extra: str) -> dict[str, metadata.Distribution]:
     """Return the installed distributions that the wheel requires with this extra, and all that they require."""
     own = next(iter(metadata.distributions(path=[str(wheel)])))
-    found: dict[str, metadata.Distribution] = {}
+    distributions: dict[str, metadata.Distribution] = {}
     left, done = [("para_core", extra)], set()
     while left:
         name, extra = left.pop()
@@ -60,13 +60,13 @@ def required(wheel: Path, extra: str) -> dict[str, metadata.Distribution]:
             distribution = own if name == "para_core" else metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
-        found[name] = distribution
+        distributions[name] = distribution
         for text in distribution.requires or ():
             requirement = requirements.Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 left += [(requirement.name, more) for more in ("", *requirement.extras)]
-    del found["para_core"]
-    return found
+    del distributions["para_core"]
+    return distributions
 
 
 class Environment:
@@ -111,9 +111,9 @@ class Environment:
 
 def require_misses(result: tuple[int, str, str], package: str, extra: str) -> None:
     """Assert that a command ended with one sentence that names the package and the extra."""
-    code, _, said = result
+    code, _, stderr = result
     assert code == 1
-    assert re.fullmatch(rf"error: {package} .*'\.\[{extra}\]'.*\n", said), said
+    assert re.fullmatch(rf"error: {package} .*'\.\[{extra}\]'.*\n", stderr), stderr
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,8 @@ def run_here(tmp_path):
     return run
 
 
-def verdicts(found):
-    return {row["verdict"] for row in found["rows"] if "verdict" in row}
+def verdicts(results):
+    return {row["verdict"] for row in results["rows"] if "verdict" in row}
 
 
 # -- sections
@@ -56,16 +56,16 @@ def verdicts(found):
 
 @pytest.mark.parametrize("part", ["math", "flash"])
 def test_local_attention_is_as_exact_as_sdpa(run_here, part):
-    found = run_here("local", part=part)
-    assert verdicts(found) == {"ok"}
+    results = run_here("local", part=part)
+    assert verdicts(results) == {"ok"}
     # dtypes × head dims × masks × layouts; in float32 two masks are one
-    assert len(found["rows"]) == (2 * 6 + 5) * 2 * 3
+    assert len(results["rows"]) == (2 * 6 + 5) * 2 * 3
 
 
 def test_missing_backend_is_refused_with_reason(run_here):
-    found = run_here("local", part="cudnn")
-    assert verdicts(found) == {"refused"}
-    assert all("backend" in row["SDPA refused"] for row in found["rows"])
+    results = run_here("local", part="cudnn")
+    assert verdicts(results) == {"refused"}
+    assert all("backend" in row["SDPA refused"] for row in results["rows"])
 
 
 def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
@@ -88,9 +88,9 @@ def test_a_refusal_where_sdpa_computes_has_failed(run_here, monkeypatch):
 
 
 def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
-    found = run_here("gradients_16_bit")
-    assert {row["gradients"] for row in found["rows"] if row["kernel"] == "flash"} == {"right"}
-    assert all("refused" in row for row in found["rows"] if row["kernel"] == "efficient")
+    results = run_here("gradients_16_bit")
+    assert {row["gradients"] for row in results["rows"] if row["kernel"] == "flash"} == {"right"}
+    assert all("refused" in row for row in results["rows"] if row["kernel"] == "efficient")
 
     # A kernel that reads out as if it were laid out otherwise, as the finding says of one.
     def misreads(inputs, lay_out):
@@ -104,8 +104,8 @@ def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
         return gradients_16_bit._flash_cpu(inputs, as_it_reads)
 
     monkeypatch.setitem(gradients_16_bit.CPU_KERNELS, "flash", misreads)
-    found = run_here("gradients_16_bit")
-    rows = [row for row in found["rows"] if row["kernel"] == "flash"]
+    results = run_here("gradients_16_bit")
+    rows = [row for row in results["rows"] if row["kernel"] == "flash"]
     assert {row["gradients"] for row in rows if row["out"] == "[B, S, H, D]"} == {"right"}
     assert {row["gradients"] for row in rows if row["out"] == "[B, H, S, D]"} == {"wrong: dq, dk"}
 
@@ -115,18 +115,18 @@ def test_cuda_s_backward_operators_take_what_they_are_given(kernel):
     """Meta tensors check the arguments only, not the results."""
     inputs = exact.make_inputs((2, 4, 32, 64), torch.float16, torch.device("meta"))
     for lay_out in gradients_16_bit.LAYOUTS.values():
-        found = gradients_16_bit.CUDA_KERNELS[kernel](inputs, lay_out)
-        assert {x.shape for x in (found.out, found.dq, found.dk, found.dv)} == {(2, 4, 32, 64)}
+        result = gradients_16_bit.CUDA_KERNELS[kernel](inputs, lay_out)
+        assert {x.shape for x in (result.out, result.dq, result.dk, result.dv)} == {(2, 4, 32, 64)}
 
 
 @pytest.mark.long
 def test_four_ranks_on_one_device_equal_one(run_here):
-    found = run_here("ranks")
-    assert verdicts(found) == {"ok"}
-    assert found["left out"] == []
-    meshes, cases = ({row[name] for row in found["rows"]} for name in ("mesh", "case"))
+    results = run_here("ranks")
+    assert verdicts(results) == {"ok"}
+    assert results["left out"] == []
+    meshes, cases = ({row[name] for row in results["rows"]} for name in ("mesh", "case"))
     assert meshes == {"ring", "Ulysses", "ring 2 × Ulysses 2"}
-    assert len(found["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
+    assert len(results["rows"]) == 3 * len(cases) == 3 * len(ranks.cases(15))
 
 
 def decode_tiny():
@@ -148,26 +148,26 @@ def test_autoencoders_run_in_own_processes(run_here):
 
 
 def test_small_kernels_are_exact_and_timed(run_here):
-    found = run_here("small_kernels")
-    assert verdicts(found) == {"ok"}
-    assert {row["form"] for row in found["rows"]} == {"plain PyTorch"}
+    results = run_here("small_kernels")
+    assert verdicts(results) == {"ok"}
+    assert {row["form"] for row in results["rows"]} == {"plain PyTorch"}
     exchanges = {"pack query, key, value", "unpack out"}
     for eight_bits in ("int8", "float8_e4m3fn"):
         exchanges |= {f"pack query, key, value as {eight_bits}", f"unpack out of {eight_bits}"}
     names = {"merge", "merge in place", "change", "forecast of 2", *exchanges}
-    assert {row["kernel"] for row in found["rows"]} == names
-    assert len(found["rows"]) == len(names) * len(small_kernels.TINY)
-    assert all(row["GB/s"] > 0 and row["ms of a copy"] > 0 for row in found["rows"])
+    assert {row["kernel"] for row in results["rows"]} == names
+    assert len(results["rows"]) == len(names) * len(small_kernels.TINY)
+    assert all(row["GB/s"] > 0 and row["ms of a copy"] > 0 for row in results["rows"])
     # Query, key and value of 9 tokens, 8 heads × 16, 2 bytes each, read and written.
-    numbers = {row["kernel"]: row["bytes"] for row in found["rows"] if row["heads"] == 8}
+    numbers = {row["kernel"]: row["bytes"] for row in results["rows"] if row["heads"] == 8}
     assert numbers["pack query, key, value"] == 2 * 3 * 9 * 8 * 16 * 2
     assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
 
 
 @pytest.mark.long
 def test_small_kernels_register_operators_in_own_process(tmp_path):
-    (found,) = run_all((Section("small_kernels", 200),), tmp_path, device="cpu", tiny=True, seconds=300).values()
-    assert verdicts(found) == {"ok"}, found["error"]
+    (results,) = run_all((Section("small_kernels", 200),), tmp_path, device="cpu", tiny=True, seconds=300).values()
+    assert verdicts(results) == {"ok"}, results["error"]
 
 
 def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypatch):
@@ -185,9 +185,9 @@ def test_small_kernels_are_skipped_without_triton(tmp_path, monkeypatch):
 
 
 def test_calls_for_wait_check_run_on_fake_group(run_here):
-    found = run_here("sync")
-    assert verdicts(found) == {"ok"}
-    assert {row["group"] for row in found["rows"]} == {"fake, 1 rank(s)", "fake, 8 rank(s)"}
+    results = run_here("sync")
+    assert verdicts(results) == {"ok"}
+    assert {row["group"] for row in results["rows"]} == {"fake, 1 rank(s)", "fake, 8 rank(s)"}
 
 
 def test_a_call_that_waits_has_failed(monkeypatch):
@@ -205,9 +205,9 @@ def test_a_call_that_waits_has_failed(monkeypatch):
 
 
 def test_one_rank_of_the_device_s_own_backend(run_here):
-    found = run_here("nccl")
-    assert verdicts(found) == {"ok"}
-    assert len(found["rows"]) == 6
+    results = run_here("nccl")
+    assert verdicts(results) == {"ok"}
+    assert len(results["rows"]) == 6
 
 
 def test_one_rank_s_share_is_told_by_phase(run_here):
@@ -246,7 +246,7 @@ def test_error_of_sdpa_excuses_no_larger_one():
 def test_kernels_are_told_apart_by_name_and_place():
     names = ["direct_copy_kernel", "cudnn_generated_fort_native_sdpa", "direct_copy_kernel", "logaddexp_kernel"]
     names += ["flash_fwd_kernel", "mul_kernel", "CatArrayBatchedCopy"]
-    kernels = [Kernel(name, place, 1000.0 * 2**place) for place, name in enumerate(names)]
+    kernels = [Kernel(name, index, 1000.0 * 2**index) for index, name in enumerate(names)]
     assert timing.phases(kernels) == {
         "pack": 1, "attention": 2 + 16, "copies between": 4, "merge": 8 + 32, "unpack": 64,
     }  # fmt: skip
@@ -275,26 +275,26 @@ def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
         "hangs": "job.add(pid=subprocess.Popen(['sleep', '600']).pid); time.sleep(600)",
     }
     sections = [section_that_does(tmp_path, monkeypatch, name, body) for name, body in bodies.items()]
-    found = run_all(tuple(sections[:2]), tmp_path / "out", device="cpu", tiny=True, seconds=200)
+    results = run_all(tuple(sections[:2]), tmp_path / "out", device="cpu", tiny=True, seconds=200)
     # The start of a process takes longer on a busy machine.
-    hangs = replace(sections[2], seconds=3 + 2 * max(one["seconds"] for one in found.values()))
-    found |= run_all((hangs,), tmp_path / "out", device="cpu", tiny=True, seconds=200)
-    assert {name: one["status"] for name, one in found.items()} == {
+    hangs = replace(sections[2], seconds=3 + 2 * max(report["seconds"] for report in results.values()))
+    results |= run_all((hangs,), tmp_path / "out", device="cpu", tiny=True, seconds=200)
+    assert {name: report["status"] for name, report in results.items()} == {
         "raises": "failed", "dies": "failed", "hangs": "killed",
     }  # fmt: skip
-    assert "ValueError: as it was told" in found["raises"]["error"]
-    assert "ended with 3" in found["dies"]["error"]
-    assert "hangs_section.py" in found["hangs"]["error"]  # where it hung
+    assert "ValueError: as it was told" in results["raises"]["error"]
+    assert "ended with 3" in results["dies"]["error"]
+    assert "hangs_section.py" in results["hangs"]["error"]  # where it hung
     # Nor does what it had started, once the system has got round to ending it.
     deadline = time.monotonic() + 60
-    while lives(found["hangs"]["rows"][1]["pid"]):
+    while lives(results["hangs"]["rows"][1]["pid"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    for name, one in found.items():
-        assert one["rows"][0] == {"found": 1}
-        assert json.loads((tmp_path / f"out/{name}.json").read_text()) == one
-        assert one["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
-    assert runner.exit_code(found) == 3
+    for name, report in results.items():
+        assert report["rows"][0] == {"found": 1}
+        assert json.loads((tmp_path / f"out/{name}.json").read_text()) == report
+        assert report["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
+    assert runner.exit_code(results) == 3
     assert "failed: ValueError: as it was told" in capsys.readouterr().out
 
 
@@ -320,9 +320,9 @@ def test_make_runs_sections_with_named_python(tmp_path):
     assert "/nowhere" not in done.stdout + done.stderr
     assert "gradients_16_bit: done" in done.stdout
     assert "flux: skipped" in done.stdout
-    found = json.loads((tmp_path / "gradients_16_bit.json").read_text())
-    assert found["environment"].keys() >= {"device", "date", "versions"}
-    assert runner.exit_code({"gradients_16_bit": found}) == 0
+    results = json.loads((tmp_path / "gradients_16_bit.json").read_text())
+    assert results["environment"].keys() >= {"device", "date", "versions"}
+    assert runner.exit_code({"gradients_16_bit": results}) == 0
 
 
 @pytest.mark.long
@@ -345,11 +345,11 @@ def raise_on_rank_1(device):
 
 
 def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_here):
-    found = run_here("attention")
-    assert verdicts(found) == {"ok"}
-    first = found["rows"][0]
+    results = run_here("attention")
+    assert verdicts(results) == {"ok"}
+    first = results["rows"][0]
     assert (first["compiled"], first["processes"], first["missing"]) == (1, 1, {})
-    ways = {row["way"] for row in found["rows"] if "way" in row}
+    ways = {row["way"] for row in results["rows"] if "way" in row}
     assert ways == {
         "triton",
         "triton, four continuing calls",
@@ -357,9 +357,9 @@ def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_he
         "triton-int8, not exact",
         "PyTorch",
     }
-    assert not any("refused" in row for row in found["rows"])
+    assert not any("refused" in row for row in results["rows"])
     # In float16: what is exact but for roundings, in one call and in four.
-    errors = {row["way"]: row["error"] for row in found["rows"] if "way" in row and not row["is_causal"]}
+    errors = {row["way"]: row["error"] for row in results["rows"] if "way" in row and not row["is_causal"]}
     assert (
         max(errors["triton"], errors["triton, four continuing calls"])
         < 1e-3
@@ -368,11 +368,11 @@ def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_he
 
 
 def test_hopper_tier_has_its_own_section(run_here):
-    found = run_here("attention_hopper")
-    judged = [row for row in found["rows"] if "verdict" in row]
+    results = run_here("attention_hopper")
+    judged = [row for row in results["rows"] if "verdict" in row]
     assert {row["verdict"] for row in judged} == {"ok"}
     assert {row["way"] for row in judged} == {"triton, Hopper tier", "triton, Hopper tier, warps with roles"}
-    ways = {row["way"] for row in found["rows"] if "way" in row}
+    ways = {row["way"] for row in results["rows"] if "way" in row}
     assert ways - {row["way"] for row in judged} == {"triton", "PyTorch"}
     assert {row["is_causal"] for row in judged} == {False, True}
 
@@ -385,5 +385,5 @@ def test_a_hopper_tier_that_computes_something_else_is_wrong(run_here, monkeypat
         return out * 1.01, lse
 
     monkeypatch.setattr(tune, "attend", off)
-    found = run_here("attention_hopper")
-    assert {row["verdict"] for row in found["rows"] if "verdict" in row} == {"wrong"}
+    results = run_here("attention_hopper")
+    assert {row["verdict"] for row in results["rows"] if "verdict" in row} == {"wrong"}

@@ -160,19 +160,19 @@ def test_unfinished_parts_are_in_the_file(tmp_path):
 
 def test_attention_asks_for_time_before_each_way():
     size = replace(attention.TINY[0], dtype="float32")
-    asked, called = [], []
+    checks, called = [], []
 
     def ways(tensors, size):
         return {name: lambda name=name: called.append(name) or tensors[0] for name in ("first", "second", "third")}
 
     def enough_time():
-        asked.append(len(called))
-        return len(asked) <= 2  # of the size, and of its first way
+        checks.append(len(called))
+        return len(checks) <= 2  # of the size, and of its first way
 
     rows = list(attention.measure([size], CPU, ways=ways, enough_time=enough_time))
     assert set(called) == {"first"}
     assert [row["way"] for row in rows if "left out" in row] == ["second", "third"]
-    assert len(asked) == 4
+    assert len(checks) == 4
 
 
 def test_a_written_section_says_what_was_killed(tmp_path):

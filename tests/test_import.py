@@ -68,14 +68,14 @@ def test_the_process_stays_as_it_was(changes):
 
 
 def test_the_observer_sees_changes():
-    seen = observe("tests.import_with_changes")
-    assert "torch.distributed.distributed_c10d._hash_ranks_to_str" in seen["attributes"]
-    assert "torch.nn.Linear.forward" in seen["attributes"]
-    assert "torch.nn.Conv1d" in seen["class names"]
-    assert seen["registrations"] == ["aten::scaled_dot_product_attention TESTING_ONLY_GenericMode"]
-    assert seen["fallbacks"] == ["TESTING_ONLY_GenericMode"]
-    assert seen["flags"] == ["default dtype"]
-    assert seen["process"] == ["environment", "excepthook"]
-    assert len(seen["warning filters"]) == 1
-    assert seen["loggers"] == ["torch level"]
-    assert len(seen["exit hooks"]) == 1
+    report = observe("tests.import_with_changes")
+    assert "torch.distributed.distributed_c10d._hash_ranks_to_str" in report["attributes"]
+    assert "torch.nn.Linear.forward" in report["attributes"]
+    assert "torch.nn.Conv1d" in report["class names"]
+    assert report["registrations"] == ["aten::scaled_dot_product_attention TESTING_ONLY_GenericMode"]
+    assert report["fallbacks"] == ["TESTING_ONLY_GenericMode"]
+    assert report["flags"] == ["default dtype"]
+    assert report["process"] == ["environment", "excepthook"]
+    assert len(report["warning filters"]) == 1
+    assert report["loggers"] == ["torch level"]
+    assert len(report["exit hooks"]) == 1

@@ -120,9 +120,9 @@ def test_each_wrapper_and_method_is_one_frame():
 
     wrapped = Deep()
     alone = wrapped()
-    for place, order in enumerate(WrapperPriority, start=1):
+    for count, order in enumerate(WrapperPriority, start=1):
         wrap_method(wrapped, "__call__", order.name, lambda call, instance: call(instance), order=order)
-        assert wrapped() - alone == place + 1
+        assert wrapped() - alone == count + 1
 
 
 def test_arguments_may_have_the_names_that_wrappers_use():

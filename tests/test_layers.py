@@ -82,12 +82,12 @@ def imported_by(path):
 
 @cache
 def edges():
-    found = defaultdict(set)
+    lines = defaultdict(set)
     for path in FILES.values():
         for target, line in imported_by(path):
             if room_of(path) != room_of(target):
-                found[room_of(path), room_of(target)].add(f"{path}:{line}")
-    return found
+                lines[room_of(path), room_of(target)].add(f"{path}:{line}")
+    return lines
 
 
 def test_every_room_has_a_layer():

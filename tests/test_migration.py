@@ -62,7 +62,7 @@ def expected():
 
 
 @pytest.mark.filterwarnings("default")  # a peer's own
-@pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{one[0]}" for i, one in enumerate(BLOCKS)])
+@pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{block[0]}" for i, block in enumerate(BLOCKS)])
 def test_a_block_generates_what_one_device_does(rank_pool, expected, peer, kind, source):
     if peer == "para_attn":
         pytest.skip("ParaAttention 0.3.38 does not run with diffusers 0.42: what it raises stands on the page")

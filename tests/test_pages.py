@@ -38,9 +38,9 @@ def test_tiny_flux_readme_equals_results():
         return [float(cell.strip(" %")) for cell in cells[row] if "%" in cell]
 
     for things in (1, 2, 3):
-        found = read_results("tiny_flux")["held_out"][f"things_{things}"]
+        shares = read_results("tiny_flux")["held_out"][f"things_{things}"]
         names = ("colour", "shape", "place", "size", "count", "background", "all", "ceiling_all")
-        assert figures(str(things)) == pytest.approx([100 * found[name] for name in names], abs=0.06)
+        assert figures(str(things)) == pytest.approx([100 * shares[name] for name in names], abs=0.06)
 
 
 def figures_of_attention():

@@ -49,8 +49,8 @@ def test_a_verdict_is_that_of_the_worst_rank(ranks, word):
 
 
 def test_first_message_not_about_connections_is_kept():
-    found = verdict([raised(GLOO, at=1.0), raised("ValueError: later", at=3.0), raised("ValueError: no", at=2.0)], 3)
-    assert found["message"] == "ValueError: no"
+    result = verdict([raised(GLOO, at=1.0), raised("ValueError: later", at=3.0), raised("ValueError: no", at=2.0)], 3)
+    assert result["message"] == "ValueError: no"
 
 
 def test_exact_attempt_counts_else_the_first():
@@ -78,7 +78,7 @@ def test_what_a_peer_lacks_is_not_called_wrong():
     no_argument = {"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"}
     stand_in = {"verdict": "refused", "message": "RuntimeError: attn_bias does not fit (stand-in)"}
     refused = {"verdict": "refused", "message": "ValueError: GQA is not yet supported"}
-    assert [kind(one) for one in (no_argument, stand_in, refused)] == [
+    assert [kind(attempt) for attempt in (no_argument, stand_in, refused)] == [
         "not offered",
         "refused by our stand-in",
         "refused",
@@ -93,15 +93,15 @@ def test_the_summary_counts_every_cell():
     rows = [line.strip("| ").split(" | ")[1:] for line in summary(results)[2:]]
     columns = list(zip(*(row for row in rows if row[0].isdigit()), strict=True))
     assert [sum(map(int, column)) for column in columns] == [69] * 4
-    verdicts = [one["verdict"] for ways in results["cells"]["ParaAttention"].values() for one in ways.values()]
+    verdicts = [way["verdict"] for ways in results["cells"]["ParaAttention"].values() for way in ways.values()]
     assert int(columns[2][0]) == verdicts.count("exact")
 
 
 def test_own_table_has_the_default_beside_the_option():
     results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
     lines = own(results)
-    for peer, asked in results["own rows"].items():
-        for row, ways in asked.items():
+    for peer, rows in results["own rows"].items():
+        for row, ways in rows.items():
             assert any(peer in line and row in line and cell(ways) in line for line in lines)
     way = results["cells"]["SGLang"]["101 tokens: no number of ranks divides them"]["Ulysses"]
     by_default = next(other for other in way["other attempts"] if not other["setting"])
@@ -136,9 +136,9 @@ def test_every_copy_of_text_counts_for_cosmos3():
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "shared heads"])
 def test_stand_ins_are_attention(kind):
     q, k, v = (x.requires_grad_() for x in make_qkv(12, 4, H_kv=2 if kind == "shared heads" else None))
-    seen = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.7
-    seen[:, :, 3] = False  # a row that sees nothing
-    bias = {"bool": seen, "float": torch.where(seen, 0.5, -1.0)}.get(kind)
+    visible = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.7
+    visible[:, :, 3] = False  # a row that sees nothing
+    bias = {"bool": visible, "float": torch.where(visible, 0.5, -1.0)}.get(kind)
     expected = F.scaled_dot_product_attention(q, k, v, bias, is_causal=kind == "causal", enable_gqa=True)
     grad = make_qkv(12, 4, seed=1)[0]
     expected.backward(grad)
@@ -146,17 +146,17 @@ def test_stand_ins_are_attention(kind):
     causal = stand_ins._triangle(q, k, kind == "causal")
     with torch.no_grad():
         out, lse = stand_ins.attention(q, k, v, bias, causal, None)
-        found = stand_ins.attention_backward(grad, q, k, v, bias, causal, None, out, lse)
+        gradients = stand_ins.attention_backward(grad, q, k, v, bias, causal, None, out, lse)
     assert relative_error(out, expected.detach()) < 1e-6
-    for gradient, x in zip(found, (q, k, v), strict=True):
+    for gradient, x in zip(gradients, (q, k, v), strict=True):
         assert relative_error(gradient, x.grad) < 1e-6
 
 
 def test_flash_attn_aligns_causal_mask_with_last_key():
     q, k, v = make_qkv(3, 2, S_k=5)
     out = stand_ins._flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
-    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
-    assert relative_error(out, F.scaled_dot_product_attention(q, k, v, seen)) < 1e-6
+    visible = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    assert relative_error(out, F.scaled_dot_product_attention(q, k, v, visible)) < 1e-6
 
 
 def test_columns_of_another_date_are_named():

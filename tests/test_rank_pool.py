@@ -117,7 +117,7 @@ def test_expected_errors_are_returned_in_rank_order(pool):
 
 
 class Stubborn(Exception):
-    def __init__(self, one, two):
+    def __init__(self, first, second):
         super().__init__("cannot be unpickled: __init__ wants two arguments")
 
 

@@ -57,10 +57,10 @@ def test_pages_open_without_errors_and_search_finds_words(site, browser, width):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    errors, asked = [], []
+    errors, urls = [], []
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: urls.append(request.url))
     here = f"http://127.0.0.1:{server.server_address[1]}"
     for name in ("which_option", "measured/cache_quality", "api/para_core", "index"):
         page.goto(f"{here}/{name}.html")
@@ -75,4 +75,4 @@ def test_pages_open_without_errors_and_search_finds_words(site, browser, width):
     server.server_close()
     assert not errors
     # Nothing is fetched from elsewhere; blob: and data: are the page's own.
-    assert not [url for url in asked if not url.startswith((here, "blob:", "data:"))]
+    assert not [url for url in urls if not url.startswith((here, "blob:", "data:"))]

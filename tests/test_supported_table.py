@@ -9,9 +9,9 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def test_every_transformer_has_adapter_or_reason():
-    known, classes = {adapter.transformer for adapter in ADAPTERS}, set(transformer_classes())
-    assert classes <= known | REFUSED.keys()
-    assert not known & REFUSED.keys()
+    supported, classes = {adapter.transformer for adapter in ADAPTERS}, set(transformer_classes())
+    assert classes <= supported | REFUSED.keys()
+    assert not supported & REFUSED.keys()
     assert REFUSED.keys() <= classes
 
 

@@ -107,30 +107,30 @@ def sources():
 
 
 def test_no_other_module_uses_a_private_name_of_torch():
-    found = {str(path): sorted(private_names(source)) for path, source in sources()}
-    assert {path: names for path, names in found.items() if names} == {}
+    names_by_path = {str(path): sorted(private_names(source)) for path, source in sources()}
+    assert {path: names for path, names in names_by_path.items() if names} == {}
 
 
 def test_no_other_module_reads_a_private_attribute_of_torch():
-    found = {
+    reads = {
         f"{path}:{node.lineno} {node.attr}"
         for path, source in sources()
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES
     }
-    assert found == set()
+    assert reads == set()
 
 
 @pytest.mark.parametrize("name", ["unittest", "ctypes", "mock"])
 def test_no_module_imports_tools_of_tests_or_of_c(name):
-    found = [
+    paths = [
         str(path)
         for path, source in sources()
         for node in ast.walk(ast.parse(source))
         if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == name)
         or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == name for alias in node.names))
     ]
-    assert found == []
+    assert paths == []
 
 
 def test_the_search_sees_private_names():
@@ -317,16 +317,16 @@ def test_the_stack_of_function_modes():
 
 def test_torch_dispatch_mode_sees_operators():
     """Without it the planner cannot observe a model."""
-    seen = []
+    functions = []
 
     class Record(internals.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
+            functions.append(func)
             return func(*args, **(kwargs or {}))
 
     with Record():
         Q + 1
-    assert seen == [torch.ops.aten.add.Tensor]
+    assert functions == [torch.ops.aten.add.Tensor]
 
 
 def test_make_wrapper_subclass_has_a_shape_and_no_memory():
@@ -566,16 +566,16 @@ def test_checkpoint_hooks_lead_to_their_frame():
 
 def test_marked_function_is_compiled_as_part_of_another_only():
     """Without it a mode answers for another attribute of a tensor behind a graph break."""
-    seen = []
+    compiling = []
 
     @internals.no_frame_of_its_own
     def marked(x):
-        seen.append(torch.compiler.is_compiling())
+        compiling.append(torch.compiler.is_compiling())
         return x + 1
 
     torch.compile(marked, backend="eager")(torch.zeros(1))
     torch.compile(lambda x: marked(x) * 2, backend="eager", fullgraph=True)(torch.zeros(1))
-    assert seen == [False, True]
+    assert compiling == [False, True]
 
 
 def test_all_hooks_are_listed_and_stay():
@@ -629,24 +629,24 @@ def test_storage_id_is_that_of_the_storage():
 
 def test_transforms_of_torch_func():
     """Without them vmap, jvp and second derivatives over several ranks give wrong numbers instead of errors."""
-    seen = []
+    states = []
 
     def function(x):
-        seen.append((internals.innermost_transform().key(), internals.is_transform_tensor(x)))
-        seen.append((internals.is_grad_tracking_tensor(x), internals.unwrap_transform_tensor(x).shape))
+        states.append((internals.innermost_transform().key(), internals.is_transform_tensor(x)))
+        states.append((internals.is_grad_tracking_tensor(x), internals.unwrap_transform_tensor(x).shape))
         with internals.DisableTransforms():
-            seen.append(internals.is_transform_tensor(torch.ones(2) * 2))
+            states.append(internals.is_transform_tensor(torch.ones(2) * 2))
         return x.sum()
 
     assert internals.innermost_transform() is None
     torch.func.vmap(function)(torch.ones(2, 3))
-    assert seen == [(internals.TransformType.Vmap, True), (False, (2, 3)), False]
-    seen.clear()
+    assert states == [(internals.TransformType.Vmap, True), (False, (2, 3)), False]
+    states.clear()
     torch.func.grad(function)(torch.ones(3))
-    assert seen == [(internals.TransformType.Grad, True), (True, (3,)), False]
-    seen.clear()
+    assert states == [(internals.TransformType.Grad, True), (True, (3,)), False]
+    states.clear()
     torch.func.jvp(function, (torch.ones(3),), (torch.ones(3),))
-    assert seen[0] == (internals.TransformType.Jvp, True)
+    assert states[0] == (internals.TransformType.Jvp, True)
 
 
 # -- torch.compile
@@ -656,17 +656,17 @@ def test_tracing_context_and_trace_id_exist_while_tracing():
     """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong
     trace.
     """
-    seen = []
+    states = []
 
     @torch.compiler.assume_constant_result
     def note():
-        seen.append((internals.TracingContext.try_get(), internals.CompileContext.current_trace_id()))
+        states.append((internals.TracingContext.try_get(), internals.CompileContext.current_trace_id()))
         return 1
 
     torch._dynamo.reset()
     torch.compile(lambda x: x + note(), backend="eager", fullgraph=True)(torch.ones(2))
-    assert all(isinstance(context, internals.TracingContext) for context, _ in seen)
-    assert all(isinstance(trace, internals.TraceId) for _, trace in seen)
+    assert all(isinstance(context, internals.TracingContext) for context, _ in states)
+    assert all(isinstance(trace, internals.TraceId) for _, trace in states)
     assert internals.TracingContext.try_get() is None and internals.CompileContext.current_trace_id() is None
 
 
