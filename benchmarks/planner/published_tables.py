@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from para_core.planner.cost import MeshShape, Runtime
@@ -94,6 +95,24 @@ def sglang_tests(name: str, model: str, alone: float, shape: MeshShape, seconds:
 
 _WAN_5B = (("height", 480), ("width", 832), ("frames", 81), ("steps", 50))
 SGLANG_RUNTIME = Runtime(merge_passes=10, ring_launches=15)
+_TENSORRT_WAN = partial(
+    Published,
+    source=NVL72,
+    model="Wan 2.2 A14B",
+    device="GB200",
+    runtime=TENSORRT,
+    sizes=(("frames", 80), ("steps", 40)),
+    denoising_alone=True,
+)
+_SGLANG_WAN = partial(
+    Published,
+    source=SGLANG,
+    model="Wan 2.2 TI2V 5B",
+    device="RTX 4090",
+    runtime=SGLANG_RUNTIME,
+    sizes=_WAN_5B,
+    denoising_alone=True,
+)
 TABLES = (
     xdit_flux("compiled", replace(XDIT, compiled=True), 4.30, 2.68, 2.60, 1.80, 1.63, 1.98),
     xdit_flux("eager", XDIT, 6.71, 4.38, 5.31, 5.19, 4.24, 5.11),
@@ -128,60 +147,32 @@ TABLES = (
         ulysses((2, 6.04)),
         (("steps", 50),),
     ),
-    Published(
+    _TENSORRT_WAN(
         "TensorRT-LLM, Wan 2.2 A14B, denoising",
-        NVL72,
-        "Wan 2.2 A14B",
-        "GB200",
-        TENSORRT,
-        342.04,
-        (
+        alone=342.04,
+        rows=(
             (MeshShape(batch=2), 179.96),
             (MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 7.04),
             (MeshShape(ring=9, ulysses=8, ring_method="2d"), 7.57),
             (MeshShape(batch=2, ring=9, ulysses=4), 12.88),
         ),
-        (("frames", 80), ("steps", 40)),
-        denoising_alone=True,
     ),
-    Published(
+    _TENSORRT_WAN(
         "TensorRT-LLM, Wan 2.2 A14B, end to end",
-        NVL72,
-        "Wan 2.2 A14B",
-        "GB200",
-        TENSORRT,
-        346.16,
-        ((MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 9.20),),
-        (("frames", 80), ("steps", 40)),
-        denoising_alone=True,
+        alone=346.16,
+        rows=((MeshShape(batch=2, ring=9, ulysses=4, ring_method="2d"), 9.20),),
         vae=2.72,
         tail=346.16 - 342.04 - 2.72,
         fitted_on="one GB200; 373.35 s are of one B200",
     ),
-    Published(
+    _SGLANG_WAN(
         "SGLang, Wan 2.2 TI2V 5B, end to end",
-        SGLANG,
-        "Wan 2.2 TI2V 5B",
-        "RTX 4090",
-        SGLANG_RUNTIME,
-        90.63,
-        ((MeshShape(ring=2), 63.74),),
-        _WAN_5B,
-        denoising_alone=True,
+        alone=90.63,
+        rows=((MeshShape(ring=2), 63.74),),
         vae=13.43,
         tail=90.63 - 71.68 - 13.43,
     ),
-    Published(
-        "SGLang, Wan 2.2 TI2V 5B, denoising",
-        SGLANG,
-        "Wan 2.2 TI2V 5B",
-        "RTX 4090",
-        SGLANG_RUNTIME,
-        71.68,
-        ((MeshShape(ring=2), 52.64),),
-        _WAN_5B,
-        denoising_alone=True,
-    ),
+    _SGLANG_WAN("SGLang, Wan 2.2 TI2V 5B, denoising", alone=71.68, rows=((MeshShape(ring=2), 52.64),)),
     sglang_tests(
         "FLUX.1",
         "FLUX.1-dev",
