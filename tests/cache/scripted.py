@@ -16,7 +16,7 @@ WIDTH, TOKENS = 8, 6
 
 
 class Block(nn.Module):
-    """Adds to every number: the first block what it is given first, the others together what they are given second."""
+    """A block that adds to every number: the first block adds the first argument, the others together the second."""
 
     def __init__(self, first: bool, share: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Scripted(nn.Module):
-    """``between`` is added to the hidden states behind each block, as residuals of a ControlNet are."""
+    """A model that adds ``between`` to the hidden states after each block, like residuals of a ControlNet."""
 
     def __init__(self, num_blocks: int = 4) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class Scripted(nn.Module):
         return hidden_states
 
     def counts(self) -> list[int]:
-        """Calls of each block since this was asked."""
+        """Return and reset the number of calls of each block."""
         blocks = [*self.early, *self.late]
-        found = [block.calls for block in blocks]
+        calls = [block.calls for block in blocks]
         for block in blocks:
             block.calls = 0
-        return found
+        return calls
 
 
 STREAMS = ("encoder_hidden_states", "hidden_states")
@@ -75,7 +75,7 @@ ADAPTER = Adapter(transformer="Scripted", pipelines="scripted", blocks=BLOCKS)
 
 @dataclass
 class Pipe:
-    """One call of the model per step and branch.
+    """A pipeline that calls the model once per step and branch.
 
     Args:
         first, rest: what the first block, and the others together, add at each step, for each branch; a number, or one

@@ -46,7 +46,7 @@ def blocks(**options):
 
 
 def denoise(model, steps=5, branches=2):
-    """Guided outputs of all steps; the branches are called one after the other."""
+    """Return the guided outputs of all steps; the branches are called one after the other."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 6, 8, generator=generator)
     texts = torch.randn(branches, 1, 1, 8, generator=generator).unbind()
@@ -86,7 +86,7 @@ def test_indistinguishable_branches_warn_with_argument(options, branches):
 
 
 class WithList(Model):
-    """Text as Wan's official code takes it."""
+    """A model that takes its text as a list, like Wan's official code."""
 
     def forward(self, x, t, y):
         return super().forward(x, t, torch.stack(y))
@@ -98,7 +98,7 @@ class WithDict(Model):
 
 
 class WithNumber(Model):
-    """A label that is no tensor."""
+    """A model whose label is not a tensor."""
 
     def forward(self, x, t, y):
         return super().forward(x, t, torch.full((1, 1, 8), y))
@@ -112,15 +112,18 @@ KINDS = {
 }
 
 
-def denoise_with_new_tensors(model, made):
+def denoise_with_new_tensors(model, convert):
     """Call the model with tensors of other memory each time."""
-    denoise(lambda x, t, text: model(x.clone(), t.clone(), made(text.clone())))
+    denoise(lambda x, t, text: model(x.clone(), t.clone(), convert(text.clone())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("conditions", [None, ("t",)])
 def test_branches_of_any_kind_warn(kind, conditions):
-    for run in (denoise_with_new_tensors, lambda model, made: denoise(lambda x, t, text: model(x, t, made(text)))):
+    for run in (
+        denoise_with_new_tensors,
+        lambda model, convert: denoise(lambda x, t, text: model(x, t, convert(text))),
+    ):
         model = apply_cache(kind(), blocks(conditions=conditions), residual_diff_threshold=0.0)
         with pytest.warns(UserWarning, match=r"'y'"):
             run(model, KINDS[kind])

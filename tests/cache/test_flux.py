@@ -66,21 +66,23 @@ def generate_before_block_0(compiled=False, mesh=None):
     apply_cache_on_pipe(pipe, **BEFORE)
     if compiled:
         pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
-    found = pipe(**flux_call(num_inference_steps=5, output_type="latent")).images
-    return found, verdicts(cache_report(pipe)), cache_report(pipe).differences()
+    latents = pipe(**flux_call(num_inference_steps=5, output_type="latent")).images
+    return latents, verdicts(cache_report(pipe)), cache_report(pipe).differences()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_modulated_input_covers_whole_sequence_on_ranks(rank_pool, compiled):
-    """FLUX's own: the first that its block 0 computes."""
-    seen = []
+    """FLUX's modulated input is the first tensor that its block 0 computes."""
+    modulated = []
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
-    pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(lambda block, args, out: seen.append(out[0]))
+    pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(
+        lambda block, args, out: modulated.append(out[0])
+    )
     pipe(**flux_call(num_inference_steps=5, output_type="latent"))
     expected, decided, differences = generate_before_block_0()
     assert decided == ["warmup", "hit", "limit", "hit", "limit"]
-    # Up to the second step both are without a cache.
-    wanted = (seen[1] - seen[0]).abs().mean() / seen[0].abs().mean()
+    # Up to the input of block 0 in the second step, the cached generation equals the plain one.
+    wanted = (modulated[1] - modulated[0]).abs().mean() / modulated[0].abs().mean()
     assert differences[0] == pytest.approx(wanted.item(), rel=1e-5)
     if compiled:
         out, again, measured = generate_before_block_0(compiled=True)

@@ -88,7 +88,7 @@ def test_cache_has_two_graphs_for_any_threshold(order):
         for out, wanted in zip(pipe(CHANGING), expected, strict=True):
             assert relative_error(out, wanted) < 1e-6
         assert verdicts(cache_report(pipe)) == EXPECTED
-        # One that fills the state, and one that has it.
+        # One graph fills the state, the other one uses it.
         assert len(counter.graphs) == 2
     apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
     pipe(CHANGING)
@@ -118,7 +118,7 @@ def test_branches_share_graphs():
     ],
 )
 def test_code_between_blocks_runs_as_in_eager(blocks, between):
-    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
+    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
     added = [torch.tensor([x, 10 * x]) for x in CHANGING]
     between = None if between is None else torch.tensor(between)
 
@@ -130,7 +130,7 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
             # The mode of a call outside of the graph decides what is between the blocks.
             model.compile(fullgraph=True, backend=counter)
         with torch.no_grad():
-            outputs = [called(*given, x, between) for x in added]
+            outputs = [called(*inputs, x, between) for x in added]
         reset_cache(model)
         return outputs, len(counter.graphs)
 
@@ -147,10 +147,10 @@ def test_unchained_model_raises_in_graph():
     blocks = CachedBlocks((BlockGroup(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
     model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)
     model.compile(fullgraph=True, backend="eager")
-    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]), torch.tensor(0.5)
+    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]), torch.tensor(0.5)
     with torch.no_grad(), pytest.raises(Exception, match=r"BlockGroup\(between=\.\.\.\)"):
-        model(*given)
-        model(*given)
+        model(*inputs)
+        model(*inputs)
 
 
 def generate_compiled(name, backend, mesh=None):
@@ -169,47 +169,47 @@ def generate_compiled(name, backend, mesh=None):
     report = [row.verdict.name for row in cache_report(pipe).rows]
     apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
     exact = generate(pipe, name, num_inference_steps=4)
-    found = {"graphs": graphs, "later": len(counter.graphs) - graphs, "generated": (first, second), "report": report}
+    result = {"graphs": graphs, "later": len(counter.graphs) - graphs, "generated": (first, second), "report": report}
     if mesh is not None:
-        return {**found, "exact": exact}
+        return {**result, "exact": exact}
     torch._dynamo.reset()
     pipe, counter = build(name), Counter(backend)
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
     plain = generate(pipe, name, num_inference_steps=4)
     # Without a cache, too, some models (Wan Animate) compile two graphs.
-    return {**found, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
+    return {**result, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
 
 
-# With two stages; with a stream that ends in None.
+# The first has two stages, the second a stream that ends in None.
 IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
 # diffusers breaks the graph of these itself, but for FramePack (docs/cache.md): test_pipelines.py runs their cache in
 # eager code, on one device and on two ranks.
 NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream", "framepack"}
-# Of shelf models the transformer alone is compiled (tests/adapters/test_transformers.py).
+# For shelf models only the transformer is compiled (tests/adapters/test_transformers.py).
 COMPILED = [name for name in PIPELINES if name not in SHELF_PIPELINES and name.split(",")[0] not in NO_GRAPH]
 
 
 @pytest.mark.long  # in the default run, one on ranks
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_pipeline_is_one_graph(name):
-    found = generate_compiled(name, "aot_eager")
+    result = generate_compiled(name, "aot_eager")
     # A plain pipeline whose sizes change within a generation has a graph for each size; the first call of a generation
     # adds one graph to each.
-    assert found["plain graphs"] < found["graphs"] <= 2 * found["plain graphs"]
-    assert found["later"] == 0
-    assert relative_error(found["exact"], found["plain"]) < 1e-6
-    for generated in found["generated"]:
-        assert relative_error(generated, found["eager"]) < 1e-5
+    assert result["plain graphs"] < result["graphs"] <= 2 * result["plain graphs"]
+    assert result["later"] == 0
+    assert relative_error(result["exact"], result["plain"]) < 1e-6
+    for generated in result["generated"]:
+        assert relative_error(generated, result["eager"]) < 1e-5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_inductor_takes_the_graph(name):
-    found = generate_compiled(name, "inductor")
-    assert (found["graphs"], found["later"]) == (2, 0)
-    assert relative_error(found["exact"], found["plain"]) < 1e-6
-    for generated in found["generated"]:
-        assert relative_error(generated, found["eager"]) < 1e-5
+    result = generate_compiled(name, "inductor")
+    assert (result["graphs"], result["later"]) == (2, 0)
+    assert relative_error(result["exact"], result["plain"]) < 1e-6
+    for generated in result["generated"]:
+        assert relative_error(generated, result["eager"]) < 1e-5
 
 
 @pytest.mark.long
@@ -224,10 +224,10 @@ def test_parallel_cached_model_is_one_graph(rank_pool, name, backend):
         num_inference_steps=4,
     )
     alone = generate(build(name), name, num_inference_steps=4)
-    for found in rank_pool.run(generate_compiled, 2, name=name, backend=backend, mesh=(1, 2)):
-        assert (found["graphs"], found["later"]) == (2, 0)
-        assert relative_error(found["exact"], alone) < 1e-4
-        for generated in found["generated"]:
+    for result in rank_pool.run(generate_compiled, 2, name=name, backend=backend, mesh=(1, 2)):
+        assert (result["graphs"], result["later"]) == (2, 0)
+        assert relative_error(result["exact"], alone) < 1e-4
+        for generated in result["generated"]:
             assert relative_error(generated, expected) < 1e-4
 
 
@@ -286,20 +286,20 @@ def differences_of_a_transformer_alone(cache_first):
     if not cache_first:
         apply_cache(transformer, blocks, residual_diff_threshold=0.2)
     compiled = torch.compile(transformer, fullgraph=True, backend="aot_eager")
-    found = []
+    differences = []
     with torch.no_grad():
         for step in range(3):
             compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
-            found.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.outcome[0])
+            differences.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.outcome[0])
     assert torch.backends.mha.get_fastpath_enabled()
-    return [float(difference[0]) for difference in found[1:]]
+    return [float(difference[0]) for difference in differences[1:]]
 
 
 @pytest.mark.parametrize("cache_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_of_transformer_decide_equally_in_graph(rank_pool, cache_first):
-    one, other = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
-    assert one == other
-    assert all(difference > 0 for difference in one)
+    first, second = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
+    assert first == second
+    assert all(difference > 0 for difference in first)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -317,7 +317,7 @@ def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
 def run_under_a_mode_for_each_step():
     model = OwnModel()
     blocks = CachedBlocks(
-        (BlockGroup(("blocks",), chained=True),), modulated=lambda block, given: given["hidden_states"]
+        (BlockGroup(("blocks",), chained=True),), modulated=lambda block, arguments: arguments["hidden_states"]
     )
     apply_cache(model, blocks, residual_diff_threshold=0.5, rule="modulated_input")
     mesh = cpu_mesh(1, 2)

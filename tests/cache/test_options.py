@@ -27,17 +27,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 # The contribution of the scripted model's first block is known before it runs.
 KNOWN_BEFORE = replace(
     ADAPTER,
-    blocks=replace(BLOCKS, modulated=lambda block, given: torch.ones_like(given["hidden_states"]) * given["added"][0]),
+    blocks=replace(
+        BLOCKS, modulated=lambda block, arguments: torch.ones_like(arguments["hidden_states"]) * arguments["added"][0]
+    ),
 )
 
 
 IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", pytest.param("graph", marks=pytest.mark.slow)], indirect=True)
 
 
-# In graphs in the long run; in the default run one test of each way to decide.
+# The long run tests all of these in graphs too; the default run has one such test for each way to decide.
 @pytest.fixture(params=["eager", pytest.param("graph", marks=pytest.mark.long)])
 def run(request):
-    """``run(first, rest, **options)``: the outputs, and the report, of a cached pipe."""
+    """Return ``run(first, rest, **options)``, which returns the outputs and the report of a cached pipe."""
 
     def run(first, rest=None, *, scheduler=None, size=(1, 6, 8), **options):
         pipe = Pipe() if scheduler is None else Pipe(scheduler=scheduler)
@@ -87,7 +89,7 @@ def test_early_rule_runs_no_block_at_a_hit(run):
 
 
 def test_a_difference_equal_to_the_threshold_is_computed(run):
-    # Both are exact in binary.
+    # Both numbers are exact in binary.
     _, report = run([1.0, 1.25, 1.0], residual_diff_threshold=0.25)
     assert verdicts(report) == ["warmup", "miss", "hit"]
 
@@ -136,9 +138,9 @@ def test_first_and_last_blocks_always_run():
     apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, adapter=ADAPTER, **options)
     outputs = pipe([1.0, 1.0, 2.0], {"cond": [3.0, 6.0, 9.0]})
     assert pipe.transformer.counts() == [3, 3, 1, 3]
-    # The blocks share what the second number says; the one that is skipped adds what it added at first.
+    # The other blocks share the second number; the skipped one adds what it added at the first step.
     assert added(outputs) == pytest.approx([1 + 3, 1 + 2 + 1 + 2, 2 + 3 + 1 + 3])
-    # The change of the first two blocks together.
+    # The difference is the change of the first two blocks together.
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
 
 
@@ -193,10 +195,10 @@ def test_without_a_schedule_the_stored_residual_is_added():
     assert cache_report(without).forecast == "taylor 0"
 
 
-def mean_of_two(times, now, known):
+def mean_of_two(times, now, num_residuals):
     assert times.dtype == now.dtype == torch.float64
     both = torch.full_like(times, 0.5)
-    return torch.where(known >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
+    return torch.where(num_residuals >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
 
 
 @IN_GRAPHS_TOO
@@ -253,12 +255,12 @@ def test_options_may_differ_for_one_of_several_transformers():
     apply_cache_on_pipe(pipe, **options, per_transformer={"transformer_2": other})
     pipe(**PIPELINES["wan 2.2"].call(num_inference_steps=8))
     report = cache_report(pipe)
-    found = verdicts(report, "cond")
-    changed = found.index("schedule")
+    decisions = verdicts(report, "cond")
+    changed = decisions.index("schedule")
     assert 1 < changed < 7
     # The second transformer begins where the first ends, with nothing stored.
-    assert found[: changed - 1] == ["warmup", *["hit", "limit"] * 4][: changed - 1]
-    assert found[changed - 1 :] == ["warmup", *["schedule"] * (8 - changed)]
+    assert decisions[: changed - 1] == ["warmup", *["hit", "limit"] * 4][: changed - 1]
+    assert decisions[changed - 1 :] == ["warmup", *["schedule"] * (8 - changed)]
     assert report.forecast == "taylor 1 and taylor 0"
     with pytest.raises(ValueError, match=r"transformer_3.*has transformer, transformer_2"):
         apply_cache_on_pipe(pipe, per_transformer={"transformer_3": {}})
@@ -289,22 +291,26 @@ def test_forecast_with_few_points_takes_the_newest():
 
 
 def test_downsample_compares_every_nth_channel(run):
-    seen = []
+    shapes = []
 
     def sums(now, before):
-        seen.append(tuple(now.shape))
+        shapes.append(tuple(now.shape))
         return FIRST_BLOCK.sums(now, before)
 
     rule = Rule("watched", sums, FIRST_BLOCK.difference, source="a test")
     _, report = run([1.0, 1.05], downsample=3, rule=rule)
     assert verdicts(report) == ["warmup", "hit"]
-    assert seen[-1] == (1, 6 * 3)
+    assert shapes[-1] == (1, 6 * 3)
 
 
 @IN_GRAPHS_TOO
 def test_a_policy_decides_in_place_of_the_threshold(run):
-    def skip_the_second_half(seen):
-        return (seen.step >= seen.num_steps / 2) & (seen.difference < 10 * seen.threshold) & (seen.hits_in_a_row < 2)
+    def skip_the_second_half(observation):
+        return (
+            (observation.step >= observation.num_steps / 2)
+            & (observation.difference < 10 * observation.threshold)
+            & (observation.hits_in_a_row < 2)
+        )
 
     _, report = run([1.0] * 8, policy=skip_the_second_half)
     assert verdicts(report) == ["warmup", "miss", "miss", "miss", "hit", "hit", "miss", "hit"]
@@ -405,10 +411,10 @@ def test_schedule_options_raise_on_transformer_alone(option):
 def test_a_transformer_alone_may_be_cached():
     model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="first_block", warmup_steps=1)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
-    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
+    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
     with torch.no_grad():
-        model(*given)
-        model(*given)
+        model(*inputs)
+        model(*inputs)
     assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
     with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
         apply_cache_on_transformer(Scripted())
@@ -432,14 +438,14 @@ def test_every_option_is_a_keyword_and_others_raise(apply):
         assert shown[field.name].kind is inspect.Parameter.KEYWORD_ONLY
         if field.name != "residual_diff_threshold":
             assert shown[field.name].default == field.default
-    assert not any(known.kind is inspect.Parameter.VAR_KEYWORD for known in shown.values())
+    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
     assert all(
         re.search(rf"^ +([a-z_]+, )*{field.name}\b", CacheOptions.__doc__, re.M) for field in fields(CacheOptions)
     )
     thing = Pipe() if apply is apply_cache_on_pipe else Scripted()
-    given = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
+    argument = {"blocks": BLOCKS} if apply is apply_cache else {"adapter": ADAPTER}
     with pytest.raises(TypeError, match=rf"{apply.__name__} .*'warm_up'.* residual_diff_threshold"):
-        apply(thing, **given, residual_diff_threshold=0.1, warm_up=3)
+        apply(thing, **argument, residual_diff_threshold=0.1, warm_up=3)
 
 
 def test_a_model_of_ones_own_needs_a_threshold():
@@ -447,12 +453,12 @@ def test_a_model_of_ones_own_needs_a_threshold():
         apply_cache(Scripted(), BLOCKS)
 
 
-def unsure(seen):
+def unsure(observation):
     return None
 
 
-def cautious(seen):
-    return seen.difference < seen.threshold and seen.hits_in_a_row < 2
+def cautious(observation):
+    return observation.difference < observation.threshold and observation.hits_in_a_row < 2
 
 
 @pytest.mark.parametrize(
@@ -520,9 +526,9 @@ def test_streams_in_wrong_order_raise(run):
     adapter = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late"), STREAMS[::-1]),)))
     with pytest.raises(Exception, match=r"Block .*\('hidden_states', 'encoder_hidden_states'\) .*shapes"):
         run([1.0, 1.0], adapter=adapter)
-    one = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late")),)))
+    single = replace(ADAPTER, blocks=CachedBlocks((BlockGroup(("early", "late")),)))
     with pytest.raises(Exception, match=r"Block .*\('hidden_states',\) .*shapes"):
-        run([1.0, 1.0], adapter=one)
+        run([1.0, 1.0], adapter=single)
 
 
 # Read in the sources that the adapters name.

@@ -114,8 +114,8 @@ def generate_cached(name, shape, cache_first):
 
 def check_parallel(rank_pool, name, shape, cache_first):
     expected, verdicts_alone = cached_alone(name)
-    for found, verdicts in rank_pool.run(generate_cached, 2, name, shape, cache_first):
-        assert relative_error(found, expected) < 1e-4
+    for output, verdicts in rank_pool.run(generate_cached, 2, name, shape, cache_first):
+        assert relative_error(output, expected) < 1e-4
         assert verdicts == verdicts_alone
 
 
@@ -134,8 +134,8 @@ def test_cache_before_parallel_on_ring_skips_same_steps(rank_pool, name):
 @pytest.mark.parametrize("name", GUIDED)
 def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
     expected, verdicts_alone = cached_alone(name)
-    for found, verdicts in rank_pool.run(generate_cached, 2, name, (1, 1, 2), cache_first=True):
-        assert relative_error(found, expected) < 1e-4
+    for output, verdicts in rank_pool.run(generate_cached, 2, name, (1, 1, 2), cache_first=True):
+        assert relative_error(output, expected) < 1e-4
         # All ranks compute the first call where what it gives cannot be foreseen.
         extra = 0 if name in ("wan", "qwen-image") else 1
         assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + extra
@@ -158,5 +158,5 @@ def generate_cached_with_pause(shape=None):
 
 def test_paused_guidance_over_ranks_skips_same_steps(rank_pool):
     expected = generate_cached_with_pause()
-    for found in rank_pool.run(generate_cached_with_pause, 2, (2, 1, 1)):
-        assert relative_error(found, expected) < 1e-4
+    for output in rank_pool.run(generate_cached_with_pause, 2, (2, 1, 1)):
+        assert relative_error(output, expected) < 1e-4

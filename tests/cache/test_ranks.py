@@ -17,7 +17,7 @@ TEXT = torch.zeros(1, 3, 8)
 
 
 def run_steps(steps, mesh=None, threshold=0.1):
-    """``steps``: of each step, what the first block adds, on this rank."""
+    """Run the scripted model; ``steps`` holds what the first block adds on this rank at each step."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=threshold, mesh=mesh)
     with torch.no_grad():
         for first in steps:
@@ -27,7 +27,7 @@ def run_steps(steps, mesh=None, threshold=0.1):
 
 
 def one_rank_is_not_finite(value):
-    """Asked at the third step, on the last rank alone."""
+    """Return the decisions if the third residual of the last rank holds ``value``."""
     steps = [1.0, 1.0, value if dist.get_rank() == dist.get_world_size() - 1 else 1.0, 1.0, 1.0]
     return verdicts(run_steps(steps, cpu_mesh(1, dist.get_world_size())))
 
@@ -35,14 +35,14 @@ def one_rank_is_not_finite(value):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_residual_on_one_rank_computes_on_all(rank_pool, ranks, value):
-    for found in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
-        assert found[:3] == ["warmup", "hit", "not_finite"]
-        # The next comparison is with the nonfinite step once more; then all is as before.
-        assert found[3:] in (["not_finite", "hit"], ["miss", "hit"])
+    for decisions in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
+        assert decisions[:3] == ["warmup", "hit", "not_finite"]
+        # The fourth step is still compared with the nonfinite one; the fifth is not.
+        assert decisions[3:] in (["not_finite", "hit"], ["miss", "hit"])
 
 
 def decide_at_the_edge(ring, ulysses):
-    """Changes that are near the threshold, and differ in their last bits from rank to rank."""
+    """Decide about changes that are near the threshold and differ in their last bits from rank to rank."""
     common, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + dist.get_rank())
     base = torch.rand(1, 6, 8, generator=own) + 1
     steps = [base]
@@ -55,10 +55,10 @@ def decide_at_the_edge(ring, ulysses):
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2), (4, 1)])
 def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
-    found = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
-    assert {"hit", "miss"} <= set(found[0][0])
-    # To the last bit, or some would wait for others that skip.
-    assert all(other == found[0] for other in found)
+    results = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
+    assert {"hit", "miss"} <= set(results[0][0])
+    # Differences agree to the last bit, or some ranks would wait for others that skip.
+    assert all(result == results[0] for result in results)
 
 
 def generate_two_prompts():
@@ -75,15 +75,15 @@ def generate_two_prompts():
 
 
 def test_replicas_with_other_prompts_never_wait_for_each_other(rank_pool):
-    found = rank_pool.run(generate_two_prompts, 4)
+    results = rank_pool.run(generate_two_prompts, 4)
     for replica, (prompt, threshold) in enumerate((("a cat", 0.0), ("a dog on a hill", 0.3))):
         pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=threshold, max_consecutive_hits=1)
         expected = generate(pipe, "wan", prompt=prompt, num_inference_steps=5)
-        for generated, decided in found[2 * replica : 2 * replica + 2]:
+        for generated, decided in results[2 * replica : 2 * replica + 2]:
             assert relative_error(generated, expected) < 1e-4
             assert decided == verdicts(cache_report(pipe))
-    assert "hit" in found[2][1]
-    assert "hit" not in found[0][1]
+    assert "hit" in results[2][1]
+    assert "hit" not in results[0][1]
 
 
 def cache_differently():
@@ -112,7 +112,7 @@ PLANNED = ({"compute_steps": [0, 1, 4]}, {"residual_diff_threshold": 1e9, "max_h
 
 
 def generate_planned(compiled=False, mesh=None):
-    found = []
+    runs = []
     for options in PLANNED:
         pipe = build("wan") if mesh is None else parallelize_pipe(build("wan"), mesh=cpu_mesh(*mesh))
         apply_cache_on_pipe(pipe, **options)
@@ -121,10 +121,10 @@ def generate_planned(compiled=False, mesh=None):
             pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
         generated = generate(pipe, "wan", num_inference_steps=5)
         rows = cache_report(pipe).rows
-        found.append(
+        runs.append(
             (generated, [(row.verdict.name, row.forecast_from) for row in rows if row.branch == rows[0].branch])
         )
-    return found
+    return runs
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -132,8 +132,8 @@ def test_planned_steps_and_forecast_hold_on_ranks_in_graph(rank_pool, compiled):
     expected = generate_planned()
     assert [name for name, _ in expected[0][1]] == ["WARMUP", "SCHEDULE", "MASKED", "MASKED", "SCHEDULE"]
     assert expected[1][1] == [("WARMUP", 0), ("WARMUP", 0), ("HIT", 2), ("HIT", 2), ("LIMIT", 0)]
-    for found in rank_pool.run(generate_planned, 2, compiled=compiled, mesh=(1, 2)):
-        for (generated, rows), (wanted, wanted_rows) in zip(found, expected, strict=True):
+    for runs in rank_pool.run(generate_planned, 2, compiled=compiled, mesh=(1, 2)):
+        for (generated, rows), (wanted, wanted_rows) in zip(runs, expected, strict=True):
             assert rows == wanted_rows
             assert relative_error(generated, wanted) < 1e-4
 
@@ -180,7 +180,7 @@ BATCHES = {
 
 
 def generate_batch(batch, threshold, compiled=False, mesh=None):
-    """The latents, and what the cache decided by."""
+    """Return the latents and the rows that the cache decided by."""
     name, call = BATCHES[batch]
     pipe = build(name) if mesh is None else parallelize_pipe(build(name), mesh=cpu_mesh(*mesh[1:], batch=mesh[0]))
     apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*cache ")]
 
 
 def state_of(pipe):
-    """Classes, attributes, hooks and parameters of all modules of ``pipe``, without what torch.compile itself adds."""
+    """Return the classes, attributes, hooks and parameters of all modules, without those that torch.compile adds."""
     state = {}
     for name, component in pipe.components.items():
         for at, module in component.named_modules() if isinstance(component, nn.Module) else ():
@@ -41,7 +41,7 @@ def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first)
     torch._dynamo.reset()
     pipe = build(name)
     plain, expected = pipe.transformer, generate(pipe, name)
-    before = state_of(pipe)  # behind a call, because diffusers leaves a registry of its own
+    before = state_of(pipe)  # after a call, because diffusers leaves a registry of its own
     applied = [lambda: apply_cache_on_pipe(pipe, residual_diff_threshold=1e9), lambda: parallelize_pipe(pipe)]
     for apply in reversed(applied) if parallel_first else applied:
         apply()
@@ -54,8 +54,8 @@ def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first)
     unparallelize_pipe(pipe)
     pipe.transformer = plain
     plain._compiled_call_impl = None
-    for place, state in state_of(pipe).items():
-        assert state == before[place], (place, state[1] ^ before[place][1])
+    for path, state in state_of(pipe).items():
+        assert state == before[path], (path, state[1] ^ before[path][1])
     assert torch.equal(generate(pipe, name), expected)
 
 

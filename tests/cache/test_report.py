@@ -72,16 +72,16 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     ]
 
     report.to_json(tmp_path / "steps.json")
-    found = json.loads((tmp_path / "steps.json").read_text())
-    assert (found["computed"], found["hits"], found["rule"]) == (5, 3, "first_block")
-    assert [row["verdict"] for row in found["rows"] if row["branch"] == "cond"] == ["warmup", "warmup", "hit", "miss"]
-    assert found["rows"][0]["difference"] is None
-    assert found["forecast"] == "taylor 1"
-    assert [row["forecast_from"] for row in found["rows"] if row["branch"] == "cond"] == [0, 0, 2, 0]
+    written = json.loads((tmp_path / "steps.json").read_text())
+    assert (written["computed"], written["hits"], written["rule"]) == (5, 3, "first_block")
+    assert [row["verdict"] for row in written["rows"] if row["branch"] == "cond"] == ["warmup", "warmup", "hit", "miss"]
+    assert written["rows"][0]["difference"] is None
+    assert written["forecast"] == "taylor 1"
+    assert [row["forecast_from"] for row in written["rows"] if row["branch"] == "cond"] == [0, 0, 2, 0]
 
     report.plot(tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as image:
-        # Something besides white, for each branch.
+        # The plot has something besides white for each branch.
         assert image.height >= 500
         assert len(image.convert("RGB").getcolors(1 << 16)) > 20
 
@@ -114,7 +114,7 @@ def test_seconds_cover_every_call():
     pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=adapter)
     pipe({"cond/1": values, "other": values}, size=(2, 6, 8))
     report = cache_report(pipe)
-    # Two branches in each of four calls.
+    # Each of four calls runs two branches.
     assert len(report.rows) == 8
     assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows) / 2)
     pipe = cached()

@@ -27,25 +27,25 @@ def followed(pipe, call):
     """Return, for each step of the scheduler, the timestep and the position that the cache assigned to the call before
     it.
     """
-    taken, seen = [], []
+    taken, positions = [], []
     take, position_of = type(pipe.scheduler).step, SchedulerTracker.position
 
     def watched_take(scheduler, output, timestep, *args, **kwargs):
         # Cosmos 1 takes each step twice, without asking the model in between.
-        if scheduler is pipe.scheduler and not (taken and taken[-1][1] is seen[-1]):
-            taken.append((float(torch.as_tensor(timestep).flatten()[0]), seen[-1]))
+        if scheduler is pipe.scheduler and not (taken and taken[-1][1] is positions[-1]):
+            taken.append((float(torch.as_tensor(timestep).flatten()[0]), positions[-1]))
         return take(scheduler, output, timestep, *args, **kwargs)
 
     def watched_position_of(tracker, branch):
-        seen.append(position_of(tracker, branch))
-        return seen[-1]
+        positions.append(position_of(tracker, branch))
+        return positions[-1]
 
     with (
         mock.patch.object(type(pipe.scheduler), "step", watched_take),
         mock.patch.object(SchedulerTracker, "position", watched_position_of),
     ):
         call(pipe)
-    return taken, seen
+    return taken, positions
 
 
 def check(taken):
@@ -102,7 +102,7 @@ def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
             sections.append(pipe.num_timesteps)
         return tensors
 
-    _, seen = followed(
+    _, positions = followed(
         pipe, lambda pipe: generate(pipe, name, num_inference_steps=8, callback_on_step_end=note_sections)
     )
     if name != "skyreels v2, forcing from an image":
@@ -116,5 +116,5 @@ def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
     assert [row.step for row in cache_report(pipe).rows if row.branch == "cond"] == [
         step for total in sections for step in range(total)
     ]
-    # For forecasts.
-    assert all(later.time < earlier.time or later.step <= earlier.step for earlier, later in pairwise(seen))
+    # Forecasts need times that decrease within a section.
+    assert all(later.time < earlier.time or later.step <= earlier.step for earlier, later in pairwise(positions))

@@ -51,7 +51,7 @@ def test_an_exception_leaves_nothing_behind():
 
 
 def test_retry_after_late_exception_is_no_hit():
-    """The first-block residual was replaced by then, what is stored of the other blocks was not."""
+    """The failed call replaced the first-block residual, but not the residuals of the other blocks."""
 
     class Failing(Scripted):
         fails = False
@@ -68,15 +68,15 @@ def test_retry_after_late_exception_is_no_hit():
                     handle.remove()
 
     model = apply_cache(Failing(), BLOCKS, residual_diff_threshold=0.1)
-    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
+    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
     with torch.no_grad():
-        model(*given, torch.tensor([1.0, 10.0]))
+        model(*inputs, torch.tensor([1.0, 10.0]))
         model.fails = True
         with pytest.raises(ArithmeticError):
-            model(*given, torch.tensor([2.0, 50.0]))
+            model(*inputs, torch.tensor([2.0, 50.0]))
         model.fails = False
-        retried = model(*given, torch.tensor([2.0, 50.0]))
-        assert torch.equal(retried, Scripted()(*given, torch.tensor([2.0, 50.0])))
+        retried = model(*inputs, torch.tensor([2.0, 50.0]))
+        assert torch.equal(retried, Scripted()(*inputs, torch.tensor([2.0, 50.0])))
     assert verdicts(model_cache_report(model)) == ["warmup", "warmup"]
 
 
@@ -90,7 +90,7 @@ def test_branches_have_separate_states(named):
 
 
 def test_unnamed_branches_are_identified_by_text():
-    """Guidance is off at some steps, or the text tensors are new at each step."""
+    """Turn guidance off at some steps, or pass new text tensors at each step."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     x = torch.ones(1, 6, 8)
     text = {"a": torch.zeros(1, 3, 8), "b": torch.ones(1, 3, 8)}
@@ -115,7 +115,7 @@ class Waits(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_unnamed_branches_wait_at_most_once(anew):
-    # Computed unasked: no wait but for the branches.
+    # Warmup steps need no decision, so the host waits only to identify the branches.
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1, warmup_steps=100)
     texts = [torch.full((1, 3, 8), float(i)) for i in range(3)]
     x, added, counts = torch.ones(1, 6, 8), torch.tensor([1.0, 2.0]), []
@@ -143,13 +143,13 @@ def test_changing_text_warns_once_and_keeps_nothing():
                 # At most three branches, with one formula of the docs for each.
                 assert held_bytes(model) <= 4 * 4 * (2 * 6 * 8 + 3 * 8)
         assert held_bytes(model) == 0
-        said = [str(warning.message) for warning in caught]
+        messages = [str(warning.message) for warning in caught]
         if generation == 0:
-            (message,) = said
+            (message,) = messages
             assert re.search(r"encoder_hidden_states .*Scripted ", message)
             assert "cache_context(name)" in message
         else:
-            assert said == []
+            assert messages == []
 
 
 @pytest.mark.parametrize("change", ["tokens", "batch", "dtype"])
@@ -358,13 +358,13 @@ def test_stored_residuals_hold_no_autograd_graph():
 
 def test_a_model_of_ones_own_is_reset_by_hand():
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
-    given = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
+    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
     with torch.no_grad():
-        alone = Scripted()(*given)
-        assert torch.equal(model(*given), alone)
-        model(*given)
+        alone = Scripted()(*inputs)
+        assert torch.equal(model(*inputs), alone)
+        model(*inputs)
         reset_cache(model)
-        assert torch.equal(model(*given), alone)
+        assert torch.equal(model(*inputs), alone)
     assert verdicts(model_cache_report(model)) == ["warmup"]
     remove_cache(model)
     assert type(model) is Scripted

@@ -12,11 +12,11 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def outputs(model, inputs):
-    # HunyuanDiT takes residuals of a ControlNet out of the list that it is given.
-    given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
+    # HunyuanDiT removes a ControlNet's residuals from the list that it receives.
+    kwargs = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
     with torch.no_grad():
-        found = model(**given, return_dict=False)
-    return torch.cat([x.flatten() for x in tree_leaves(found) if isinstance(x, torch.Tensor)])
+        output = model(**kwargs, return_dict=False)
+    return torch.cat([x.flatten() for x in tree_leaves(output) if isinstance(x, torch.Tensor)])
 
 
 # Blocks of these write keys for later calls, so they have no cache.
@@ -34,32 +34,32 @@ def test_a_transformer_whose_blocks_keep_keys_cannot_be_cached(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_KEYS])
 def test_every_transformer_has_skippable_blocks(name):
     model, inputs = MODELS[name].build(), MODELS[name].inputs(4, 6, 10)
-    known = adapter_for(model)
-    assert known is not None
-    assert known.blocks is not None
+    adapter = adapter_for(model)
+    assert adapter is not None
+    assert adapter.blocks is not None
     expected = outputs(model, inputs)
 
-    given = []
-    for stage in known.blocks.groups:
+    block_inputs = []
+    for stage in adapter.blocks.groups:
         for block_list in stage.lists:
             for block in model.get_submodule(block_list).children():
                 block.register_forward_pre_hook(
-                    lambda module, args, kwargs: given.extend(
+                    lambda module, args, kwargs: block_inputs.extend(
                         (x, x.clone()) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)
                     ),
                     with_kwargs=True,
                 )
-    apply_cache(model, known.blocks, residual_diff_threshold=0.0)
+    apply_cache(model, adapter.blocks, residual_diff_threshold=0.0)
     for _ in range(2):
         assert torch.equal(outputs(model, inputs), expected)
-    # Stored residuals are differences to these.
-    assert all(torch.equal(x, before) for x, before in given)
+    # Stored residuals are differences from the blocks' inputs, so nothing may change these in place.
+    assert all(torch.equal(x, before) for x, before in block_inputs)
 
-    apply_cache(model, known.blocks, residual_diff_threshold=1e9)
+    apply_cache(model, adapter.blocks, residual_diff_threshold=1e9)
     outputs(model, inputs)
-    # The same input: the stored residual is that of this step.
+    # The input is the same, so the stored residual is exact for this step.
     assert relative_error(outputs(model, inputs), expected) < 1e-5
-    asked = all(inputs.get(argument) is None for argument in known.blocks.uncached)
-    assert model_cache_report(model).hits == (1 if asked else 0)
+    cacheable = all(inputs.get(argument) is None for argument in adapter.blocks.uncached)
+    assert model_cache_report(model).hits == (1 if cacheable else 0)
     remove_cache(model)
     assert torch.equal(outputs(model, inputs), expected)

@@ -13,7 +13,7 @@ from para_core.distributed.mesh import guided_mesh
 
 
 class Model:
-    """Counts its calls; branches differ."""
+    """A model that counts its calls and whose branches differ."""
 
     def __init__(self):
         self.calls = 0
@@ -43,7 +43,7 @@ def cut_first(model, x):
 
 
 def scaled_first(model, x):
-    """Pipelines of Cosmos 2 and LTX-2 make of each result something else, together with the latents."""
+    """Combine each result with the latents, as pipelines of Cosmos 2 and LTX-2 do."""
     cond = x - 0.5 * model(x, 0)[0].float()
     return cond - model(x, 1)[0]
 
@@ -103,7 +103,7 @@ def in_another_form(model, x):
 
 
 def with_parts_that_are_not_there(model, x):
-    """Cosmos 3 gives lists of videos, of sounds and of actions, or None."""
+    """Combine outputs of which some are lists or None, like the videos, sounds and actions of Cosmos 3."""
     (cond,), nothing, (extra,) = model(x, 0, False, True)
     (uncond,), also_nothing, _ = model(x, 1, False, True)
     assert nothing is None
@@ -112,7 +112,7 @@ def with_parts_that_are_not_there(model, x):
 
 
 def of_another_size(model, x):
-    """Qwen-Image 2.1's ``kv_cache_mode`` is a string that decides it."""
+    """Combine outputs whose size depends on a string, like Qwen-Image 2.1's ``kv_cache_mode``."""
     cond = model(x, 0, False, False, "twice")[0][:2]
     return cond - model(x, 1, False, False, "once")[0]
 
@@ -123,7 +123,7 @@ def seen_by_numpy(model, x):
     return torch.from_numpy(cond.numpy() - pickle.loads(pickle.dumps(uncond)).numpy())
 
 
-# Name of the loop body -> calls of this model that each rank of two computes in a round of which it knows what comes.
+# For each loop body, the calls that each of two ranks computes in a round whose output forms are known.
 BODIES = {
     combine_at_once: (1, 1),
     cut_first: (1, 1),
@@ -144,7 +144,7 @@ BODIES = {
 
 
 def run(body, model, call):
-    """Three rounds of a loop; of each its result, and how often it ran ``model``."""
+    """Run three rounds of a loop; return the result of each round and how often it called ``model``."""
     x = torch.linspace(-1, 1, 12).view(2, 6)
     outs = []
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_code_on_deferred_results_is_exact(rank_pool, body, foresee):
 
 
 def run_with_pauses():
-    """Guided in rounds 0, 2 and 5 of six: how often this rank ran the model in each."""
+    """Run six rounds with guidance in rounds 0, 2 and 5; return how often this rank ran the model in each."""
     guidance, model, counts = shared_by_two(on_meta), Model(), []
     with guidance.generation():
         for number in range(6):
@@ -199,8 +199,8 @@ def test_a_pause_in_guidance_costs_no_call_more(rank_pool):
 
 
 def wrong_dtype(model, args, kwargs):
-    found = on_meta(model, args, kwargs)
-    return (found[0].double(), *found[1:])
+    output = on_meta(model, args, kwargs)
+    return (output[0].double(), *output[1:])
 
 
 def not_on_the_last(model, args, kwargs):

@@ -112,8 +112,8 @@ def test_attention_is_part_of_the_digest():
 @pytest.mark.parametrize("command", ["generate", "calibrate"])
 def test_bad_attention_exits_with_2(tmp_path, capsys, command, options, named):
     assert run([command, "--prompt", "a", *options, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert [text for text in named if text not in said] == []
+    stderr = capsys.readouterr().err
+    assert [text for text in named if text not in stderr] == []
     assert not (tmp_path / "out").exists()
 
 

@@ -22,9 +22,9 @@ def test_calibrate_writes_threshold_for_computed_steps(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", [["calibrate", "--prompt", "a"], ["plan"], ["doctor", "--cpu"]])
 def test_unwritable_file_is_refused_at_once(tmp_path, capsys, command):
-    for path, said in ((tmp_path / "absent/found.json", "No such file or directory"), (tmp_path, "Is a directory")):
+    for path, message in ((tmp_path / "absent/found.json", "No such file or directory"), (tmp_path, "Is a directory")):
         assert run([*command, "--out", str(path)]) == 1
-        assert re.match(rf"error: {re.escape(str(path))} .*{said}.*--out", capsys.readouterr().err)
+        assert re.match(rf"error: {re.escape(str(path))} .*{message}.*--out", capsys.readouterr().err)
 
 
 def test_missing_prompt_and_unknown_metric_are_refused(capsys):
@@ -35,7 +35,7 @@ def test_missing_prompt_and_unknown_metric_are_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--seed", "-1"], "--seed"),
         (["--seed", str(2**63)], f"--seed is {2**63}; expected"),
@@ -46,6 +46,6 @@ def test_missing_prompt_and_unknown_metric_are_refused(capsys):
         (["--mesh", "ring=2,ring=3"], "--mesh has two sizes for ring"),
     ],
 )
-def test_impossible_options_exit_with_2(capsys, options, said):
+def test_impossible_options_exit_with_2(capsys, options, message):
     assert run(["calibrate", "--prompt", "a", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

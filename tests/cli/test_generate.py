@@ -37,7 +37,7 @@ SMALL = ["--size", "64x48", "--steps", "2"]
 
 @pytest.fixture
 def prompts(tmp_path):
-    """Writes a file of these lines; gives its path."""
+    """Return a function that writes lines to a file and returns its path."""
 
     def write(*lines):
         path = tmp_path / "prompts.jsonl"
@@ -77,17 +77,17 @@ def test_bad_lines_are_reported_and_others_generated(tmp_path, prompts, capsys):
         "",
         {"prompt": CAPTION, "stepz": 3},
         {"prompt": CAPTION, "height": -8},
-        # Known only to the pipeline, which takes as many as there are steps of its own.
+        # Only the pipeline itself finds this error, when it is called.
         {"prompt": CAPTION, "prompt_2": 5},
         {"prompt": "a blue square", "size": "48x64", "seed": 4},
     )
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out"), *SMALL]) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"line 2: .*JSON", said)
-    assert re.search(r"line 4: FluxPipeline .*'stepz' .*steps\?", said)
-    assert re.search(r"line 5: .*'height' .*-8.* 1", said)
-    assert re.search(r"line 6: .*prompt_2", said)
-    assert "2 generated" in said
+    stderr = capsys.readouterr().err
+    assert re.search(r"line 2: .*JSON", stderr)
+    assert re.search(r"line 4: FluxPipeline .*'stepz' .*steps\?", stderr)
+    assert re.search(r"line 5: .*'height' .*-8.* 1", stderr)
+    assert re.search(r"line 6: .*prompt_2", stderr)
+    assert "2 generated" in stderr
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "00001.json",
         "00001.png",
@@ -112,11 +112,11 @@ def test_finished_lines_are_kept_until_changed(tmp_path, prompts, capsys):
     assert [file.stat().st_mtime_ns for file in sorted(out.iterdir())] == times
     assert generated(second="a green square") == 1
     assert generated(second="a green square") == 0
-    # Half written, as after a crash between the image and its record.
+    # This result is incomplete, as after a crash between the image and its record.
     (out / "00003.json").unlink()
     assert generated(second="a green square") == 1
     assert generated("--cache", "0.1", second="a green square") == 2
-    # A run overwrites nothing of another one.
+    # A run overwrites no result of another run.
     assert [file.stat().st_mtime_ns for file in sorted(out.glob("0000[12].*"))] == times
     assert sorted(file.name for file in out.glob("*.png")) == [f"0000{i}.png" for i in range(1, 7)]
 
@@ -128,9 +128,9 @@ def test_image_paths_are_relative_to_prompts(tmp_path, prompts, monkeypatch, cap
         {"prompt": CAPTION, "ip_adapter_image": "absent.png"}, {"prompt": CAPTION, "ip_adapter_image": "text.png"}
     )
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"line 1: .*absent.png", said)
-    assert re.search(r"line 2: .*text.png: 8 bytes .*image", said)
+    stderr = capsys.readouterr().err
+    assert re.search(r"line 1: .*absent.png", stderr)
+    assert re.search(r"line 2: .*text.png: 8 bytes .*image", stderr)
 
 
 def test_image_of_option_is_relative_to_working_directory(tmp_path, prompts, monkeypatch, capsys):
@@ -157,16 +157,16 @@ def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, 
 
 @pytest.mark.slow
 def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monkeypatch, capsys):
-    asked = stand_in(monkeypatch)
+    generated = stand_in(monkeypatch)
     path = prompts({"prompt": "a"}, {"prompt": "b", "size": "4096x4096"}, {"prompt": "c", "size": "1040x1040"})
     arguments = ["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--memory"]
     # Nothing else is limited by a prediction that not even the weights fit.
     assert run([*arguments, "1e-3", "--dry-run"]) == 0
     assert run([*arguments, "0.1"]) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"line 2: 16777216 pixels .* 0.543 GB of each rank, .* 0.1 GB", said)
-    assert "2 generated" in said
-    assert asked == ["a", "c"]
+    stderr = capsys.readouterr().err
+    assert re.search(r"line 2: 16777216 pixels .* 0.543 GB of each rank, .* 0.1 GB", stderr)
+    assert "2 generated" in stderr
+    assert generated == ["a", "c"]
     assert run(["generate", "--prompt", "b", "--size", "4096x4096", "--out", str(tmp_path), "--memory", "0.1"]) == 1
     assert re.match("error: 16777216 pixels", capsys.readouterr().err)
 
@@ -180,14 +180,14 @@ Usage = namedtuple("Usage", "total used free")
 
 def test_unwritable_results_are_refused_before_loading(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
-    one = ["generate", "--prompt", CAPTION]
+    command = ["generate", "--prompt", CAPTION]
     (tmp_path / "file").write_text("")
-    assert run([*one, "--out", str(tmp_path / "file")]) == 1
+    assert run([*command, "--out", str(tmp_path / "file")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err
-    assert run([*one, "--out", str(tmp_path), "--format", "mp4"]) == 2
+    assert run([*command, "--out", str(tmp_path), "--format", "mp4"]) == 2
     assert re.search(r"FluxPipeline .*png or jpg or webp", capsys.readouterr().err)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 10**6))
-    assert run([*one, "--out", str(tmp_path / "full")]) == 1
+    assert run([*command, "--out", str(tmp_path / "full")]) == 1
     assert re.search(r"1\.0 MB free, .*1 .*0\.1 MB .*67\.1 MB", capsys.readouterr().err)
 
 
@@ -205,14 +205,14 @@ def test_missing_video_writer_is_refused_before_loading(tmp_path, monkeypatch, c
 def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
     arguments = ["generate", "--model", str(tmp_path / "nowhere"), "--prompt", CAPTION, "--out", str(tmp_path)]
     assert run(arguments) == 1
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"error: .*'.*nowhere' .*model_index\.json .*\n", said)
+    stderr = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*'.*nowhere' .*model_index\.json .*\n", stderr)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         run([*arguments, "--debug"])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--steps", "0"], "--steps .*0.* 1"),
         (["--steps=0"], "--steps .*0.* 1"),
@@ -241,10 +241,10 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--name", "a/b"], "--name .*'a/b'"),
     ],
 )
-def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, options, said):
+def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
-    assert re.match(f"error: {said}", capsys.readouterr().err)
+    assert re.match(f"error: {message}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("backend", ["flash3", "flash4", "sage"])
@@ -255,7 +255,7 @@ def test_missing_attention_library_is_named_before_loading(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--ranks", "0"], "--ranks 0"),
         (["--memory", "0"], "--memory 0"),
@@ -278,11 +278,11 @@ def test_missing_attention_library_is_named_before_loading(tmp_path, monkeypatch
         (["--out", ""], "--out"),
     ],
 )
-def test_impossible_options_exit_with_2(tmp_path, monkeypatch, capsys, options, said):
+def test_impossible_options_exit_with_2(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, *options]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -293,16 +293,16 @@ def test_bad_option_beside_prompts_is_one_error(tmp_path, prompts, capsys):
 
 
 def test_text_file_has_a_prompt_in_each_line(tmp_path, monkeypatch, capsys):
-    asked = stand_in(monkeypatch)
+    generated = stand_in(monkeypatch)
     path = tmp_path / "prompts.txt"
     path.write_text('a red circle\n\n  {"prompt": "in braces"}\n[b]\n')
     assert run(["generate", "--prompts", str(path), "--out", str(tmp_path / "out")]) == 0
-    assert asked == ["a red circle", '{"prompt": "in braces"}', "[b]"]
+    assert generated == ["a red circle", '{"prompt": "in braces"}', "[b]"]
     assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["00001.png", "00003.png", "00004.png"]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('[{"prompt": "a"}]', "is one JSON array; expected one object per line"),
         ('[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "is one JSON array; expected one object per line"),
@@ -310,19 +310,19 @@ def test_text_file_has_a_prompt_in_each_line(tmp_path, monkeypatch, capsys):
         (" \n\n", "is empty; expected one request per line"),
     ],
 )
-def test_other_prompt_files_say_what_is_expected(tmp_path, capsys, content, said):
+def test_other_prompt_files_say_what_is_expected(tmp_path, capsys, content, message):
     path = tmp_path / "prompts.json"
     path.write_text(content)
     assert run(["generate", "--prompts", str(path), "--out", str(tmp_path / "out")]) == 1
-    assert re.match(f"error: .*prompts.json {said}", capsys.readouterr().err)
+    assert re.match(f"error: .*prompts.json {message}", capsys.readouterr().err)
 
 
 def test_sigterm_ends_with_a_sentence(tmp_path, prompts, monkeypatch, capsys):
-    asked = stand_in(monkeypatch)
+    generated = stand_in(monkeypatch)
     generate, before = para_core.cli.ranks.generate, signal.getsignal(signal.SIGTERM)
 
     def terminated(*args, **kwargs):
-        if asked:
+        if generated:
             os.kill(os.getpid(), signal.SIGTERM)
         return generate(*args, **kwargs)
 
@@ -333,7 +333,7 @@ def test_sigterm_ends_with_a_sentence(tmp_path, prompts, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 0
-    assert asked == ["a", "b"]
+    assert generated == ["a", "b"]
 
 
 def test_more_ranks_than_gpus_are_an_error(tmp_path, monkeypatch, capsys):
@@ -353,32 +353,32 @@ def test_lines_end_at_newlines_and_bad_ones_are_reported(tmp_path, prompts, monk
 
 
 def stand_in(monkeypatch):
-    """Generates a file at once; gives the prompts for which it did."""
-    asked, image = [], Image.new("RGB", (2, 1), "red")
+    """Replace generation by a fixed image; return the list of prompts that were generated."""
+    generated, image = [], Image.new("RGB", (2, 1), "red")
 
     def generate(pipe, request, recipe, *, format_, **_):
-        asked.append(request.fields["prompt"])
+        generated.append(request.fields["prompt"])
         return Result(tuple(encode(SimpleNamespace(images=[image]), format_, fps=1)), {"request": request.fields})
 
     monkeypatch.setattr(para_core.cli.ranks, "build", lambda *_: None)
     monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
-    return asked
+    return generated
 
 
 def test_full_disk_keeps_finished_results(tmp_path, prompts, monkeypatch, capsys):
-    asked, fsync = stand_in(monkeypatch), os.fsync
+    generated, fsync = stand_in(monkeypatch), os.fsync
     path = prompts(*[{"prompt": text} for text in "abc"])
 
     def full(descriptor):
-        if asked == ["a", "b"]:
+        if generated == ["a", "b"]:
             raise OSError(28, "No space left on device")
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", full)
     assert run(["generate", "--prompts", path, "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"1 generated in .*out/ \(00001\)\nerror: .*out/00002.png: No space left on device.\n", said)
-    assert asked == ["a", "b"]
+    stderr = capsys.readouterr().err
+    assert re.fullmatch(r"1 generated in .*out/ \(00001\)\nerror: .*out/00002.png: No space left on device.\n", stderr)
+    assert generated == ["a", "b"]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["00001.json", "00001.png"]
 
 
@@ -396,10 +396,10 @@ def test_results_of_other_requests_are_never_overwritten(tmp_path, prompts, monk
     path = prompts({"prompt": "a"}, {"prompt": "c"}, {"prompt": "d"})
     assert generated_files(tmp_path, "--prompts", path, "--format", "png")[1::2] == ["00003.png", "00004.png"]
     assert generated_files(tmp_path, "--prompts", path) == []
-    # Equal lines have a result each.
+    # Each of two equal lines has its own result.
     path = prompts(*[{"prompt": "a", "seed": 0}] * 2)
     assert generated_files(tmp_path, "--prompts", path) == ["00005.json", "00005.png"]
-    # A file of somebody else.
+    # A file that no run wrote takes its number too.
     (tmp_path / "00006.jpg").touch()
     assert generated_files(tmp_path, "--prompt", "e") == ["00007.json", "00007.png"]
 
@@ -428,7 +428,7 @@ def test_names_begin_with_the_given_one(tmp_path, monkeypatch, capsys):
 
 
 def test_result_that_appears_meanwhile_is_not_overwritten(tmp_path, prompts, monkeypatch, capsys):
-    asked = stand_in(monkeypatch)
+    generated = stand_in(monkeypatch)
     path = prompts({"prompt": "a"}, {"prompt": "b"})
     generate = para_core.cli.ranks.generate
 
@@ -440,7 +440,7 @@ def test_result_that_appears_meanwhile_is_not_overwritten(tmp_path, prompts, mon
     assert run(["generate", "--prompts", path, "--out", str(tmp_path)]) == 1
     assert re.match(r"error: .*00001\.json exists", capsys.readouterr().err)
     assert (tmp_path / "00001.json").read_text() == "of somebody else"
-    assert asked == ["a"]
+    assert generated == ["a"]
 
 
 def test_png_holds_prompt_and_settings(tmp_path):
@@ -455,7 +455,7 @@ def test_png_holds_prompt_and_settings(tmp_path):
 
 
 def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, capsys):
-    asked = stand_in(monkeypatch)
+    generated = stand_in(monkeypatch)
     out = tmp_path / "ö 日本"
     out.mkdir()
     for name in (".00001.png.abcd_123", ".mine"):
@@ -464,7 +464,7 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, ca
     with alone_in(out):
         assert run(arguments) == 1
         assert re.match(r"error: .*日本", capsys.readouterr().err)
-    assert asked == []
+    assert generated == []
     assert run(arguments) == 0
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]
 
@@ -482,7 +482,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
     assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
     assert re.search(r"line 2: .*'\[\]'; .*object", shown)
     assert list(out.iterdir()) == []
-    # Of heads, of which there are 4, and of no guidance.
+    # The mesh follows from the number of heads, which is 4; there is no guidance.
     run(["generate", "--prompt", CAPTION, "--out", str(out), "--ranks", "6", "--dry-run"])
     assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 3", capsys.readouterr().out)
 
@@ -587,11 +587,11 @@ def test_sigterm_leaves_only_its_sentence(tmp_path, prompts, ranks):
         while not (out / "00001.json").exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.2)
         process.terminate()
-        said = process.communicate(timeout=100)[1]
+        stderr = process.communicate(timeout=100)[1]
     finally:
         process.kill()
     assert process.returncode == 143
-    assert re.fullmatch("ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n", said), said
+    assert re.fullmatch("ended by SIGTERM: .*\n1 generated in .* \\(00001\\)\n", stderr), stderr
 
 
 @pytest.mark.long
@@ -610,14 +610,14 @@ def test_torchrun_ranks_are_used(tmp_path, prompts):
             env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         )
 
-    said = under_torchrun("--mesh", "ring=2").stderr
-    assert said.count("line 2: ") == 1
-    assert "2 generated" in said
+    stderr = under_torchrun("--mesh", "ring=2").stderr
+    assert stderr.count("line 2: ") == 1
+    assert "2 generated" in stderr
     record = json.loads((tmp_path / "out/00003.json").read_text())
     assert record["mesh"] == {"batch": 1, "ring": 2, "ulysses": 1}
     assert np.abs(pixels(tmp_path / "out/00003.png") - plain_pixels(prompt="a blue square", seed=2)).max() <= 1
-    said = under_torchrun("--mesh", "ring=1,ulysses=1", "--seed", "9").stderr
-    assert "error: rank 0: --mesh is too small: 2 ranks " in said
+    stderr = under_torchrun("--mesh", "ring=1,ulysses=1", "--seed", "9").stderr
+    assert "error: rank 0: --mesh is too small: 2 ranks " in stderr
 
 
 KILLED = """

@@ -55,9 +55,9 @@ def test_what_blocks_do_not_take_is_named_before_loading(folder, tmp_path, capsy
 
 def test_dry_run_shows_mesh_of_guider(folder, tmp_path, capsys):
     assert run(["generate", "--model", folder, *OPTIONS, "--ranks", "2", "--dry-run", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "QwenImageModularPipeline" in said
-    assert re.search(r"batch 2 × ring 1 × ulysses 1", said)
+    stdout = capsys.readouterr().out
+    assert "QwenImageModularPipeline" in stdout
+    assert re.search(r"batch 2 × ring 1 × ulysses 1", stdout)
 
 
 def test_calibrate_sets_the_guider(folder, tmp_path):

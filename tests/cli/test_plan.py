@@ -18,14 +18,14 @@ def test_the_plan_is_the_library_s(capsys, tmp_path):
 
 
 def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
-    found = plan_mesh("FLUX.1-dev", ranks=4, device="RTX 4090", compiled=True)
+    plan = plan_mesh("FLUX.1-dev", ranks=4, device="RTX 4090", compiled=True)
     options_of_rows = []
-    for row in found.rows:
-        monkeypatch.setattr("para_core.adapters.plan_mesh", lambda *_, row=row, **__: replace(found, rows=(row,)))
+    for row in plan.rows:
+        monkeypatch.setattr("para_core.adapters.plan_mesh", lambda *_, row=row, **__: replace(plan, rows=(row,)))
         assert run(["plan", "--compiled", "--steps", "20"]) == 0
         command = re.search(r"As a command: para_core generate (.*)", capsys.readouterr().out)
         if command is None:
-            assert not found.runs(row)
+            assert not plan.runs(row)
             continue
         words = command[1].split()
         options = dict(zip(words[::2], words[1::2], strict=True))
@@ -61,8 +61,8 @@ def test_a_terminal_shows_the_rows_in_its_width(capsys, monkeypatch):
     assert run(["plan", "--ranks", "2", "--device", "RTX 4090"]) == 0
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
     assert max(len(line) for line in lines if not line.startswith("As a command")) <= 80
-    found = plan_mesh("FLUX.1-dev", ranks=2, device="RTX 4090")
-    figures = [f"{row.step.total:.3f}" for row in found.printed]
+    plan = plan_mesh("FLUX.1-dev", ranks=2, device="RTX 4090")
+    figures = [f"{row.step.total:.3f}" for row in plan.printed]
     assert [line.split()[2] for line in lines if re.match(r" *[0-9.]+ s ", line)] == figures
 
 

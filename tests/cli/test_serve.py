@@ -9,7 +9,7 @@ from para_core.fleet import serving
 
 @pytest.fixture
 def started(monkeypatch):
-    """The arguments with which the server would start."""
+    """Return the arguments of each call that would start the server."""
     calls = []
 
     def start(model, recipe, shape, limits, options, **rest):
@@ -37,7 +37,7 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("prot: 1", "'prot'"),
         ("- a", "port: 8000"),
@@ -46,16 +46,16 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
         ("config: x", "'config'"),
     ],
 )
-def test_bad_config_file_is_named(started, tmp_path, capsys, text, said):
+def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):
     config = tmp_path / "serve.yaml"
     config.write_text(text)
     assert run(["serve", "--config", str(config)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not started
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--max-batch", "2", "--cache", "0.1"], "--cache"),
         (["--loras", "/nowhere"], "expected a folder"),
@@ -66,8 +66,8 @@ def test_bad_config_file_is_named(started, tmp_path, capsys, text, said):
         (["--config", "/nowhere.yaml"], "cannot be read"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(started, capsys, monkeypatch, arguments, said):
+def test_options_that_do_not_fit_are_refused(started, capsys, monkeypatch, arguments, message):
     monkeypatch.delenv("PARA_CORE_API_KEY", raising=False)
     assert run(["serve", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not started

@@ -72,9 +72,9 @@ def work(part=None, *, branches=1, parts=1):
 
 
 def machine(device="H100", link=None, *, per_host=8, between="infiniband", **changes):
-    known = DEVICES[device]
-    topology = Topology(link or LINKS[known.link], LINKS[between], per_host)
-    return Machine(known, topology, Host(), Runtime(**changes))
+    spec = DEVICES[device]
+    topology = Topology(link or LINKS[spec.link], LINKS[between], per_host)
+    return Machine(spec, topology, Host(), Runtime(**changes))
 
 
 SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in shapes(ranks, sharing=("tensor", "stages"))]
@@ -102,8 +102,8 @@ def test_a_faster_device_is_never_slower(shape, share):
     tokens=st.integers(64, 5000),
 )
 def test_no_rank_computes_less_than_its_share(shape, tokens):
-    one, several = (call_seconds(model(tokens), each, machine()).products for each in (MeshShape(), shape))
-    assert one / shape.sequence * 0.999 <= several <= one
+    single, several = (call_seconds(model(tokens), each, machine()).products for each in (MeshShape(), shape))
+    assert single / shape.sequence * 0.999 <= several <= single
 
 
 def test_one_rank_sends_nothing_and_waits_for_nobody():
@@ -138,7 +138,7 @@ def test_ulysses_waits_for_its_bytes_and_two_latencies():
     link = Link("", latency=1e-3, bandwidth=1e9)
     call = attention_of(model(tokens=4096, blocks=1))
     waiting, _ = exchange_seconds(call, MeshShape(ulysses=4), machine(link=link), attending=0.0)
-    # A quarter of the tokens, of three quarters of the heads: queries, keys, values, and as much of the results.
+    # Queries, keys, values and results each hold a quarter of the tokens and three quarters of the heads.
     sent = 4 * (4096 // 4) * (WIDTH * 3 // 4) * 2
     assert waiting == pytest.approx(2e-3 + sent / 1e9)
 
@@ -182,19 +182,19 @@ def test_all_to_all_between_hosts_costs_outgoing_bytes():
     topology = Topology(fast, slow, per_host=4)
     assert topology.all_to_all(7e9, stride=1, size=8) == pytest.approx(1e-3 + 4.0)
     assert topology.all_to_all(3e9, stride=1, size=4) == pytest.approx(3e-3)
-    # Neighbours along this dim are on different hosts, all of them.
+    # All neighbours along this dim are on different hosts.
     assert topology.all_to_all(1e9, stride=4, size=2) == pytest.approx(1e-3 + 1.0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 12])
 def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
-    found = list(shapes(ranks, sharing=("tensor", "stages"), pipefusion=PipeFusion()))
-    assert all(shape.ranks == ranks for shape in found)
-    assert len(set(found)) == len(found)
+    meshes = list(shapes(ranks, sharing=("tensor", "stages"), pipefusion=PipeFusion()))
+    assert all(shape.ranks == ranks for shape in meshes)
+    assert len(set(meshes)) == len(meshes)
     without = [
         (1, ring, u, t) for ring in divisors(ranks) for u in divisors(ranks // ring) for t in [ranks // ring // u]
     ]
-    assert {(s.batch, s.ring, s.ulysses, s.tensor) for s in found if s.batch == s.pipe == 1} == set(without)
+    assert {(s.batch, s.ring, s.ulysses, s.tensor) for s in meshes if s.batch == s.pipe == 1} == set(without)
 
 
 def test_two_cards_on_slow_bus_are_slower_than_one():
@@ -217,7 +217,7 @@ def test_between_hosts_the_ring_and_within_them_ulysses():
 
 
 def large(**changes):
-    """Work that one H100 does not hold."""
+    """Return work whose weights do not fit one H100."""
     weights = replace(WEIGHTS, transformer=ModuleBytes(100 << 30, 96 << 30, 8 << 30, parts=21), tensor=90 << 30)
     return replace(work(), weights=replace(weights, **changes))
 
@@ -273,7 +273,7 @@ def test_text_encoders_wait_in_host_memory_where_nothing_else_fits():
     assert row.placement == Placement("offload")
     assert row.options == {"text_encoders": "offload"}
     whole = make_plan(some, machine(), 1, Choices(text_encoders="replicate", offload=False)).best
-    # The text encoders, less their largest layer if that is more than the activations.
+    # The difference is the text encoders, less their largest layer if that exceeds the activations.
     assert whole.memory - row.memory == pytest.approx(30 * 2**30, rel=0.05)
     assert row.host_memory == 30 << 30
     assert row.encoder - whole.encoder == pytest.approx((30 << 30) / DEVICES["H100"].host_bandwidth)
@@ -376,7 +376,7 @@ def test_exact_stages_save_memory_and_no_time():
     assert row.step.compute == alone.step.compute and row.step.communication > 0
     # 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
     assert alone.memory - row.memory == pytest.approx(10 * 2**30)
-    # The tokens of each branch go to the next stage.
+    # Each stage sends the tokens of each branch to the next one.
     assert row.sent == 4608 * WIDTH * 2
     rows = make_plan(work(), machine(), 2).rows
     assert rows[0].shape.pipe == 1
@@ -384,7 +384,7 @@ def test_exact_stages_save_memory_and_no_time():
 
 
 def test_stages_are_chosen_where_nothing_else_fits():
-    # Nothing is shared but blocks, and a slow link makes gathering dear.
+    # Only blocks can be sharded, and a slow link makes gathering expensive.
     blocks = ((1.0, 10 << 30),) * 10
     some = large(tensor=0, blocks=blocks)
     plan = make_plan(some, machine(link=Link("slow", 1e-4, 1e8)), 4)
@@ -399,7 +399,7 @@ def test_pipefusion_is_predicted_where_it_is_asked_for():
     assert plan.best.shape == MeshShape(pipe=4, pipefusion=fusion)
     assert "PipeFusion" in str(plan) and f"pipefusion={fusion!r}" in plan.best.call
     exact = predict(MeshShape(pipe=4), work(), slow)
-    # A quarter of a step, but for the first one; and the keys of the step before.
+    # Each rank computes a quarter of every step but the first, and holds the keys of the previous step.
     assert plan.best.step.compute == pytest.approx(exact.step.compute / 4, rel=0.2)
     keys = 5 * 2 * 4608 * WIDTH * 2 / 4
     assert plan.best.memory - exact.memory == pytest.approx(keys)
@@ -426,7 +426,7 @@ def test_two_dims_are_chosen_where_they_win():
         for method in ("rotate", "2d")
     )
     assert two_dims.seconds < ring.seconds / 2 and two_dims.sent < ring.sent / 2
-    # With two heads, no more than two ranks share them.
+    # Two heads can be shared by at most two ranks.
     few_heads = replace(work(model(tokens=100_000, heads=2)), heads=2)
     best = make_plan(few_heads, machine(per_host=1, between="ethernet"), 16, Choices(())).best
     assert best.shape.ring_method == "2d" and best.options == {"rotate_method": "2d"}
@@ -498,11 +498,11 @@ def test_names_are_those_of_cuda_too():
     ],
 )
 def test_variants_have_their_own_memory_and_link(name, device, memory, link):
-    known = device_named(name)
-    assert known is DEVICES[device]
-    assert (known.memory, link_named(None, known)) == (memory * 1e9, LINKS[link])
+    spec = device_named(name)
+    assert spec is DEVICES[device]
+    assert (spec.memory, link_named(None, spec)) == (memory * 1e9, LINKS[link])
     if "A100" in device:
-        assert (link_named("nvlink", known), link_named("pcie", known)) == (LINKS["nvlink3"], LINKS["pcie4"])
+        assert (link_named("nvlink", spec), link_named("pcie", spec)) == (LINKS["nvlink3"], LINKS["pcie4"])
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from para_core.planner.traffic import CallWork, CountedAttention, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
-# The first tiny model of each class for which inputs are known.
+# The first tiny model of each class that has planner inputs.
 TINY = {model.cls: name for name, model in reversed(MODELS.items()) if model.cls in INPUTS}
-# Its positions are learned for one size; Mochi is one more whose samples are in one batch.
+# CogVideoX's positions are learned for one size; Mochi remains as a model whose samples are in one batch.
 del TINY["CogVideoXTransformer3DModel"]
 QUICK = ("FluxTransformer2DModel", "WanTransformer3DModel")
 SIZES = GenerationSizes(height=64, width=96, frames=9, text=5, dtype=torch.float32)
@@ -49,13 +49,13 @@ def test_a_block_of_each_kind_tells_what_all_do(name):
     with on_meta(torch.float32):
         module = cls(**config)
     with without_data(torch.float32):
-        found = count_calls(module, SIZES)[1].parts[0]
+        counted = count_calls(module, SIZES)[1].parts[0]
         expected = of_all_blocks(cls(**config).eval())
     for kind in (CountedAttention, Product):
-        assert by_kind(found, kind) == by_kind(expected, kind)
-    assert found.launches == expected.launches
-    assert found.moved == expected.moved
-    assert found.returned == expected.returned
+        assert by_kind(counted, kind) == by_kind(expected, kind)
+    assert counted.launches == expected.launches
+    assert counted.moved == expected.moved
+    assert counted.returned == expected.returned
 
 
 def test_operations_of_flux_are_those_that_diffusers_publishes():
@@ -85,9 +85,9 @@ def test_a_published_model_has_a_plan_without_a_hub():
 @pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_model_is_counted(name):
-    found = workload(name)
-    assert found.weights.transformer.total > 2e9 and found.decoder > 1e12 and found.encoder > 1e12 and found.heads >= 12
-    products = [x for x in found.calls[1].parts[0].operations.elements() if isinstance(x, Product)]
+    work = workload(name)
+    assert work.weights.transformer.total > 2e9 and work.decoder > 1e12 and work.encoder > 1e12 and work.heads >= 12
+    products = [x for x in work.calls[1].parts[0].operations.elements() if isinstance(x, Product)]
     sharded = sum(
         x.samples * sum(y.total for y in x.rows) * x.inner * x.columns * any(y.sharded for y in x.rows)
         for x in products
@@ -116,7 +116,7 @@ def test_what_is_not_known_is_said_with_what_is():
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("arguments", "error", "words"),
     [
         ({"ranks": 0}, ValueError, "ranks .*0; "),
         ({"steps": 0}, ValueError, "steps .*0; "),
@@ -131,9 +131,9 @@ def test_what_is_not_known_is_said_with_what_is():
         ({"pipefusion": 4}, TypeError, "pipefusion .*4; .*PipeFusion"),
     ],
 )
-def test_unplannable_arguments_raise(given, error, words):
+def test_unplannable_arguments_raise(arguments, error, words):
     with pytest.raises(error, match=words):
-        plan_mesh("FLUX.1-dev", **{"ranks": 2, **given})
+        plan_mesh("FLUX.1-dev", **{"ranks": 2, **arguments})
 
 
 def test_an_image_pipeline_has_no_frames():
@@ -177,7 +177,7 @@ def run_rows():
 
 def test_the_line_that_a_row_says_runs_it(rank_pool):
     expected = flux_pipe()(**flux_call()).images
-    for found, patched in rank_pool.run(run_rows, 4):
-        errors = {str(shape): relative_error(found[str(shape)], expected) for shape in ROWS}
+    for outputs, patched in rank_pool.run(run_rows, 4):
+        errors = {str(shape): relative_error(outputs[str(shape)], expected) for shape in ROWS}
         assert max(errors.values()) < 1e-4, errors
         assert patched == 1

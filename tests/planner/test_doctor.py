@@ -23,7 +23,7 @@ def this_rank():
 
 
 def in_short():
-    """Instead of the median of many: once."""
+    """Measure once instead of taking the median of many."""
     return mock.patch.object(checks.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
 
 
@@ -118,8 +118,8 @@ def test_one_process_is_examined_without_ranks(tmp_path, capsys):
     with in_short():
         assert doctor.main(["--cpu", "--output", str(tmp_path / "doctor.json")]) == 0
     assert "torchrun" in capsys.readouterr().out
-    found = json.loads((tmp_path / "doctor.json").read_text())
-    assert found["doctor"]["products"] > 0 and found["findings"][0]["name"] == "versions"
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert report["doctor"]["products"] > 0 and report["findings"][0]["name"] == "versions"
 
 
 @pytest.mark.parametrize(

@@ -51,18 +51,18 @@ def test_guidance_comes_first_then_heads_then_the_ring(ranks, heads, guided, sha
 @pytest.mark.parametrize(
     ("weights", "ranks", "heads", "guided", "shape"),
     [
-        # FSDP2 shares weights among the ranks of a branch.
+        # FSDP2 shards weights over the ranks of one branch.
         ("fsdp", 2, 24, True, (1, 1, 2, 1)),
         ("fsdp", 4, 24, True, (2, 1, 2, 1)),
         ("fsdp", 3, 24, True, (1, 1, 3, 1)),
         ("fsdp", 2, 1, True, (1, 2, 1, 1)),
-        # The fewest ranks that share heads.
+        # The tensor dim has the fewest ranks that divide the heads.
         ("tensor", 2, 24, True, (1, 1, 1, 2)),
         ("tensor", 4, 24, True, (2, 1, 1, 2)),
         ("tensor", 8, 4, False, (1, 2, 2, 2)),
         ("tensor", 3, 24, True, (1, 1, 1, 3)),
         ("tensor", 6, 3, False, (1, 2, 1, 3)),
-        # None can.
+        # No tensor size divides both the ranks and the heads.
         ("tensor", 5, 24, False, (1, 1, 5, 1)),
         ("replicate", 2, 24, True, (2, 1, 1, 1)),
     ],
@@ -84,8 +84,8 @@ def wan_without_mesh(weights):
 # The model has 3 heads.
 @pytest.mark.parametrize(("weights", "ranks"), [("fsdp", 2), ("tensor", 3)])
 def test_a_guided_pipe_shards_its_weights_without_a_mesh(rank_pool, weights, ranks):
-    for expected, found, held in rank_pool.run(wan_without_mesh, ranks, weights):
-        assert relative_error(found, expected) < 1e-5
+    for expected, output, held in rank_pool.run(wan_without_mesh, ranks, weights):
+        assert relative_error(output, expected) < 1e-5
         assert held < 0.8
 
 
@@ -93,7 +93,7 @@ def test_ulysses_stays_on_a_host_and_is_logged():
     choice = choose_mesh(16, 24, None, ranks_per_host=8)
     assert (choice.batch, choice.ring, choice.ulysses) == (1, 2, 8)
     assert re.search(r"8 .*host", choice.reason)
-    # One branch of guidance on each host.
+    # Each host has one branch of guidance.
     guided = choose_mesh(16, 24, "guided", ranks_per_host=8)
     assert (guided.batch, guided.ring, guided.ulysses) == (2, 1, 8)
     assert "host" not in choose_mesh(8, 24, None, ranks_per_host=8).reason
@@ -149,7 +149,7 @@ GUIDES = {
     "WanImageToVideoPipeline": True,
     "LTXPipeline": True,
     "StableDiffusion3Pipeline": True,
-    # A negative prompt turns it on, and there is none by default.
+    # A negative prompt turns guidance on, and there is none by default.
     "FluxPipeline": False,
     "QwenImagePipeline": False,
     "HunyuanVideoPipeline": False,
@@ -159,8 +159,8 @@ GUIDES = {
 @pytest.mark.parametrize("name", GUIDES)
 def test_default_arguments_say_whether_a_pipeline_guides(name):
     cls = getattr(diffusers, name)
-    found = default_guidance(cls.__new__(cls), Transformer())
-    assert (found is not None) == GUIDES[name]
+    guidance = default_guidance(cls.__new__(cls), Transformer())
+    assert (guidance is not None) == GUIDES[name]
 
 
 # Tiny pipelines that are called with their default scales, and what is special about one.
@@ -222,7 +222,7 @@ def test_first_row_of_planner_on_rank_0_is_used(rank_pool):
     choices = [choice for choice, _ in results]
     assert choices[0] == choices[1] and choices[0].ring * choices[0].ulysses == 2
     assert re.search(r"fastest .*2 ranks .*\d s", choices[0].reason)
-    # One line, of rank 0; a CPU is not predicted for.
+    # Only rank 0 logs a line; a CPU has no prediction.
     assert [len(lines) for _, lines in results] == [1, 0]
     assert "guidance" in results[0][1][0]
 
@@ -262,10 +262,10 @@ def test_failed_prediction_is_a_warning(rank_pool, error):
 def run_as_planned():
     """Run as if a mesh of two dims were predicted to be fastest."""
     planned = mock.patch.object(default_mesh, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
-    with planned, mock.patch.object(default_mesh.logger, "info") as said:
-        pipe, asked = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
-    lines = [call.args[0] % call.args[1:] for call in said.call_args_list]
-    methods = [plan_options(x.transformer).rotate_method for x in (pipe, asked)]
+    with planned, mock.patch.object(default_mesh.logger, "info") as info:
+        pipe, explicit = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
+    lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
+    methods = [plan_options(x.transformer).rotate_method for x in (pipe, explicit)]
     return pipe(**flux_call()).images, methods, lines
 
 
@@ -298,7 +298,7 @@ def test_unknown_rotate_method_is_refused_at_once():
 
 
 def shape_on_hosts(names):
-    """Ring and Ulysses sizes on ranks that no launcher told of hosts, and whether they are planned for as one host."""
+    """Return ring and Ulysses sizes on ranks whose launcher names no hosts, and whether they count as one host."""
     with (
         mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
         mock.patch.object(default_mesh, "_planned", return_value=Unpredicted("none")) as planned,

@@ -51,13 +51,13 @@ def test_number_of_things_is_checked():
 
 
 def test_full_captions_identify_scenes():
-    known = set(grammar.words())
-    said: dict[str, Scene] = {}
+    words = set(grammar.words())
+    scenes: dict[str, Scene] = {}
     for i in range(1000):
         scene = grammar.training_scene(rng(2, i))
         loose = grammar.caption(scene, rng(3, i))
-        assert set(loose.replace(",", " ,").split()) <= known
-        assert said.setdefault(grammar.caption(scene), scene) == scene
+        assert set(loose.replace(",", " ,").split()) <= words
+        assert scenes.setdefault(grammar.caption(scene), scene) == scene
 
 
 def test_same_seed_same_image():
@@ -68,7 +68,7 @@ def test_same_seed_same_image():
 
 def test_checker_accepts_every_true_drawing_of_one_thing():
     options = list(itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS))
-    # Seven divides no number of values: each comes up.
+    # No attribute has a multiple of seven values, so each value comes up.
     for i, attributes in enumerate(options[::7]):
         scene = Scene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
@@ -87,7 +87,7 @@ def test_checker_recognises_blurred_shapes(blur):
     for i, (colour, shape, size) in enumerate(options):
         scene = Scene((Thing(colour, shape, size, "centre"),), "black")
         image = Image.fromarray(draw(scene, rng(18, i))).filter(ImageFilter.GaussianBlur(blur))
-        assert [found.shape for found in find(np.asarray(image))] == [shape], scene
+        assert [thing.shape for thing in find(np.asarray(image))] == [shape], scene
 
 
 def test_checker_names_no_shape_where_there_is_none():
@@ -97,7 +97,7 @@ def test_checker_names_no_shape_where_there_is_none():
     for mask in (moon, bar):
         image = np.zeros((128, 128, 3), np.uint8)
         image[mask] = 255, 0, 0
-        assert [found.shape for found in find(image)] == [None]
+        assert [thing.shape for thing in find(image)] == [None]
 
 
 @pytest.mark.parametrize("attribute", ["colour", "shape", "size", "cell"])

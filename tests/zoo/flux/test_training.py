@@ -127,10 +127,10 @@ def test_the_end_may_be_moved_before_the_decay_begins():
 
 
 def test_a_step_draws_the_same_images_and_scenes_again():
-    (ours, said), (theirs, meant) = (draw_batch(step_seed(3, 1, 5), 4) for _ in range(2))
-    assert said == meant
-    assert torch.equal(ours, theirs)
-    assert draw_batch(step_seed(3, 1, 6), 4)[1] != said
+    (images, scenes), (images_again, scenes_again) = (draw_batch(step_seed(3, 1, 5), 4) for _ in range(2))
+    assert scenes == scenes_again
+    assert torch.equal(images, images_again)
+    assert draw_batch(step_seed(3, 1, 6), 4)[1] != scenes
 
 
 class ExactVelocity(nn.Module):
@@ -287,8 +287,8 @@ def test_tokenizers_know_every_word_and_cut_no_caption():
     for i in range(200):
         rng = np.random.default_rng([20, i])
         text = grammar.caption(grammar.training_scene(rng, weights=(0.0, 0.0, 1.0)), rng)
-        for said in (text, text.capitalize()):
-            t5_ids, clip_ids = tokenizers.t5(said).input_ids, tokenizers.clip(said).input_ids
+        for caption in (text, text.capitalize()):
+            t5_ids, clip_ids = tokenizers.t5(caption).input_ids, tokenizers.clip(caption).input_ids
             assert len(t5_ids) == len(text.replace(",", " ,").split()) + 1 <= 48
             assert tokenizers.t5.unk_token_id not in t5_ids
             assert len(clip_ids) <= tokenizers.clip.model_max_length

@@ -25,8 +25,8 @@ def test_training_never_draws_what_is_held_out():
     assert 40 <= len(held_out) <= 52
     drawn = [grammar.random_scene(rng(0, i), held_out=False) for i in range(2000)]
     assert {(scene.colour, scene.shape, scene.direction) for scene in drawn} == training
-    asked = [grammar.random_scene(rng(1, i), held_out=True) for i in range(500)]
-    assert {(scene.colour, scene.shape, scene.direction) for scene in asked} == held_out
+    excluded = [grammar.random_scene(rng(1, i), held_out=True) for i in range(500)]
+    assert {(scene.colour, scene.shape, scene.direction) for scene in excluded} == held_out
 
 
 def test_every_pair_of_attributes_is_seen_in_training():
@@ -36,12 +36,12 @@ def test_every_pair_of_attributes_is_seen_in_training():
 
 
 def test_full_captions_identify_scenes():
-    known = set(grammar.words())
-    said: dict[str, Scene] = {}
+    words = set(grammar.words())
+    scenes: dict[str, Scene] = {}
     for i in range(500):
         scene = grammar.random_scene(rng(2, i), held_out=False)
-        assert set(grammar.caption(scene, rng(3, i)).split()) <= known
-        assert said.setdefault(grammar.caption(scene), scene) == scene
+        assert set(grammar.caption(scene, rng(3, i)).split()) <= words
+        assert scenes.setdefault(grammar.caption(scene), scene) == scene
 
 
 def test_same_seed_draws_same_video():

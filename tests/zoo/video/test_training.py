@@ -97,9 +97,9 @@ def test_training_tells_the_transformer_what_the_pipeline_tells_it():
     model = Denoiser(tokenizer).eval()
     pipe = build_pipeline(model, build_vae(), tokenizer)
     captions = ["a red circle moving up left on a white background", ""]
-    said = tokenizer(captions, padding="max_length", max_length=16, return_tensors="pt")
+    tokens = tokenizer(captions, padding="max_length", max_length=16, return_tensors="pt")
     expected = pipe.encode_prompt(captions, do_classifier_free_guidance=False, max_sequence_length=16)[0]
-    assert torch.allclose(model.encode_text(said.input_ids, said.attention_mask), expected, atol=1e-6)
+    assert torch.allclose(model.encode_text(tokens.input_ids, tokens.attention_mask), expected, atol=1e-6)
     assert (expected[0, 11:] == 0).all()
 
 
@@ -108,8 +108,8 @@ def test_tokenizer_knows_every_word():
     for i in range(100):
         rng = np.random.default_rng([20, i])
         text = grammar.caption(grammar.random_scene(rng, held_out=False), rng)
-        for said in (text, text.capitalize()):
-            ids = tokenizer(said).input_ids
+        for caption in (text, text.capitalize()):
+            ids = tokenizer(caption).input_ids
             assert len(ids) == len(text.split()) + 1 <= 16
             assert tokenizer.unk_token_id not in ids
 
