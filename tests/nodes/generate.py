@@ -36,9 +36,9 @@ def generate(name: str, mesh: Any, repeat: int) -> dict[str, Any]:
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
-        found = pipe(**tiny.call(), return_dict=False)[0]
+        image = pipe(**tiny.call(), return_dict=False)[0]
         seconds.append(time.perf_counter() - start)
-    return {"out": found, "seconds": seconds}
+    return {"out": image, "seconds": seconds}
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_context_parallel_mesh("cpu")
-    found = {name: generate(name, mesh, args.repeat) for name in args.pipelines}
-    torch.save({"dims": hosts_of_dims(mesh), "found": found}, args.output / f"rank{dist.get_rank()}.pt")
+    images = {name: generate(name, mesh, args.repeat) for name in args.pipelines}
+    torch.save({"dims": hosts_of_dims(mesh), "found": images}, args.output / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -25,15 +25,15 @@ PROMPTS = ["a large red circle", "a small blue square", "a green triangle"]
 
 def rank_processes(rank, output):
     """Ids of the processes that are this rank of the run that writes to ``output``."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = f"\0{(folder / 'environ').read_text()}\0"
             if f"\0RANK={rank}\0" in environment and str(output) in (folder / "cmdline").read_text():
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:  # it has ended meanwhile
             continue
-    return found
+    return pids
 
 
 def kill_once_the_first_image_is_there(rank, output, killed):

@@ -48,5 +48,5 @@ def test_bad_cell_has_hang_wrong_image_or_leftovers():
 )
 def test_a_fault_ends_all_ranks_with_its_cause(fault, moment):
     with open_hosts(2, namespaces=False) as hosts:
-        found = run_cell(Cell("flux", MESH, fault, moment), hosts, expected_image("flux"))
-    assert verdict(found) == "good", found
+        outcome = run_cell(Cell("flux", MESH, fault, moment), hosts, expected_image("flux"))
+    assert verdict(outcome) == "good", outcome

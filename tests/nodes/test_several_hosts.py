@@ -63,8 +63,8 @@ def test_virtual_hosts_reach_each_other_and_vanish():
         names = [hosts.namespace(0), hosts.namespace(1)]
     listening.wait(10)
     listening.stdout.close()
-    known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert not any(name in known for name in names)
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert not any(name in namespaces for name in names)
 
 
 LISTEN = """

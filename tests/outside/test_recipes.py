@@ -16,22 +16,22 @@ ON_THREE = ("Qwen3", "timm ViT", "Stable Diffusion 3.5", "HunyuanVideo", "Wan 2.
 
 def outputs(name, shapes, control):
     recipe = BY_NAME[name]
-    found = {shape: on_mesh(recipe, cpu_mesh(*shape)) for shape in shapes}
+    outs = {shape: on_mesh(recipe, cpu_mesh(*shape)) for shape in shapes}
     if control:
         with each_rank_alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found["each rank alone"] = on_mesh(recipe, cpu_mesh(*shapes[0]))
-    return found
+            outs["each rank alone"] = on_mesh(recipe, cpu_mesh(*shapes[0]))
+    return outs
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_recipe_is_exact_on_two_ranks(rank_pool, name):
     alone, control = expected(BY_NAME[name]), BY_NAME[name].model not in WITHOUT_CONTROL
-    for rank, found in enumerate(rank_pool.run(outputs, 2, name, [(1, 2), (2, 1)], control)):
+    for rank, outs in enumerate(rank_pool.run(outputs, 2, name, [(1, 2), (2, 1)], control)):
         for shape in [(1, 2), (2, 1)]:
-            assert relative_error(found[shape], alone) < 2e-6, f"{shape}, rank {rank}"
+            assert relative_error(outs[shape], alone) < 2e-6, f"{shape}, rank {rank}"
         if control:
-            assert relative_error(found["each rank alone"], alone) > 1e-3
+            assert relative_error(outs["each rank alone"], alone) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_recipe_is_exact_on_two_ranks(rank_pool, name):
 )
 def test_recipe_is_exact_on_three_ranks(rank_pool, name):
     alone = expected(BY_NAME[name])
-    for rank, found in enumerate(rank_pool.run(outputs, 3, name, [(1, 3), (3, 1)], False)):
-        for shape, out in found.items():
+    for rank, outs in enumerate(rank_pool.run(outputs, 3, name, [(1, 3), (3, 1)], False)):
+        for shape, out in outs.items():
             assert relative_error(out, alone) < 2e-6, f"{shape}, rank {rank}"

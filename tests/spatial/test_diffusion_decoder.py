@@ -43,8 +43,8 @@ def latents(name):
 
 
 def generators(name):
-    made = [torch.Generator().manual_seed(seed) for seed in range(LATENTS[name][0])]
-    return made if len(made) > 1 else made[0]
+    drawn = [torch.Generator().manual_seed(seed) for seed in range(LATENTS[name][0])]
+    return drawn if len(drawn) > 1 else drawn[0]
 
 
 def decode(decoder, name, **options):
@@ -54,16 +54,16 @@ def decode(decoder, name, **options):
 
 def decode_parallel(names):
     """Videos of one step and of two by name, with default noise, with tiles, and after the decoder is undone."""
-    decoder, found = parallelize_vae(make_decoder()), {}
+    decoder, videos = parallelize_vae(make_decoder()), {}
     for name in names:
-        found[name] = decode(decoder, name), decode(decoder, name, num_inference_steps=2)
+        videos[name] = decode(decoder, name), decode(decoder, name, num_inference_steps=2)
     torch.manual_seed(7)
-    found["default"] = decoder.decode(latents(names[0])).sample
+    videos["default"] = decoder.decode(latents(names[0])).sample
     decoder.enable_tiling(12, 64, 64, 8, 64, 64)
-    found["tiled"] = decode(decoder, "odd")
+    videos["tiled"] = decode(decoder, "odd")
     decoder.disable_tiling()
-    found["undone"] = decode(unparallelize_vae(decoder), names[0])
-    return found
+    videos["undone"] = decode(unparallelize_vae(decoder), names[0])
+    return videos
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_decoder_equals_one_device(rank_pool, world_size, names):
     plain.enable_tiling(12, 64, 64, 8, 64, 64)
     tiled = decode(plain, "odd")
     assert relative_error(tiled, expected["odd"][0]) > 1e-3
-    for found in rank_pool.run(decode_parallel, world_size, names):
+    for videos in rank_pool.run(decode_parallel, world_size, names):
         for name in names:
-            assert max(map(relative_error, found[name], expected[name])) < 1e-5, name
-        assert relative_error(found["default"], default) < 1e-5
-        assert relative_error(found["tiled"], tiled) < 1e-5
-        assert torch.equal(found["undone"], expected[names[0]][0])
+            assert max(map(relative_error, videos[name], expected[name])) < 1e-5, name
+        assert relative_error(videos["default"], default) < 1e-5
+        assert relative_error(videos["tiled"], tiled) < 1e-5
+        assert torch.equal(videos["undone"], expected[names[0]][0])
 
 
 def make_pipe():

@@ -90,8 +90,8 @@ def stft_of_columns(x):
     """
     lines = x if x.shape[-1] > x.shape[-2] else x.transpose(-2, -1)
     samples = F.pad(lines.flatten(0, 2), (1, 1))
-    found = torch.stft(samples, 4, 2, window=torch.hann_window(4), center=False, return_complex=True)
-    return torch.cat(torch.view_as_real(found).chunk(2, dim=-1), dim=1).squeeze(-1).transpose(1, 2)
+    spectrum = torch.stft(samples, 4, 2, window=torch.hann_window(4), center=False, return_complex=True)
+    return torch.cat(torch.view_as_real(spectrum).chunk(2, dim=-1), dim=1).squeeze(-1).transpose(1, 2)
 
 
 def downsample(x, weight):
@@ -275,17 +275,17 @@ REFUSED = {
 
 def compute(dim):
     inputs = make_inputs(dim)
-    found = {}
+    outs = {}
     with torch.no_grad(), SpatialShardMode(dist.group.WORLD) as rows:
         sharded = {
             name: rows.shard(x, dim, unit=2) if name in ("image", "other", "clip") else x for name, x in inputs.items()
         }
         for name, case in CASES.items():
-            found[name] = rows.gather(case(sharded))
+            outs[name] = rows.gather(case(sharded))
         for name, case in REFUSED.items():
             with pytest.raises(MixesRows, match=rf"^{name.split()[0]} .*dim \d"):
                 case(sharded, dim)
-    return found
+    return outs
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
@@ -293,9 +293,9 @@ def compute(dim):
 def test_each_function_is_exact_or_refused(rank_pool, world_size, dim):
     inputs = make_inputs(dim)
     errors = {}
-    for found in rank_pool.run(compute, world_size, dim):
+    for outs in rank_pool.run(compute, world_size, dim):
         for name, case in CASES.items():
-            errors[name] = max(errors.get(name, 0.0), relative_error(found[name], case(inputs)))
+            errors[name] = max(errors.get(name, 0.0), relative_error(outs[name], case(inputs)))
     assert not {name: error for name, error in errors.items() if error > 1e-5}
 
 
@@ -307,8 +307,8 @@ def convolve_in_16_bits():
     exact = model(x)
     model, x = model.bfloat16(), x.bfloat16()
     with SpatialShardMode(dist.group.WORLD) as rows:
-        found = rows.gather(model(rows.shard(x)))
-    return relative_error(found.float(), exact), relative_error(model(x).float(), exact)
+        out = rows.gather(model(rows.shard(x)))
+    return relative_error(out.float(), exact), relative_error(model(x).float(), exact)
 
 
 def test_sixteen_bits_are_as_exact_as_one_device(rank_pool):

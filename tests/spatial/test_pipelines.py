@@ -29,10 +29,10 @@ def generate_on_ranks(name):
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
     vaes = [pipe.vae, *([pipe.audio_vae] if name == "ltx2" else [])]
     assert all(is_wrapped(vae, "parallel_vae") for vae in vaes)
-    found = generate(pipe, name, output_type="pt")
+    image = generate(pipe, name, output_type="pt")
     unparallelize_pipe(pipe)
     assert not any(is_wrapped(vae, "parallel_vae") for vae in vaes)
-    return relative_error(found, alone)
+    return relative_error(image, alone)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +58,7 @@ def decode_in_a_callback():
     pipe = parallelize_pipe(PIPELINES["ovis"].build(), mesh=cpu_mesh(1, 2), vae=True)
     shown = []
 
-    def show(pipe, step, time, given):
+    def show(pipe, step, time, kwargs):
         shown.append(pipe.vae.decode(torch.ones(1, pipe.vae.config.latent_channels, 6, 10)).sample)
         return {}
 

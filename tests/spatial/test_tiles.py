@@ -23,17 +23,17 @@ def both_ways(name, method):
     calls = []
     for part in (vae.decoder, vae.encoder):
         part.register_forward_hook(lambda *_: calls.append(1))
-    found = [tiny.decode(vae, random_image(tiny.latents))]
+    outs = [tiny.decode(vae, random_image(tiny.latents))]
     if name not in NO_TILES_ENCODED:
-        found.append(tiny.encode(vae, random_image(tiny.pixels)))
-    return found, len(calls)
+        outs.append(tiny.encode(vae, random_image(tiny.pixels)))
+    return outs, len(calls)
 
 
 def require_equal(rank_pool, name, world_size, method):
     expected, all_calls = both_ways(name, None)
     reports = rank_pool.run(both_ways, world_size, name, method)
-    for found, _ in reports:
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    for outs, _ in reports:
+        assert all(torch.equal(x, y) for x, y in zip(outs, expected, strict=True))
     assert sum(calls for _, calls in reports) == all_calls
 
 

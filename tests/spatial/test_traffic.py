@@ -28,9 +28,9 @@ def expected_of(rank, ranks):
     collectives, sent = 0, 0
     neighbours = (rank > 0) + (rank < ranks - 1)
 
-    def note(module, given, out):
+    def note(module, inputs, out):
         nonlocal collectives, sent
-        x = given[0]
+        x = inputs[0]
         if isinstance(module, nn.Conv2d) and module.kernel_size[0] == 3:
             collectives += 1
             sent += neighbours * x[:, :, :1].numel() * FLOAT
@@ -49,8 +49,8 @@ def expected_of(rank, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_decode_sends_halos_statistics_keys_and_image(rank_pool, ranks):
-    found = rank_pool.run(decode_and_count, ranks)
-    assert found == [expected_of(rank, ranks) for rank in range(ranks)]
+    traffic = rank_pool.run(decode_and_count, ranks)
+    assert traffic == [expected_of(rank, ranks) for rank in range(ranks)]
 
 
 @torch.no_grad()
@@ -66,6 +66,6 @@ def most_memory(parallel):
 
 def test_two_ranks_halve_activations(rank_pool):
     alone = most_memory(False)
-    for rank, found in enumerate(rank_pool.run(most_memory, 2, True)):
+    for rank, peak in enumerate(rank_pool.run(most_memory, 2, True)):
         # The first rank gets the image, too: 3 channels of it beside the 8 of the last layer.
-        assert found < (0.85 if rank == 0 else 0.65) * alone
+        assert peak < (0.85 if rank == 0 else 0.65) * alone

@@ -55,17 +55,17 @@ def of_size(**size):
 
 def generate_on(name, shapes, **size):
     """Generate on each mesh, and once more after the pipeline was restored."""
-    found, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
+    images, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
     before = {path: (type(module), dict(vars(module))) for path, module in unets_of(pipe).items()}
     for shape, mesh in meshes_of(shapes).items():
-        found[shape] = generate(parallelize_pipe(pipe, mesh=mesh), name, **options)
+        images[shape] = generate(parallelize_pipe(pipe, mesh=mesh), name, **options)
     unparallelize_pipe(pipe)
     for path, (cls, attributes) in before.items():
         module = component_of(pipe, path)
         assert type(module) is cls and vars(module).keys() == attributes.keys()
     if dist.get_rank() == 0:
-        found["given back"] = generate(pipe, name, **options)
-    return found
+        images["given back"] = generate(pipe, name, **options)
+    return images
 
 
 def check(rank_pool, name, shapes, **size):

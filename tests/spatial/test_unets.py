@@ -77,5 +77,5 @@ def predict(name, height, width, sharded):
 )  # unevenly distributed; odd, so that it says upsample sizes
 def test_a_unet_on_rows_equals_one_device(rank_pool, name, height, width):
     expected = predict(name, height, width, sharded=False)
-    for found in rank_pool.run(predict, 2, name, height, width, sharded=True):
-        assert relative_error(found, expected) < 1e-5
+    for out in rank_pool.run(predict, 2, name, height, width, sharded=True):
+        assert relative_error(out, expected) < 1e-5

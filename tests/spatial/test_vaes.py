@@ -25,16 +25,16 @@ ROWS = [name for name in NAMES if name not in BY_TILES]
 @torch.no_grad()
 def both_ways(names, wide, parallel, **options):
     """Decode and encode with each autoencoder: ``{(name, "decode"): tensor}``."""
-    found = {}
+    outs = {}
     for name in names:
         tiny = TINY_VAES[name]
         vae = tiny.make()
         if parallel:
             parallelize_vae(vae, **options)
         wide_here = wide and len(tiny.latents) > 3
-        found[name, "decode"] = tiny.decode(vae, random_image(tiny.latents, wide=wide_here))
-        found[name, "encode"] = tiny.encode(vae, random_image(tiny.pixels, wide=wide_here))
-    return found
+        outs[name, "decode"] = tiny.decode(vae, random_image(tiny.latents, wide=wide_here))
+        outs[name, "encode"] = tiny.encode(vae, random_image(tiny.pixels, wide=wide_here))
+    return outs
 
 
 @cache
@@ -43,9 +43,9 @@ def expected(name, wide):
 
 
 def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
-    for found in rank_pool.run(both_ways, world_size, names, wide, parallel=True):
+    for outs in rank_pool.run(both_ways, world_size, names, wide, parallel=True):
         errors = {
-            key: relative_error(found[key], reference)
+            key: relative_error(outs[key], reference)
             for name in names
             for key, reference in expected(name, wide).items()
         }
@@ -84,25 +84,25 @@ def test_few_rows_use_fewer_ranks(rank_pool, height, gather):
     tiny, vae = TINY_VAES["KL"], TINY_VAES["KL"].make()
     image = tiny.decode(vae, random_image((1, 4, height, 3)))
     latents = tiny.encode(vae, image)
-    for rank, (found, encoded) in enumerate(rank_pool.run(decode_few, 3, height, gather)):
+    for rank, (decoded, encoded) in enumerate(rank_pool.run(decode_few, 3, height, gather)):
         if gather == "all":
-            assert relative_error(found, image) < 1e-5
+            assert relative_error(decoded, image) < 1e-5
             assert relative_error(encoded, latents) < 1e-5
         elif rank == 0:
-            assert relative_error(found, image) < 1e-5
+            assert relative_error(decoded, image) < 1e-5
         else:
-            assert found.shape == image.shape and not found.any()
+            assert decoded.shape == image.shape and not decoded.any()
 
 
 @torch.no_grad()
 def decode_more_and_more():
     """Errors of latents of rows for one rank, two, three and four."""
-    tiny, found = TINY_VAES["KL"], {}
+    tiny, errors = TINY_VAES["KL"], {}
     vae, alone = parallelize_vae(tiny.make()), tiny.make()
     for height in (2, 5, 7, 9):
         x = random_image((1, 4, height, 3))
-        found[height] = relative_error(tiny.decode(vae, x), tiny.decode(alone, x))
-    return found
+        errors[height] = relative_error(tiny.decode(vae, x), tiny.decode(alone, x))
+    return errors
 
 
 def test_formerly_idle_ranks_join_later_calls(rank_pool):
@@ -147,26 +147,26 @@ def settings_of_a_vae(name):
     vae = tiny.make()
     batch = random_image((3, *tiny.latents[1:]))
     plain = tiny.decode(vae, batch[:1])
-    found = {}
+    errors = {}
     vae.enable_slicing()
     parallelize_vae(vae)
-    found["slicing set before"] = relative_error(
+    errors["slicing set before"] = relative_error(
         tiny.decode(vae, batch), torch.cat([plain, tiny.decode(tiny.make(), batch[1:])])
     )
     vae.disable_slicing()
-    found["slicing taken back"] = relative_error(tiny.decode(vae, batch[:1]), plain)
+    errors["slicing taken back"] = relative_error(tiny.decode(vae, batch[:1]), plain)
     half = tiny.make().bfloat16()
     in_16_bits = tiny.decode(half, batch[:1].bfloat16())
     parallelize_vae(half)
-    found["16 bits"] = relative_error(tiny.decode(half, batch[:1].bfloat16()).float(), plain)
-    found["16 bits alone"] = relative_error(in_16_bits.float(), plain)
-    return found
+    errors["16 bits"] = relative_error(tiny.decode(half, batch[:1].bfloat16()).float(), plain)
+    errors["16 bits alone"] = relative_error(in_16_bits.float(), plain)
+    return errors
 
 
 def test_slicing_toggles_and_16_bits_stay_exact(rank_pool):
-    for found in rank_pool.run(settings_of_a_vae, 2, "KL"):
-        assert found["16 bits"] < 1.2 * found["16 bits alone"]
-        assert max(found["slicing set before"], found["slicing taken back"]) < 1e-5
+    for errors in rank_pool.run(settings_of_a_vae, 2, "KL"):
+        assert errors["16 bits"] < 1.2 * errors["16 bits alone"]
+        assert max(errors["slicing set before"], errors["slicing taken back"]) < 1e-5
 
 
 @torch.no_grad()
@@ -201,9 +201,9 @@ def on_some_ranks():
 
 
 def test_group_without_rank_0_runs(rank_pool):
-    for found in rank_pool.run(on_some_ranks, 3)[1:]:
+    for outs in rank_pool.run(on_some_ranks, 3)[1:]:
         for key, reference in expected("KL", False).items():
-            assert relative_error(found[key], reference) < 1e-5
+            assert relative_error(outs[key], reference) < 1e-5
 
 
 @torch.no_grad()
@@ -215,9 +215,9 @@ def over_all_dims_of_a_mesh():
 
 
 def test_all_mesh_ranks_share_the_rows(rank_pool):
-    for found in rank_pool.run(over_all_dims_of_a_mesh, 4):
+    for outs in rank_pool.run(over_all_dims_of_a_mesh, 4):
         for key, reference in expected("KL", False).items():
-            assert relative_error(found[key], reference) < 1e-5
+            assert relative_error(outs[key], reference) < 1e-5
 
 
 def decode_differently(how):
@@ -327,8 +327,8 @@ def offload_and_tile(first):
     errors = {}
     for name, change in changes.items():
         alone, vae = tiny.make(), tiny.make()
-        for one in (change, parallelize_vae) if first else (parallelize_vae, change):
-            one(vae)
+        for apply in (change, parallelize_vae) if first else (parallelize_vae, change):
+            apply(vae)
         change(alone)
         errors[name] = relative_error(tiny.decode(vae, x), tiny.decode(alone, x))
     plain = tiny.decode(tiny.make(), x)
@@ -359,8 +359,8 @@ def test_drawn_latents_equal_one_device(rank_pool):
 def without_its_tiles():
     tiny, alone = TINY_VAES["MiniMaxH3"], TINY_VAES["MiniMaxH3"].make()
     vae = parallelize_vae(tiny.make())
-    for one in (alone, vae):
-        one.disable_tiling()
+    for model in (alone, vae):
+        model.disable_tiling()
     encoded = relative_error(tiny.encode(vae, random_image(tiny.pixels)), tiny.encode(alone, random_image(tiny.pixels)))
     with pytest.raises(RuntimeError, match=r"^getitem .*dim 1 "):
         tiny.decode(vae, random_image(tiny.latents))
@@ -378,9 +378,9 @@ def longer_clip(name, parallel):
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     batch, channels, frames, *size = tiny.latents
-    found = tiny.decode(vae, random_image((batch, channels, frames + 2, *size)))
+    decoded = tiny.decode(vae, random_image((batch, channels, frames + 2, *size)))
     batch, channels, frames, *size = tiny.pixels
-    return found, tiny.encode(vae, random_image((batch, channels, frames + 8, *size)))
+    return decoded, tiny.encode(vae, random_image((batch, channels, frames + 8, *size)))
 
 
 # Without Qwen-Image's, whose latents have a frame dim but which accept only one frame.
@@ -392,8 +392,8 @@ CLIPS = [name for name in ROWS if len(TINY_VAES[name].latents) == 5 and not name
 )
 def test_longer_clips_on_two_ranks_equal_one_device(rank_pool, name):
     expected_clip = longer_clip(name, False)
-    for found in rank_pool.run(longer_clip, 2, name, True):
-        for x, reference in zip(found, expected_clip, strict=True):
+    for outs in rank_pool.run(longer_clip, 2, name, True):
+        for x, reference in zip(outs, expected_clip, strict=True):
             assert relative_error(x, reference) < 1e-5
 
 
@@ -403,8 +403,8 @@ def one_frame(name, parallel):
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     (batch, channels, _, *latents), (*_, height, width) = tiny.latents, tiny.pixels
-    found = tiny.decode(vae, random_image((batch, channels, 1, *latents)))
-    return found, tiny.encode(vae, random_image((1, 3, 1, height, width)))
+    decoded = tiny.decode(vae, random_image((batch, channels, 1, *latents)))
+    return decoded, tiny.encode(vae, random_image((1, 3, 1, height, width)))
 
 
 @pytest.mark.parametrize(
@@ -417,6 +417,6 @@ def one_frame(name, parallel):
 )
 def test_one_frame_on_two_ranks_equals_one_device(rank_pool, name):
     expected_frame = one_frame(name, False)
-    for found in rank_pool.run(one_frame, 2, name, True):
-        for x, reference in zip(found, expected_frame, strict=True):
+    for outs in rank_pool.run(one_frame, 2, name, True):
+        for x, reference in zip(outs, expected_frame, strict=True):
             assert relative_error(x, reference) < 1e-5
