@@ -1,4 +1,7 @@
-"""Detect attention that a model computes by hand, as matmul, softmax, matmul. Modes cannot intercept it, only warn."""
+"""Detect attention that a model computes by hand, as matmul, softmax, matmul.
+
+Modes cannot run such attention over a mesh. They raise an error or warn when they are left.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _SOFTMAX = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 
 
 def is_softmax(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is one of torch's softmax functions."""
+    """Whether ``func`` is ``torch.softmax``, ``F.softmax`` or ``Tensor.softmax``."""
     try:
         return func in _SOFTMAX
     except TypeError:  # Some callables are not hashable.
@@ -23,15 +26,17 @@ def is_softmax(func: Callable[..., Any]) -> bool:
 
 
 def scores_of_own_tokens(args: Sequence[Any], kwargs: Any, segments: Sequence[Segment], rank: int, ranks: int) -> bool:
-    """Whether a softmax call computes attention weights ``[..., S_local, S_local]`` over this rank's tokens.
+    """Whether a softmax call seems to compute attention weights ``[..., S_local, S_local]`` over this rank's tokens.
 
-    True if the softmax is over the last dim of a tensor with 3 or more dims, and the last two dims both have the length
-    of this rank's part of a sharded segment, or of all segments together.
+    Return True if the softmax is over the last dim of a tensor with at least 3 dims, and the last two dims both have
+    length ``S_local``: the number of tokens that this rank holds of one sharded segment, or of all segments.
 
     Args:
         args: The positional arguments of the softmax call.
         kwargs: The keyword arguments of the softmax call.
-        segments: The segments that were sharded through the mode or declared replicated.
+        segments: The segments that were sharded through the mode or declared replicated. Without a sharded segment the
+            result is False.
+        rank, ranks: The index of this rank, and the number of ranks that share the segments.
     """
     scores = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")

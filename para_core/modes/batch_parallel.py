@@ -27,14 +27,17 @@ class BatchParallelAttnMode(ShardingMode):
     ``x = cp.shard(x, dim=0)`` shards the batch and ``cp.gather(y, dim=0)`` gathers it. Parts may be uneven, and a rank
     may hold no sample. Attention needs no communication, because samples do not attend to each other. The mode only
     changes the masks of ``scaled_dot_product_attention``: if an ``attn_mask`` covers the whole batch, each rank uses
-    the rows of its own samples. Other attention functions (``flash_attn``, fused encoders) run unchanged.
+    the rows of its own samples. Dropout in attention raises ValueError. Other attention functions (``flash_attn``,
+    fused encoders) run unchanged.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. To combine it
-            with a :class:`UnifiedAttnMode` over ``ring`` and ``ulysses``, enter the ``UnifiedAttnMode`` first and this
-            mode inside it, so that masks are first reduced to this rank's samples.
-        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchange between ranks before
-            each ``shard`` and ``gather``. In eager code it turns invalid input on one rank into an error on all ranks.
+        mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. All ranks of a
+            ProcessGroup share the batch. To combine this mode with a :class:`UnifiedAttnMode` over ``ring`` and
+            ``ulysses``, enter the ``UnifiedAttnMode`` first and this mode inside it, so that masks are reduced to this
+            rank's samples before the ``UnifiedAttnMode`` gets them.
+        assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between ranks. In
+            eager code, an exchange before each ``shard`` and ``gather`` turns invalid input on one rank into an error
+            on all ranks. On NCCL, another exchange in this constructor detects ranks that share a GPU.
     """
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup, *, assume_equal: bool = False) -> None:
@@ -81,6 +84,6 @@ class BatchParallelAttnMode(ShardingMode):
 
 
 def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = True, **_: Any) -> float:
-    """Return the dropout probability that ``F.multi_head_attention_forward`` applies; 0.0 if not ``training``."""
+    """Return the dropout probability of a call of ``F.multi_head_attention_forward``; 0.0 if not ``training``."""
     dropout_p = args[10] if len(args) > 10 else dropout_p
     return dropout_p if (args[13] if len(args) > 13 else training) else 0.0

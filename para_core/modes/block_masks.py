@@ -24,13 +24,13 @@ MaskMod = Callable[..., Tensor]
 class ShardedMaskMod:
     """The ``mask_mod`` of a sharded mask. It also stores the layouts of the mask.
 
-    Of a Python ``BlockMask`` only the ``mask_mod`` reaches the operator of flex attention, so the layouts are kept
-    here. Calling the object raises RuntimeError, because this only happens if no mode or plan intercepts the call of
-    ``flex_attention``.
+    The operator of flex attention gets the lengths, blocks and ``mask_mod`` of a ``BlockMask``, but no other
+    attributes, so the ``mask_mod`` must store the layouts. Calling the object raises RuntimeError: a call means that
+    neither a mode nor a plan has intercepted ``flex_attention``.
 
     Args:
-        of_rows: The ``mask_mod`` ``(b, h, row, key)`` to compute with. Rows are indices into the query that
-            :func:`~para_core.attention.flex_exchange.enter` returns.
+        of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index into the
+            query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all keys.
         query_layout: The layout of the queries.
         key_layout: The layout of the keys.
         layout_ids: The :func:`layout_id` of the query layout and of the key layout.
@@ -66,10 +66,11 @@ def layout_id(layout: SequenceLayout) -> int:
 def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
-    """Return a mask for this rank's query and key, with the rows of ``mask`` that this rank computes.
+    """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key.
 
     Args:
         mask: A mask over all tokens of ``query_layout`` and ``key_layout``.
+        mesh: The ranks that share the sequence.
 
     Raises:
         ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.
@@ -95,17 +96,17 @@ def shard_block_mask(
         blocks.full[1],
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=ShardedMaskMod(blocks.mask_mod, query_layout, key_layout, ids),
-        # The key length is that of all keys, because torch 2.15 derives the number of block columns from it.
+        # Pass the length of all keys, because torch 2.15 derives the number of key blocks from this length.
         seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
     )
-    # Report the lengths of this rank's parts, because flex_attention compares them with those of its query and key.
+    # Report the lengths of this rank's parts, because flex_attention compares seq_lengths with its query and key.
     sharded.seq_lengths = size, key_layout.size(mesh.rank)
     return sharded
 
 
 class _Blocks:
-    """The blocks and the ``mask_mod`` of a mask, restricted to some of its query rows.
+    """The block tables and the ``mask_mod`` of a ``BlockMask``, restricted to some of its query rows.
 
     Args:
         mask: The mask over all tokens.
@@ -140,9 +141,9 @@ class _Blocks:
 
 
 def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Return two bool tables: which blocks of ``mask`` need ``mask_mod``, and which are fully visible.
+    """Return two bool tensors: the blocks of ``mask`` that need ``mask_mod``, and the blocks that are fully visible.
 
-    Both have the shape ``[B, H, blocks of queries, columns]``; ``columns`` is the number of key blocks.
+    Both have the shape ``[B, H, blocks of queries, columns]``, where ``columns`` is the number of key blocks.
     """
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
@@ -151,8 +152,8 @@ def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
-    # A row of ``indices`` is undefined after its first ``numbers`` entries. Map these entries to an extra column, which
-    # is cut off at the end.
+    # In each row of ``indices`` only the first ``numbers`` entries are defined. Map the other entries to an extra last
+    # column, and drop this column from the result.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
     positions = torch.where(valid, indices, columns).long()
     table = torch.zeros(*numbers.shape, columns + 1, dtype=torch.bool, device=indices.device)
@@ -160,14 +161,14 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a bool table of blocks to the format of a ``BlockMask``: ``kv_num_blocks`` and ``kv_indices``."""
+    """Return ``kv_num_blocks`` and ``kv_indices`` of a ``BlockMask`` whose blocks are the True entries of ``table``."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return numbers, indices
 
 
 def positions_of(rows: Sequence[Run], device: torch.device) -> Tensor:
-    """Return the positions in all runs ``(start, length)`` of ``rows`` as one int64 tensor."""
+    """Return the positions that the runs ``(start, length)`` in ``rows`` cover, as one int64 tensor ``[S]``."""
     return torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
 
 
@@ -181,9 +182,8 @@ def _at_positions(mask_mod: MaskMod, rows: Sequence[Run], positions: Tensor) -> 
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
     """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
 
-    This is needed because a row block of one rank may contain rows of several row blocks of the whole mask. The kernel
-    then evaluates ``mask_mod`` for the union of their key blocks, which includes keys that some of these rows must not
-    see.
+    A row block of this rank may contain rows of several row blocks of the whole mask. The kernel evaluates ``mask_mod``
+    for all key blocks that any of these rows sees, so the other rows must be excluded here.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

@@ -1,8 +1,8 @@
 """Handle attention operators of other packages inside a mode: run FlashAttention over the mesh, refuse all others.
 
-``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library, which
-modes intercept. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; operators since 2.7) and
-FlashAttention-3 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
+``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library. Modes
+intercept these operators. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; versions before 2.7
+have no such operators) and FlashAttention-3 (``hopper/flash_attn_interface.py``, ``hopper/flash_api.cpp``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from para_core.torch_internals import (
     version_of,
 )
 
-# An OpOverload or an OpOverloadPacket.
+# An operator is an OpOverload or an OpOverloadPacket.
 Operator = Any
-# A function that raises its argument. The function of a user's mode makes all ranks raise.
+# A function that raises the exception it gets. A mode that a user enters passes a function that makes all ranks raise.
 Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-# FlashAttention's forward operators have these names in all namespaces: in flash_attn, in flash_attn_3, and in those of
-# builds from the Hugging Face Hub, which end in a hash.
+# The names of FlashAttention's forward operators, which can run over a mesh. They are the same in all namespaces:
+# flash_attn, flash_attn_3, and the namespaces of builds from the Hugging Face Hub, which end in a hash.
 _ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 _COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
 _FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
@@ -44,8 +44,8 @@ _COMPUTES_SOMETHING_ELSE = re.compile(
     r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
 )
 
-# Arguments of FlashAttention that are converted to SDPA's (_READ) or may be ignored, because they affect the speed or
-# the memory of a call but not its result (_WITHOUT_EFFECT). Any other argument that is set raises an error.
+# Arguments of FlashAttention that are converted to arguments of SDPA (_READ), or that may be ignored, because they do
+# not change the result of a supported call (_WITHOUT_EFFECT). Any other argument that is set raises an error.
 _READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
     f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
 }
@@ -54,8 +54,8 @@ _WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", 
     "is_rotary_interleaved",
 }
 
-# Operators of other packages that are intercepted at the dispatcher. Eager inference under a plan enters no mode, so
-# each operator must be named.
+# Operators of other packages that interceptor.py intercepts at the dispatcher, as (namespace, name). Eager inference
+# under a plan enters no mode, and the dispatcher intercepts only operators that are registered by name.
 FLASH_OPERATORS = (
     ("flash_attn", "_flash_attn_forward"),
     ("flash_attn", "_flash_attn_varlen_forward"),
@@ -73,11 +73,11 @@ OTHER_OPERATORS = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
-    """Classify an operator by how a mode must handle it.
+    """Return how a mode must handle an operator.
 
     Returns:
-        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run, ``"other"`` for any other
-        operator that computes attention, None for an operator that a mode need not intercept.
+        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run over the mesh, ``"other"`` for
+        any other operator that computes attention, None for an operator that a mode need not intercept.
     """
     return _attention_kind(operator)
 
@@ -88,8 +88,8 @@ def _attention_kind(operator: Operator) -> str | None:
     if namespace == "para_core":
         return None
     if namespace == "aten":
-        # Let these calls pass. Overloads are called by compiled graphs and by this package, while users call the
-        # packet; and Disabled() calls the operator scaled_dot_product_attention to bypass outer modes.
+        # Let overloads pass: users call packets, while overloads are called by compiled graphs and by this package
+        # (by Disabled(), for example, to bypass outer modes). Let both forms of scaled_dot_product_attention pass.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
     elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
@@ -114,8 +114,9 @@ def _overload(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether a build of FlashAttention is loaded whose namespace is not intercepted at the dispatcher.
+    """Whether a build of FlashAttention is loaded that only a mode can intercept.
 
+    The namespace of such a build is not in ``FLASH_OPERATORS``, so the dispatcher does not intercept its operators.
     Builds from the Hugging Face Hub have such namespaces.
     """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
@@ -125,8 +126,9 @@ def has_other_builds() -> bool:
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
 
-    Graphs call overloads, so a call of a packet returns False. The Python function of a ``torch.library.custom_op``
-    (FlashAttention-3 has one) also calls an overload; it is recognized on the stack and returns False.
+    Return False while a graph is being traced, and for a packet, because graphs call overloads. The Python function of
+    a ``torch.library.custom_op`` (FlashAttention-3 has one) also calls an overload; if the stack shows that such a
+    function is the caller, return False.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
@@ -139,7 +141,7 @@ def is_called_by_a_graph(operator: Operator) -> bool:
 
 
 def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
-    """Call ``fail`` with a RuntimeError which says that ``operator`` computes attention that cannot run over a mesh."""
+    """Call ``fail`` with a RuntimeError that says that ``operator`` computes attention that cannot run over a mesh."""
     fail(
         RuntimeError(
             f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
@@ -170,8 +172,9 @@ def flash_attention(
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 
     Returns:
-        All outputs of the operator. The first is the attention output in the shape of ``q``. The second stands for the
-        lse: in eager code using it raises an error, in compiled code it is NaN. The others are placeholders.
+        All outputs of the operator. The first is the attention output in the shape of ``q``. The second is a
+        placeholder for the lse: in eager code any use of this output raises an error, in compiled code its values are
+        NaN. The other outputs are placeholders too.
 
     Raises:
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
@@ -193,9 +196,8 @@ def flash_attention(
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
-        # The call is inside the autograd.Function of FlashAttention, because gradients are disabled although an input
-        # requires one. The backward of this function passes the lse to the backward operator, so attach the graph to
-        # the lse.
+        # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the caller.
+        # Its backward passes the lse to the backward operator, so store the autograd graph of the output on the lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
@@ -204,7 +206,7 @@ def flash_attention(
     shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
     rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
     if "dropout_p" in arguments and rest:
-        # The last output of the operator is the RNG state of dropout.
+        # The last output of the operator is the RNG state of dropout, two int64 values.
         rest[-1] = torch.empty(2, dtype=torch.int64, device=query.device)
     if compiling:
         return (out, query.new_full(shape, torch.nan, dtype=torch.float32), *rest)
@@ -222,7 +224,7 @@ def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Te
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
-    """Return the names and defaults of the operator's arguments, and how many tensors it returns."""
+    """Return the operator's arguments as ``((name, default), ...)``, and the number of its outputs."""
     return _cached_signature(operator)
 
 
@@ -241,7 +243,7 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
             continue
-        if isinstance(value, Tensor) or value:  # All other options are off at 0, 0.0 or False.
+        if isinstance(value, Tensor) or value:  # Each remaining option is turned off by 0, 0.0 or False.
             shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
             raise ValueError(
                 f"{operator} got {name} {shown}, which is not computed over several ranks. Leave {name} out, or use "
@@ -266,11 +268,11 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
 def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return the numbers of queries and keys of the sequence that ``cu_seqlens_q`` and ``cu_seqlens_k`` describe.
 
-    A number is None if it equals the length of the tensor. Both are None if the call has no ``cu_seqlens`` arguments.
+    A number is None if it equals the length of ``q`` or ``k``. Both are None if the call has neither argument.
 
     Raises:
-        ValueError: The call has only one of these arguments, or they describe several sequences, or a sequence that
-            does not begin at token 0.
+        ValueError: The call has only one of the two arguments, or the arguments describe several sequences, or a
+            sequence that does not begin at token 0.
         RuntimeError: The call is inside a compiled function, where the values of ``cu_seqlens`` are unknown.
     """
     offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
@@ -320,20 +322,20 @@ def _shortened(values: Sequence[int]) -> str:
 class _UnknownLse(Tensor):
     """A placeholder for the lse that FlashAttention returns. On several ranks the real lse is not computed.
 
-    The ``torch.autograd.Function`` of FlashAttention saves the placeholder and passes it to the backward operator,
-    which is replaced by :func:`_backward`. Any other use of the placeholder raises RuntimeError.
+    The ``torch.autograd.Function`` of FlashAttention saves the placeholder and passes it to the backward operator. This
+    class then calls :func:`_backward` instead of the operator. Any other use of its values raises RuntimeError.
     """
 
     graph: tuple[Sequence[Tensor], Tensor] | None
 
     @staticmethod
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return a placeholder.
+        """Return a placeholder for an lse of shape ``shape``.
 
         Args:
             shape: The shape of the lse.
             graph: ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
-                inputs; None if no input requires a gradient.
+                inputs; None if :func:`_backward` is not needed.
         """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
@@ -362,8 +364,8 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
         An empty tensor in place of the operator's result, which the caller ignores.
 
     Raises:
-        RuntimeError: The argument ``softmax_lse`` is no placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv``
-            is missing.
+        RuntimeError: The argument ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or
+            ``dv`` is missing.
     """
     names, _ = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}

@@ -37,8 +37,8 @@ from para_core.foreign_errors import mask_length_mismatch
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
 from para_core.torch_internals import DisableTorchFunction
 
-# If a call has no mask, flex_attention creates one whose blocks have at least this size. The lengths of such a mask
-# need no check.
+# If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask hides
+# nothing, so its lengths are not compared with those of the sequence.
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
@@ -52,9 +52,10 @@ class FlexOverMesh:
         mesh: The ranks that share the sequence.
         layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
             layout)``.
-        options: The options of the mode. With an option that selects keys (a block mask, kept keys) every call raises
-            RuntimeError.
-        assume_equal: Whether to skip the comparison of the call between ranks in eager code.
+        options: The options of the mode. If one of the options selects keys (``block_mask``, ``kept_keys``), every call
+            raises RuntimeError.
+        assume_equal: Whether to skip the exchange in eager code that compares the call between ranks, so that invalid
+            input on one rank becomes an error on all ranks.
     """
 
     def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
@@ -62,7 +63,11 @@ class FlexOverMesh:
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the operator's result for this rank's queries: the output, the log-sum-exp and the maximum scores.
+        """Return the operator's results for this rank's queries.
+
+        Returns:
+            The output ``[B, H, S_local, D]``, and the log-sum-exp and the maximum scores, both ``[B, H, S_local]``. The
+            last two are uninitialized if the operator's ``kernel_options`` do not request them.
 
         Raises:
             ValueError: The mask was not sharded or belongs to another sequence, or the arguments are invalid.
@@ -106,8 +111,8 @@ class FlexOverMesh:
         if mask[0] >= 0:
             error = ValueError(_NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
-                # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other ranks it
-                # has already raised, so they take no part in an exchange.
+                # This rank holds all tokens, so flex_attention accepted the unsharded mask here. On the other ranks
+                # flex_attention has already raised, so an exchange with them would hang.
                 raise error
             self._raise_everywhere(error)
         expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
@@ -162,7 +167,7 @@ class FlexOverMesh:
 def called_in_eager_code() -> bool:
     """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user compiled.
 
-    This is so if the stack of this thread has a frame of ``flex_attention``.
+    Return True if the stack of this thread has a frame of ``flex_attention``.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -173,10 +178,11 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments with the lengths of a sharded mask replaced by negative layout ids.
+    """Return the operator's arguments, in which the lengths of a sharded mask are replaced by ``-1 - layout_id``.
 
-    A traced graph keeps these numbers, but no attributes of the ``mask_mod``. Without a sharded mask the arguments are
-    returned unchanged.
+    The ``mask_mod`` is replaced by its ``of_rows``. A traced graph stores the two numbers, but no attributes of a
+    ``mask_mod``, so at run time only the numbers show for which layouts the mask was sharded. Without a sharded mask
+    the arguments are returned unchanged.
     """
     mask = args[4]
     mod = mask[-1]
@@ -191,7 +197,7 @@ def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
 
 
 def _in_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return key and value expanded to the batch size of the query, because flex attention broadcasts them."""
+    """Return key and value expanded to the batch size of the query, as flex attention broadcasts them."""
     if key.shape[0] == query.shape[0]:
         return key, value
     return key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
@@ -252,12 +258,15 @@ def _run_operator(
         else stat.new_empty(batch, plan.spec.num_heads, num_queries)
         for stat, is_wanted in zip(stats, wanted, strict=False)
     ]
-    # Like flex_attention, return the output in the memory order of the query.
+    # Like flex_attention, return the output with the memory order of the query: token by token, or head by head.
     return (out if by_token else out.contiguous(), *own_stats)
 
 
 def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the operator's result if there are no heads, queries or keys: zeros, and -inf as lse and maxima."""
+    """Return the operator's results for a call without heads, queries or keys: zeros, and -inf as lse and as maxima.
+
+    The zeros have an autograd graph that leads to the inputs, whose gradients are 0.
+    """
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
     return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
@@ -269,9 +278,9 @@ def _own_mask(
     """Return the operator's ``mask`` argument for the heads, query rows and keys that this rank computes.
 
     Args:
-        first_head, heads: The first head and the number of heads of this rank.
+        first_head, heads: The index of this rank's first head, and the number of its heads.
         rows: The positions of the query rows, as runs ``(start, length)``.
-        query: The query that this rank computes, after the exchange.
+        query: The query ``[B, heads, S_rows, D]`` that this rank holds after the Ulysses exchange.
     """
     *tensors, row_block, key_block, mask_mod = mask[2:]
     own = [
@@ -289,11 +298,11 @@ def _own_mask(
 def _shifted_score_mod(
     score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a ``score_mod`` that maps this rank's head and row indices to those of all heads and queries.
+    """Return a function that calls ``score_mod`` with this rank's head and row indices converted to global ones.
 
     Args:
-        score_mod: The user's function, which expects indices of all heads and queries.
-        head: The first head of this rank.
+        score_mod: The user's function. Its head index counts all heads, its query index the whole sequence.
+        head: The index of this rank's first head.
         rows: The positions of the query rows of this rank, as runs ``(start, length)``.
     """
     if len(rows) <= 1:
@@ -352,9 +361,12 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Trace an operator that raises ValueError with ``message`` at run time, and return placeholder results.
+    """Add an operator to the traced graph that raises ValueError when the graph runs. Return results without values.
 
     The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
+
+    Args:
+        message: The message of the error, a format string that is filled with ``numbers``.
     """
     out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
     stat = query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -380,8 +392,8 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
     ``flex_attention`` itself raises such an error for an unsharded mask, before any mode sees the call. ``error`` is
     None if the mode is left without an exception.
     """
-    # Do not search the message of None: Dynamo traces this function if a mode is left in a graph, and Dynamo of torch
-    # 2.11 cannot trace a search in a string.
+    # Without an error there is no message to search. Dynamo traces this function if a mode is left inside a graph, and
+    # in torch 2.11 it could not trace a search in a string.
     mismatch = None if error is None else mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(

@@ -13,9 +13,10 @@ _NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
 
 
 def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether a Python module that defines one of ``module``'s classes uses a name of flex attention or of its masks.
+    """Whether the code of ``module`` names flex attention or its masks (``flex_attention``, ``BlockMask`` and others).
 
-    The classes are those of all submodules and of their attention processors.
+    The code consists of the Python modules that define the classes of all submodules and of their attention processors.
+    Modules of torch are not searched.
     """
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
     files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}

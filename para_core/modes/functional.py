@@ -38,8 +38,8 @@ def _attention(
     attn_func: AttnFunc | None = None,
     **options: Unpack[AttnKeywords],
 ) -> Tensor:
-    # Construct the mode from a SequenceMesh: from a DeviceMesh on NCCL it would run an exchange to detect ranks that
-    # share a GPU, which is too costly for each call.
+    # Pass a SequenceMesh to the mode. If the mode got a DeviceMesh on NCCL, its constructor would run an exchange to
+    # detect ranks that share a GPU, which is too costly for each call.
     ranks = sequence_mesh(mesh, group_dim=kind.group_dim)
     mode = kind(ranks, layout=layout, key_layout=key_layout, assume_equal=assume_equal, attn_func=attn_func, **options)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
@@ -54,10 +54,10 @@ def _form(
     """Return a public function that calls ``attention`` with ``kind`` as its first argument.
 
     Args:
-        name: The name of the function.
+        name: The name of the returned function.
         kind: The mode class that computes the call.
-        attention: The implementation. It is an argument so that type checkers infer the signature.
-        doc: The docstring of the function.
+        attention: The implementation. From this argument, type checkers infer the signature of the returned function.
+        doc: The docstring of the returned function.
     """
 
     def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
