@@ -7,13 +7,12 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.cache import forecasts as cache_forecasts
 from benchmarks.cache import ways
-from benchmarks.cache.judged import images_of, judge, reference, scenes_of
+from benchmarks.cache.judged import images_of, judge, scenes_of
 from benchmarks.cache.quality import beside, parts_of, summaries
 from benchmarks.harness import read_results
 from para_core.adapters import cache_report
@@ -25,12 +24,8 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def without_cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    images, cost = reference(STEPS, 2, folder)
-    kept, same_cost = reference(STEPS, 2, folder)
-    assert np.array_equal(images, kept)
-    assert cost == same_cost
+def without_cache():
+    images, cost = images_of(ways.NO_CACHE, STEPS, 2)
     assert cost["computed"] == [STEPS, STEPS]
     return images
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from diffusers import FluxPipeline
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from tqdm import tqdm
 
-from benchmarks.cache.ways import NO_CACHE, SIDE, Way, generate, load
+from benchmarks.cache.ways import SIDE, Way, generate, load
 from zoo.flux import grammar
 from zoo.flux.check import check
 from zoo.flux.evaluate import held_out_scenes
@@ -66,19 +65,6 @@ def decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
     latents = latents / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
     parts = [pipe.vae.decode(part, return_dict=False)[0] for part in latents.split(DECODED_AT_ONCE)]
     return pipe.image_processor.postprocess(torch.cat(parts), output_type="np")
-
-
-def reference(steps: int, count: int, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the images without a cache, and their cost. They are stored in ``folder``."""
-    path = folder / f"no_cache_{steps}_steps_{count}.npz"
-    if not path.exists():
-        images, cost = images_of(NO_CACHE, steps, count)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npz")
-        np.savez_compressed(partial, images=images, **cost)
-        partial.rename(path)
-    with np.load(path) as file:
-        return file["images"], {name: file[name].tolist() for name in ("computed", "cpu_seconds")}
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:

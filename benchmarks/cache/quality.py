@@ -1,6 +1,6 @@
 """Caches compared: computed steps, likeness to the images without a cache, and speed.
 
-    python -m benchmarks.cache.quality  # may be stopped at any time, and continues there
+    python -m benchmarks.cache.quality
     python -m benchmarks.cache.quality --parts eager compiled --rounds 25  # the seconds only, on a quiet machine
 
 Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole.
@@ -12,75 +12,40 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
-import shutil
 import statistics
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cache.judged import images_of, judge, reference
+from benchmarks.cache.judged import images_of, judge
 from benchmarks.cache.speed import measure
 from benchmarks.cache.ways import NO_CACHE, QUALITY
-from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 
-PROMPTS = 64
 PARTS = ("quality", "eager", "compiled")
 STEPS = 28
+Row = dict[str, Any]
 
 
-class Rows:
-    """Measured rows by key. The file is written whenever a row is added."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        rows: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
-        return rows
-
-    def add(self, key: str, row: Any) -> None:
-        # Another process may measure another part.
-        self.rows = {**self._read(), key: row}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.rows))
-        partial.rename(self._path)
-
-
-def sweep(rows: Rows, count: int, folder: Path, only: str = "") -> None:
-    """Measure each way whose row is missing."""
-    expected, cost = reference(STEPS, count, folder)
-    if _key(count, NO_CACHE.name) not in rows.rows:
-        row = {"cache": NO_CACHE.name, "setting": "", "steps": STEPS}
-        rows.add(_key(count, NO_CACHE.name), {**row, **cost, **judge(expected, expected)})
+def sweep(count: int) -> list[Row]:
+    """Return a row for each way that is installed, with a value for each of ``count`` captions."""
+    expected, cost = images_of(NO_CACHE, STEPS, count)
+    rows: list[Row] = [{"cache": NO_CACHE.name, "setting": "", "steps": STEPS, **cost, **judge(expected, expected)}]
     for way in QUALITY:
-        key = _key(count, way.name)
-        if key in rows.rows or only not in way.name:
-            continue
         if not way.installed:
-            print(f"{key}: {way.package} is not installed")
+            print(f"{way.name}: {way.package} is not installed")
             continue
-        start = time.monotonic()
         images, cost = images_of(way, STEPS, count)
-        row = {"cache": way.cache, "setting": way.setting, "steps": STEPS, **cost, **judge(images, expected)}
-        rows.add(key, row)
-        mean = {name: round(sum(row[name]) / count, 4) for name in ("computed", "psnr", "ssim", "as without")}
-        print(key, mean, f"{time.monotonic() - start:.0f} s", flush=True)
-
-
-def _key(count: int, name: str) -> str:
-    return f"{STEPS} steps, {count} captions: {name}"
+        rows.append({"cache": way.cache, "setting": way.setting, "steps": STEPS, **cost, **judge(images, expected)})
+        means = {name: round(_mean(rows[-1][name]), 4) for name in ("computed", "psnr", "ssim", "as without")}
+        print(way.name, means, flush=True)
+    return rows
 
 
 # -- tables
 
-Row = dict[str, Any]
 # The caches with which all others are compared at equal computed steps.
 BASELINES = {"first_block": "para_core first_block", "forecast": "para_core first_block, forecast_order=1"}
 
@@ -189,36 +154,23 @@ def parts_of(results: dict[str, Any]) -> dict[str, list[str]]:
     return {"about": about(results), "28 steps": quality(results["quality"]), "speed": speed(results)}
 
 
-def record(rows: Rows, count: int) -> None:
-    """Write the JSON."""
-    captions = [row for key, row in rows.rows.items() if f" {count} captions" in key]
-    measured = {name: rows.rows[name] for name in ("eager", "compiled") if name in rows.rows}
-    peers = ("diffusers", "scikit-image", *(["cache-dit"] if importlib.util.find_spec("cache_dit") else []))
-    print(write_results("cache_quality", {"captions": count, "quality": summaries(captions), **measured}, *peers))
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is missing and write it."""
+    """Measure some parts and write them next to the others."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="what to measure")
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--only", default="", metavar="TEXT", help="ways whose name holds it")
-    parser.add_argument("--rounds", type=int, default=15, help="of the speed part, which is always measured anew")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "cache_quality", help="what was measured so far")
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured so far")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15, help="of the seconds")
     args = parser.parse_args(arguments)
-    if args.fresh:
-        shutil.rmtree(args.work, ignore_errors=True)
     torch.set_num_threads(1)
-    rows = Rows(args.work / "rows.json")
+    results = read_results("cache_quality")
+    results.pop("environment")
     if "quality" in args.parts:
-        sweep(rows, args.prompts, args.work, args.only)
+        results |= {"captions": args.prompts, "quality": summaries(sweep(args.prompts))}
     for name in ("eager", "compiled"):
         if name in args.parts:
-            rows.add(name, measure(args.rounds, compiled=name == "compiled", only=args.only))
-    if (args.prompts, args.only) == (PROMPTS, ""):
-        # A part of the table replaces nothing.
-        record(rows, args.prompts)
+            results[name] = measure(args.rounds, compiled=name == "compiled")
+    peers = ("diffusers", "scikit-image", *(["cache-dit"] if importlib.util.find_spec("cache_dit") else []))
+    print(write_results("cache_quality", results, *peers))
 
 
 if __name__ == "__main__":

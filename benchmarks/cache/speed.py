@@ -25,10 +25,10 @@ from zoo.flux import grammar
 STEPS = 28
 
 
-def measure(rounds: int, *, compiled: bool, only: str = "") -> list[dict[str, Any]]:
+def measure(rounds: int, *, compiled: bool) -> list[dict[str, Any]]:
     """Return a row per way. The first is no cache; the other ways are compared with it round by round."""
     number = NUM_COMPILED if compiled else len(SPEED)
-    chosen = [i for i, way in enumerate(SPEED[:number]) if way is NO_CACHE or (only in way.name and way.installed)]
+    chosen = [i for i, way in enumerate(SPEED[:number]) if way.installed]
     rows = []
     with ExitStack() as stack:
         processes = [stack.enter_context(_Worker(index, compiled)) for index in chosen]
