@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 
 class Painter(StandIn):
-    """Answers with red images or frames of the requested size."""
+    """A replica that answers with red images or frames of the requested size."""
 
     async def generate(self, id_, request, progress):
         await super().generate(id_, request, progress)
@@ -36,8 +36,8 @@ class Painter(StandIn):
             Image.new("RGB", size, (200, 0 if i < 3 else 40 * i, 0)) for i in range(request.fields.get("num_frames", 1))
         ]
         if "num_frames" in request.fields:
-            made = encode(types.SimpleNamespace(frames=[frames]), "webp", fps=16)
-            return Result(tuple(made), {"seconds": 0.5})
+            outputs = encode(types.SimpleNamespace(frames=[frames]), "webp", fps=16)
+            return Result(tuple(outputs), {"seconds": 0.5})
         buffer = io.BytesIO()
         frames[0].save(buffer, "PNG")
         return Result((Output(".png", buffer.getvalue()),), {"seconds": 0.5})
@@ -45,7 +45,7 @@ class Painter(StandIn):
 
 @pytest.fixture
 def comfy(monkeypatch):
-    """The parts of ComfyUI that nodes call. ``stop`` makes it interrupt the workflow."""
+    """Install the parts of ComfyUI that nodes call; setting ``stop`` interrupts the workflow."""
     state = types.SimpleNamespace(bar=[], stop=False)
 
     class ProgressBar:
@@ -71,7 +71,7 @@ def comfy(monkeypatch):
 
 @pytest.fixture
 def nodes(comfy, tmp_path):
-    """The classes of a copy of the folder in ``custom_nodes``."""
+    """Return the node classes of a copy of the folder in ``custom_nodes``."""
     folder = Path(shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "para_core"))
     name = str(folder).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
@@ -85,9 +85,9 @@ def nodes(comfy, tmp_path):
 def run(node, port, **inputs):
     """Call a node as ComfyUI does: with the defaults of its inputs, by the name of its function."""
     types_ = node.INPUT_TYPES()
-    known = {**types_["required"], **types_["optional"]}
-    assert inputs.keys() <= known.keys()
-    defaults = {name: spec[1]["default"] for name, spec in known.items() if len(spec) > 1}
+    specs = {**types_["required"], **types_["optional"]}
+    assert inputs.keys() <= specs.keys()
+    defaults = {name: spec[1]["default"] for name, spec in specs.items() if len(spec) > 1}
     inputs = {**defaults, "server": f"http://127.0.0.1:{port}", **inputs}
     outputs = getattr(node(), node.FUNCTION)(**inputs)
     assert len(outputs) == len(node.RETURN_TYPES)

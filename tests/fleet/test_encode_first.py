@@ -107,16 +107,16 @@ def test_a_line_that_cannot_be_encoded_comes_last_and_fails_for_its_reason():
 
 def test_a_line_that_fails_on_this_rank_only_ends_the_batches():
     bad = Line(9, Request({"prompt": "a circle", "height": 48, "width": 64, "prompt_2": 5}, seed=9))
-    encode_first, asked = EncodeFirst(), []
+    encode_first, numbers = EncodeFirst(), []
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
 
     def fails_alike(line):
-        asked.append(line.number)
+        numbers.append(line.number)
         return False
 
     with pytest.raises(ValueError, match="prompt_2"):
         list(encode_first.batches(pipe, [*lines_of(["a red circle"]), bad], caller(pipe), fails_alike))
-    assert asked == [9]
+    assert numbers == [9]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def rank():
 
 @pytest.fixture(scope="module")
 def loras(tmp_path_factory):
-    """A folder of three LoRAs."""
+    """Return a folder of three LoRAs."""
     folder = tmp_path_factory.mktemp("loras")
     for index, name in enumerate("abc"):
         pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
@@ -74,7 +74,7 @@ def test_request_with_a_lora_changes_no_other(rank, loras):
     images = {name: pixels(rank.generate(name, request(lora=folder.find(name)))) for name in "abc"}
     assert rank._loras.loads == 3
     assert len({image.tobytes() for image in (plain, *images.values())}) == 4
-    # c and b are loaded still; a was used longest ago.
+    # c and b are still loaded; a was used longest ago.
     assert np.array_equal(pixels(rank.generate("b", request(lora=folder.find("b")))), images["b"])
     assert rank._loras.loads == 3
     assert np.array_equal(pixels(rank.generate("a", request(lora=folder.find("a")))), images["a"])
@@ -115,8 +115,8 @@ def test_batch_gives_each_request_its_own_image(rank):
     assert len({batch_key(each) for each in requests}) == 1
     alone = [pixels(rank.generate(str(i), each)) for i, each in enumerate(requests)]
     together = rank.generate_batch([(str(i), each) for i, each in enumerate(requests)])
-    for one, answer in zip(alone, together, strict=True):
-        assert np.abs(one - pixels(answer)).max() <= 1
+    for image, answer in zip(alone, together, strict=True):
+        assert np.abs(image - pixels(answer)).max() <= 1
     assert [answer.result.metadata["request"]["seed"] for answer in together] == [0, 1, 2]
 
 

@@ -38,7 +38,7 @@ VIDEO = {**GUIDED, "height": 96, "width": 160, "num_frames": 17}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Gives the folder of a modular pipeline by its name. Each is saved once."""
+    """Return a function from a modular pipeline's name to its folder. Each pipeline is saved once."""
     root, saved = tmp_path_factory.mktemp("modular"), {}
 
     def folder(name):
@@ -70,7 +70,7 @@ def run(pipe, fields):
 
 
 def result_of(recipe, fields, format_):
-    """Metadata of a result, its pixels, and those of the next request, which sets no scale of guidance."""
+    """Return the metadata of a result, its pixels, and those of a next request without a guidance scale."""
     pipe = build(recipe)
     result = generate(pipe, Request(fields, seed=3), recipe, format_=format_, fps=16, watch=Watch())
     return result and result.metadata, run(pipe, fields), run(pipe, {**fields, "guidance_scale": None})
@@ -199,14 +199,14 @@ def test_each_recipe_equals_modular_pipeline_alone(rank_pool, folders, name, opt
     results = rank_pool.run(result_of, 2, Recipe(folder, **options), fields, "gif" if name == "ltx" else "png")
     unguided = {name: value for name, value in fields.items() if name != "guidance_scale"}
     expected = [expected_pixels(folder, call, output) for call in (fields, unguided)]
-    for metadata, *made in results:
-        assert max(np.abs(x - y).max() for x, y in zip(made, expected, strict=True)) <= 1
+    for metadata, *images in results:
+        assert max(np.abs(x - y).max() for x, y in zip(images, expected, strict=True)) <= 1
         assert metadata is None or metadata["mesh"].items() >= dict(options.get("mesh", ())).items()
     assert [metadata is None for metadata, *_ in results] == [False, True]
 
 
 def cancelled_after(folder, step):
-    """``(step after which this rank stopped, whether the next request is generated as if none had been cancelled)``."""
+    """Return the step after which this rank stopped, and whether the next request is as if none had been cancelled."""
     recipe = Recipe(folder, mesh=(("ulysses", 2),), cache=0.05)
     pipe, done = build(recipe), []
     request = Request({**SIZE, "num_inference_steps": 4}, seed=3)
@@ -248,8 +248,8 @@ def test_transformer_is_quantized_as_by_diffusers(folders):
     plain.load_components(dtype=torch.float32, quantization_config={"transformer": config})
     expected = pixels(plain(output="images", generator=torch.Generator().manual_seed(3), **SIZE))
     assert not np.array_equal(expected, expected_pixels(folders("flux"), SIZE))
-    made = call_pipe(build(Recipe(folders("flux"), quantize="int8")), [Request(SIZE, seed=3)]).images
-    assert np.abs(pixels(made) - expected).max() <= 1
+    images = call_pipe(build(Recipe(folders("flux"), quantize="int8")), [Request(SIZE, seed=3)]).images
+    assert np.abs(pixels(images) - expected).max() <= 1
 
 
 def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
@@ -271,5 +271,5 @@ def quantized_weights(module):
 
 @pytest.mark.long
 def test_whole_transformer_is_compiled(folders):
-    made = call_pipe(build(Recipe(folders("flux"), compile="whole")), [Request(SIZE, seed=3)]).images
-    assert np.abs(pixels(made) - expected_pixels(folders("flux"), SIZE)).max() <= 1
+    images = call_pipe(build(Recipe(folders("flux"), compile="whole")), [Request(SIZE, seed=3)]).images
+    assert np.abs(pixels(images) - expected_pixels(folders("flux"), SIZE)).max() <= 1

@@ -32,7 +32,7 @@ from para_core.fleet.request import make_request
 from para_core.fleet.server import ServerOptions
 from para_core.fleet.work import Watch, generate
 
-# Ray's own sockets and threads, which end with the cluster.
+# Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[2]
 PORT = 8123
@@ -42,7 +42,7 @@ PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small s
 
 
 def end_cluster():
-    # Serve would go on to ask the controller of this cluster, in the next one too.
+    # Without shutdown, Serve would ask the controller of this cluster in the next one too.
     ray.serve.shutdown()
     ray.shutdown()
 
@@ -59,7 +59,7 @@ def recipe(model):
 
 @pytest.fixture(scope="module")
 def server(model, recipe):
-    """Two replicas of two ranks on a cluster of this machine."""
+    """Serve with two replicas of two ranks on a cluster of this machine."""
     limits = Limits(waiting=2, seconds=300)
     shape = group.ReplicaShape(ranks=2)
     options = {
@@ -75,9 +75,9 @@ def server(model, recipe):
 
 
 def ask(body, *, method="POST", path=PATH, **headers):
-    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", PORT, timeout=300)) as connection:
-        connection.request(method, path, json.dumps(body), given)
+        connection.request(method, path, json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
 
@@ -89,12 +89,12 @@ def image(answer):
 
 
 def rank_processes():
-    """Process ids of the ranks on this machine, by the name that Ray gives them."""
+    """Return the process ids of the ranks on this machine, found by the name that Ray gives them."""
     named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
     return [pid for pid, words in named if words and words[0].startswith("ray::Rank")]
 
 
-# Before the server, which takes all of the cluster.
+# This test runs before the server, which takes all of the cluster.
 def test_prompts_finish_although_a_replica_is_killed(model, recipe):
     lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
     written = {}
@@ -119,7 +119,7 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     end_cluster()
 
 
-# On a cluster of its own.
+# This test starts its own cluster.
 def test_the_command_serves_until_it_is_told_to_end():
     command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 10)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -129,9 +129,9 @@ def test_the_command_serves_until_it_is_told_to_end():
         late = threading.Timer(500, process.kill)
         late.start()
         try:
-            said = process.stderr.readline()
-            assert f"http://127.0.0.1:{PORT + 10}/" in said
-            os.kill(rank_processes()[-1], signal.SIGKILL)  # of which Ray tells its driver
+            line = process.stderr.readline()
+            assert f"http://127.0.0.1:{PORT + 10}/" in line
+            os.kill(rank_processes()[-1], signal.SIGKILL)  # Ray reports this to its driver
             time.sleep(5)
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) == 0
@@ -163,14 +163,14 @@ def test_the_command_ends_while_a_replica_loads():
 
 
 def test_same_request_gives_same_bytes_on_any_replica(server, model, recipe):
-    asked = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
+    fields = {"prompt": PROMPTS[0], "seed": 5, **SMALL}
     with ThreadPoolExecutor(4) as threads:
-        images = list(threads.map(lambda _: image(ask(asked)), range(4)))
+        images = list(threads.map(lambda _: image(ask(fields)), range(4)))
     assert len(set(images)) == 1
-    assert len(set(images[:1]) | {image(ask({**asked, "seed": 6}))}) == 2
-    # On one device, by the plain pipeline: the same but for the order of floats.
+    assert len(set(images[:1]) | {image(ask({**fields, "seed": 6}))}) == 2
+    # The plain pipeline on one device differs only by the order of float sums.
     alone = Recipe(model.name)
-    request = make_request(asked, model)
+    request = make_request(fields, model)
     expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
     assert difference(images[0], expected) <= 1
 
@@ -196,10 +196,10 @@ def test_used_port_is_refused_before_replicas(server, model, recipe):
         serving.start(model, recipe, group.ReplicaShape(ranks=2), Limits(), **options)
 
 
-@pytest.mark.parametrize("asked", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])
-def test_refusal_of_pipeline_keeps_replica_alive(server, asked):
+@pytest.mark.parametrize("fields", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])
+def test_refusal_of_pipeline_keeps_replica_alive(server, fields):
     before = rank_processes()
-    status, body = ask({"prompt": PROMPTS[0], "steps": 2, "size": "64x48", **asked})
+    status, body = ask({"prompt": PROMPTS[0], "steps": 2, "size": "64x48", **fields})
     assert status in (200, 400), body
     assert rank_processes() == before
 
@@ -210,31 +210,31 @@ def test_every_step_is_counted(server):
     assert steps_done() == before + SMALL["steps"]
 
 
-def difference(one, other):
+def difference(first, second):
     import io
 
     import numpy as np
     from PIL import Image
 
-    pixels = [np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in (one, other)]
+    pixels = [np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in (first, second)]
     return np.abs(pixels[0] - pixels[1]).max()
 
 
 def test_cancelled_request_stops_after_a_step(server):
-    asked = {"prompt": PROMPTS[1], "seed": 1, **SMALL}
-    expected = image(ask(asked))
+    fields = {"prompt": PROMPTS[1], "seed": 1, **SMALL}
+    expected = image(ask(fields))
     with ThreadPoolExecutor(2) as threads:
-        long = threads.submit(ask, {**asked, "steps": 200}, X_Request_Id="long")
-        other = threads.submit(ask, asked, X_Request_Id="other")
+        long = threads.submit(ask, {**fields, "steps": 200}, X_Request_Id="long")
+        other = threads.submit(ask, fields, X_Request_Id="other")
         wait_for_steps(1)
         assert ask(None, method="DELETE", path=f"{PATH}/long")[0] == 200
         status, body = long.result()
         assert status == 409
         assert b"cancelled after step" in body
         assert image(other.result()) == expected
-    # Both replicas, of which one was cancelled.
+    # Both replicas answer, also the one whose request was cancelled.
     with ThreadPoolExecutor(2) as threads:
-        assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
+        assert {image(answer) for answer in threads.map(ask, [fields] * 4)} == {expected}
 
 
 def test_a_client_that_leaves_frees_its_replica(server):
@@ -277,25 +277,25 @@ def wait_for_steps(number):
 
 
 def test_dying_rank_costs_its_request_and_is_replaced(server):
-    asked = {"prompt": PROMPTS[3], "seed": 2, **SMALL}
-    expected = image(ask(asked))
+    fields = {"prompt": PROMPTS[3], "seed": 2, **SMALL}
+    expected = image(ask(fields))
     before = rank_processes()
     assert len(before) == 4
     with ThreadPoolExecutor(2) as threads:
-        long = [threads.submit(ask, {**asked, "steps": 100}) for _ in range(2)]
+        long = [threads.submit(ask, {**fields, "steps": 100}) for _ in range(2)]
         wait_for_steps(2)
         os.kill(before[1], signal.SIGKILL)
         answers = [future.result() for future in long]
     statuses = sorted(status for status, _ in answers)
     assert statuses == [200, 500], answers
     assert any(b"died" in body for _, body in answers)
-    assert image(ask(asked)) == expected
+    assert image(ask(fields)) == expected
     deadline = time.monotonic() + 300
     while len(rank_processes()) < 4:
         assert time.monotonic() < deadline, "the replica was not made again"
         time.sleep(1)
     with ThreadPoolExecutor(4) as threads:
-        assert {image(answer) for answer in threads.map(ask, [asked] * 4)} == {expected}
+        assert {image(answer) for answer in threads.map(ask, [fields] * 4)} == {expected}
 
 
 def test_rank_that_dies_while_idle_is_seen_and_replaced(server):
@@ -315,8 +315,8 @@ def test_rank_that_dies_while_idle_is_seen_and_replaced(server):
 
 
 def test_equal_requests_are_one_batch(server):
-    asked = [{"prompt": prompt, "seed": seed, **SMALL} for seed, prompt in enumerate(PROMPTS)]
-    alone = [image(ask(each)) for each in asked]
+    requests = [{"prompt": prompt, "seed": seed, **SMALL} for seed, prompt in enumerate(PROMPTS)]
+    alone = [image(ask(each)) for each in requests]
     with ThreadPoolExecutor(4) as threads:
-        together = [image(answer) for answer in threads.map(ask, asked)]
+        together = [image(answer) for answer in threads.map(ask, requests)]
     assert max(difference(*pair) for pair in zip(alone, together, strict=True)) <= 1

@@ -36,7 +36,7 @@ PROMPT = "a red circle moves right"
 
 @contextlib.contextmanager
 def served(*arguments):
-    """A client of a server over one replica of two ranks. The server ends without an error."""
+    """Yield a client of a server over one replica of two ranks. The server must end without an error."""
     words = [sys.executable, "-m", "para_core", "serve", "--ranks", "2", "--port", str(PORT), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -64,7 +64,7 @@ def ended(client, id_):
 
 
 def test_videos_have_the_bytes_of_generate(rank_pool, tmp_path):
-    # An odd number of tokens, 27.
+    # This size has an odd number of tokens, 27.
     fields = {"frames": 9, "steps": 2, "seed": 5}
     named = [word for name, value in fields.items() for word in (f"--{name}", value)]
     generate = ["generate", "--model", WAN, "--prompt", PROMPT, "--size", "48x48", *named]
@@ -106,21 +106,21 @@ def test_edits_have_the_pixels_of_the_plain_pipeline(tmp_path):
     # The image has another size than the result, and neither is a multiple of what the model needs.
     image, file = picture((75, 61))
     call = {"num_inference_steps": 4, "strength": 0.6}
-    given = {**call, "height": 72, "width": 100, "max_sequence_length": 64}
-    plain = pipe(prompt=PROMPT, image=image, generator=torch.Generator().manual_seed(3), **given).images[0]
+    kwargs = {**call, "height": 72, "width": 100, "max_sequence_length": 64}
+    plain = pipe(prompt=PROMPT, image=image, generator=torch.Generator().manual_seed(3), **kwargs).images[0]
 
     with served("--model", tmp_path / "model") as client:
-        asked = {"prompt": PROMPT, "size": "100x72", "extra_body": {**call, "seed": 3, "max_sequence_length": 64}}
-        answer = client.images.edit(image=file, **asked)
+        fields = {"prompt": PROMPT, "size": "100x72", "extra_body": {**call, "seed": 3, "max_sequence_length": 64}}
+        answer = client.images.edit(image=file, **fields)
         strict(ImagesResponse, answer)
         edited = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
         assert edited.size == plain.size
         assert np.abs(np.asarray(edited).astype(int) - np.asarray(plain).astype(int)).max() <= 1
         with pytest.raises(openai.BadRequestError, match="a readable image"):
-            client.images.edit(image=("picture.png", b"no image", "image/png"), **asked)
+            client.images.edit(image=("picture.png", b"no image", "image/png"), **fields)
         with pytest.raises(openai.BadRequestError, match="7"):
-            client.images.edit(image=file, **{**asked, "extra_body": {"strength": 7}})
-        *partials, last = list(client.images.edit(image=file, stream=True, partial_images=1, **asked))
+            client.images.edit(image=file, **{**fields, "extra_body": {"strength": 7}})
+        *partials, last = list(client.images.edit(image=file, stream=True, partial_images=1, **fields))
         assert [event.type for event in partials] == ["image_edit.partial_image"]
         assert last.b64_json == answer.data[0].b64_json
 
@@ -128,7 +128,7 @@ def test_edits_have_the_pixels_of_the_plain_pipeline(tmp_path):
 @pytest.mark.parametrize(("name", "guided"), [("flux", {}), ("qwen-image", {"guidance_scale": 2.5})])
 def test_modular_folder_gives_the_pixels_of_the_plain_pipeline(tmp_path, name, guided):
     folder = save_modular(name, str(tmp_path / "model"))
-    # 3 × 4 tokens of an image, on two ranks.
+    # An image has 3 × 4 tokens on two ranks.
     call = {"prompt": PROMPT, "height": 48, "width": 64, "num_inference_steps": 2}
     plain = plain_modular(folder, "images", seed=3, guidance=guided.get("guidance_scale"), **call)[0]
     with served("--model", folder) as client:

@@ -84,10 +84,10 @@ def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
         replicas = Replicas()
         queue = RequestQueue(replicas, 1, max_batch=3, fits=lambda requests: len(requests) < 4)
         busy = ask(queue, "busy")
-        one = {"height": 64}
-        answers = [ask(queue, name, **one) for name in ("a", "b")]
-        answers += [ask(queue, "other", height=32), ask(queue, "c", **one), ask(queue, "d", **one)]
-        answers.append(ask(queue, "several", num_images_per_prompt=2, **one))
+        fields = {"height": 64}
+        answers = [ask(queue, name, **fields) for name in ("a", "b")]
+        answers += [ask(queue, "other", height=32), ask(queue, "c", **fields), ask(queue, "d", **fields)]
+        answers.append(ask(queue, "several", num_images_per_prompt=2, **fields))
         await asyncio.sleep(0)
         queue.cancel("b")
         replicas.open.set()

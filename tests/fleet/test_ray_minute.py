@@ -36,19 +36,19 @@ from para_core.fleet.model_index import find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.server import ServerOptions
 
-# Ray's own sockets and threads, which end with the cluster.
+# Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 PORT = 8129
 PATH = "/v1/images/generations"
 CAPTION = "a large red circle"
 SMALL = {"size": "64x48", "steps": 2}
-# Whatever Ray does: it starts in some ten seconds, or in minutes on a machine that does much else.
+# The time limit of each test. Ray starts in about ten seconds, or in minutes on a busy machine.
 SECONDS = 540
 
 
 @contextlib.contextmanager
 def within(seconds):
-    """Raises in the main thread when the time is over."""
+    """Raise TimeoutError in the main thread after ``seconds``."""
 
     def late(*_):
         raise TimeoutError(f"not done within {seconds} s.")
@@ -81,7 +81,7 @@ def time_limit(cluster):
 
 @pytest.fixture(scope="module")
 def server(cluster):
-    """One replica of two ranks."""
+    """Serve with one replica of two ranks."""
     model = find_model(None)
     options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT}
     with within(SECONDS):
@@ -92,9 +92,9 @@ def server(cluster):
 
 
 def ask(body=None, *, method="POST", path=PATH, **headers):
-    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", PORT, timeout=SECONDS)) as connection:
-        connection.request(method, path, json.dumps(body), given)
+        connection.request(method, path, json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
 
@@ -112,7 +112,7 @@ def expected():
     return np.asarray(pipe(CAPTION, generator=torch.Generator().manual_seed(1), **call).images[0]).astype(int)
 
 
-# Before the server, which takes all of the cluster.
+# This test runs before the server, which takes all of the cluster.
 @pytest.mark.long
 def test_prompts_on_two_replicas_report_bad_lines(tmp_path, capsys, expected):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out"
@@ -120,12 +120,12 @@ def test_prompts_on_two_replicas_report_bad_lines(tmp_path, capsys, expected):
     path.write_text("\n".join([*lines, "{"]))
     arguments = ["generate", "--prompts", str(path), "--out", str(out), "--replicas", "2", "--ranks", "1"]
     assert run(arguments) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"line 5: .*JSON", said)
-    assert "4 generated" in said
+    stderr = capsys.readouterr().err
+    assert re.search(r"line 5: .*JSON", stderr)
+    assert "4 generated" in stderr
     images = [(out / f"{number:05d}.png").read_bytes() for number in range(1, 5)]
     assert np.array_equal(pixels(images[0]), expected)
-    # Of two replicas, which take lines in turns. The files differ by their line number.
+    # Two replicas take lines in turns. The files differ by their line number.
     assert np.array_equal(pixels(images[0]), pixels(images[2]))
     assert len({pixels(image).tobytes() for image in images}) == 3
 
@@ -155,8 +155,8 @@ def test_cancelled_request_lets_the_next_run(server):
 def test_openai_client_streams_partial_images(server, expected):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
     assert client.models.list().data[0].owned_by == "para_core"
-    asked = {"prompt": CAPTION, "size": "64x48", "extra_body": {"steps": 2, "seed": 1}}
-    *partials, last = list(client.images.generate(stream=True, partial_images=1, **asked))
+    fields = {"prompt": CAPTION, "size": "64x48", "extra_body": {"steps": 2, "seed": 1}}
+    *partials, last = list(client.images.generate(stream=True, partial_images=1, **fields))
     assert [event.type for event in partials] == ["image_generation.partial_image"]
     assert last.type == "image_generation.completed"
     assert np.abs(pixels(base64.b64decode(last.b64_json)) - expected).max() <= 1

@@ -62,7 +62,7 @@ class StandIn:
 
 @contextlib.contextmanager
 def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, format_="png", **options):
-    """A port at which a server answers, and its backend."""
+    """Yield the port of a running server and its backend."""
     backend = backend or StandIn()
     backend.format_ = format_
     model = describe("", pipeline, {})
@@ -82,13 +82,13 @@ def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipe
 
 def start(port, body, *, method="POST", path=PATH, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    given = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    connection.request(method, path, body if isinstance(body, (bytes, str, type(None))) else json.dumps(body), given)
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    connection.request(method, path, body if isinstance(body, (bytes, str, type(None))) else json.dumps(body), headers)
     return connection
 
 
 def ask(port, body, **how):
-    """``(status, headers, body)``."""
+    """Send a request and return ``(status, headers, body)``."""
     with contextlib.closing(start(port, body, **how)) as connection:
         response = connection.getresponse()
         text = response.read()
@@ -110,14 +110,14 @@ def image_url(width=8, height=8):
 
 def test_an_image_comes_as_base64_or_by_its_url():
     with serving() as (port, backend):
-        asked = {"prompt": "a", "seed": 3, "n": 1, "size": "64x32", "user": "me", "image": image_url()}
-        status, _, body = ask(port, asked)
+        fields = {"prompt": "a", "seed": 3, "n": 1, "size": "64x32", "user": "me", "image": image_url()}
+        status, _, body = ask(port, fields)
         assert status == 200
         assert base64.b64decode(body["data"][0]["b64_json"]) == b"a 3"
         request = backend.ran[0][1]
         assert (request.fields["width"], request.fields["height"]) == (64, 32)
         assert len(request.images["image"]) == 1
-        _, _, body = ask(port, {**asked, "response_format": "url"}, X_Request_Id="mine")
+        _, _, body = ask(port, {**fields, "response_format": "url"}, X_Request_Id="mine")
         url = body["data"][0]["url"]
         assert url == f"http://127.0.0.1:{port}/v1/files/mine/0"
         status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
@@ -129,16 +129,16 @@ def test_an_image_comes_as_base64_or_by_its_url():
 def test_video_pipeline_answers_at_videos_route():
     limits = Limits(pixels=64 * 32 * 17)
     with serving(pipeline=WanPipeline, format_="mp4", limits=limits) as (port, backend):
-        asked = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
-        status, _, body = ask(port, asked, path="/v1/videos/sync", X_Request_Id="mine")
+        fields = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
+        status, _, body = ask(port, fields, path="/v1/videos/sync", X_Request_Id="mine")
         assert status == 200
         assert backend.ran[0][1].fields["num_frames"] == 17
         status, headers, data = ask(port, None, method="GET", path="/v1/files/mine/0")
         assert (status, headers["content-type"], data) == (200, "video/mp4", b"a 0")
-        status, _, body = ask(port, {**asked, "frames": 33}, path="/v1/videos/sync")
+        status, _, body = ask(port, {**fields, "frames": 33}, path="/v1/videos/sync")
         assert status == 400
         assert "32x32" in body["error"]["message"]
-        assert "POST /v1/videos/sync" in str(ask(port, asked)[2])
+        assert "POST /v1/videos/sync" in str(ask(port, fields)[2])
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def server():
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ("{", 400, "body .*JSON"),
         ("[" * 100_000, 400, "body .*JSON"),
@@ -202,14 +202,14 @@ def server():
         ({"prompt": "a" * 200_000}, 413, "200000 bytes"),
     ],
 )
-def test_bad_requests_are_refused_with_values(server, body, status, said):
+def test_bad_requests_are_refused_with_values(server, body, status, message):
     answered, _, answer = ask(server, body)
     assert answered == status
-    assert re.search(said, "" if status == 200 else answer["error"]["message"])
+    assert re.search(message, "" if status == 200 else answer["error"]["message"])
 
 
 def test_size_beyond_rank_memory_names_one_that_fits():
-    # A million pixels beside the weights.
+    # A million pixels fit in memory besides the weights.
     memory = Memory(room=24e9, fixed=20e9, per_pixel=4000.0)
     with serving(limits=Limits(memory=memory)) as (port, _):
         status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
@@ -250,7 +250,7 @@ def test_one_request_more_than_may_wait_comes_back_later():
         text = ask(port, None, method="GET", path="/metrics")[2].decode()
         assert "para_core_requests_accepted 2.0" in text
         assert "para_core_requests_waiting 1.0" in text
-        # Told before its body is read: none is sent.
+        # The server refuses before it reads the body, so none is sent.
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
             connection.putrequest("POST", PATH)
             connection.putheader("Content-Type", "application/json")

@@ -116,13 +116,13 @@ def test_full_disk_is_told(tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    asked = {"prompt": "a", "size": "64x32", "frames": 9}
+    fields = {"prompt": "a", "size": "64x32", "frames": 9}
     with videos(tmp_path) as (port, _):
         monkeypatch.setattr(videos_module, "write_atomically", full)
-        status, _, body = ask(port, asked, path="/v1/videos")
+        status, _, body = ask(port, fields, path="/v1/videos")
         assert (status, str(tmp_path) in body["error"]["message"]) == (507, True)
         monkeypatch.undo()
-        started = ask(port, {**asked, "steps": 3}, path="/v1/videos")[2]
+        started = ask(port, {**fields, "steps": 3}, path="/v1/videos")[2]
         monkeypatch.setattr(videos_module, "write_atomically", full)
         assert ended(port, started["id"]).status in ("failed", "completed")
 

@@ -70,7 +70,7 @@ def test_each_recipe_equals_plain_pipeline(rank_pool, options, mesh):
 
 
 def preview(recipe):
-    """The image, and the partial images that this rank sends."""
+    """Return the image and the number of partial images that this rank sends."""
     request, sent = replace(REQUEST, delivery=Delivery("png", partial_images=1)), []
     result = generate(build(recipe), request, recipe, format_="png", fps=16, watch=Watch(preview=sent.append))
     return result, len(sent)
@@ -85,11 +85,11 @@ def test_previews_are_decoded_where_the_vae_is(rank_pool):
 
 
 def cancel_after(step):
-    """``(step after which this rank stopped, bytes of the next request, bytes without a cancelled one before)``."""
+    """Return the step after which this rank stopped, and the bytes of a request after and before the cancelled one."""
     recipe = Recipe(str(find_tiny_flux()), mesh=(("ulysses", 2),), cache=0.05)
     pipe = build(recipe)
     done = []
-    # Only the first rank knows.
+    # Only the first rank knows that the request was cancelled.
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
     before = generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
     with pytest.raises(Cancelled, match=f"after step {step}"):
@@ -113,7 +113,7 @@ def test_memory_is_weights_plus_share_of_pixels():
     weights = sum(x.numel() * 4 for module in modules for x in module.parameters())
     empty = without_weights(find_model(None), torch.float32)
     alone, halves = (predict_memory(empty, recipe, {"batch": 1, "ring": ranks, "ulysses": 1}, 1e9) for ranks in (1, 2))
-    # Beside the weights: activations of 512 tokens of text.
+    # Besides the weights, there are activations of 512 text tokens.
     assert weights < alone.fixed < weights + 512 * 8 * 128 * 4 * 10
     assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)
     assert alone.bytes_of(alone.pixels) <= 1e9 < alone.bytes_of(alone.pixels + 1)
@@ -124,7 +124,7 @@ def test_memory_is_weights_plus_share_of_pixels():
         on_host = predict_memory(empty, first, {"batch": 1, "ring": 1, "ulysses": 1}, 1e9)
         waiting = sum(x.numel() * 4 for module in modules for x in module.parameters())
         assert alone.fixed - on_host.fixed == pytest.approx(waiting, rel=0.01)
-    # No room for the weights, which are there all the same: the prediction is wrong, and limits nothing.
+    # The weights are loaded although they are predicted not to fit: the prediction is wrong and limits nothing.
     assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
 
 
@@ -149,7 +149,7 @@ def test_mesh_sizes_and_loras_are_read_from_texts():
 
 
 def batch_and_lora(lora):
-    """Bytes of two requests alone and as one batch, and of a request with a LoRA and after it, on the first rank."""
+    """Return the first rank's images of two requests alone and as one batch, with a LoRA, and after it."""
     recipe = Recipe(str(find_tiny_flux()), mesh=(("ulysses", 2),))
     pipe = build(recipe)
     loras = LoadedLoras(pipe, recipe, 1, EncodedPrompts(pipe))
@@ -175,8 +175,8 @@ def test_batches_and_loras_on_two_ranks(rank_pool, tmp_path):
     FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers, weight_name="a.safetensors")
     results = rank_pool.run(batch_and_lora, 2, str(tmp_path / "a.safetensors"))
     alone, together, changed, after = results[0]
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(one - other).max() <= 1
+    for single, batched in zip(alone, together, strict=True):
+        assert np.abs(single - batched).max() <= 1
     assert np.abs(changed[0] - alone[0]).max() > 10
     assert np.array_equal(after[0], alone[0])
     assert results[1] == ([], [], [], [])

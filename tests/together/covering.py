@@ -14,10 +14,10 @@ from tests.together.options import AXES, EXCLUSIONS, Case, Exclusion, case_of, e
 SEED = 20
 NUM_CASES = 305
 NUM_SHORT = 10
-# Cases of each combination that is refused.
+# The number of cases that are tried of each refused combination.
 NUM_TRIED = 3
 ALWAYS_VARIED = ("pipeline", "mesh")
-# One id on each line.
+# Each line holds one case id.
 CASES = Path(__file__).parent / "cases.txt"
 
 _NOT_COMPILED = {axis: AXES[axis][0] for axis in ("compile", "compile order")}
@@ -33,16 +33,16 @@ def pairs_of(values: Mapping[str, str]) -> Iterator[Pair]:
 
 def admissible_pairs() -> list[Pair]:
     """Return all pairs that a case may hold."""
-    found = []
+    pairs = []
     for first, second in itertools.combinations(AXES, 2):
         for a, b in itertools.product(AXES[first], AXES[second]):
             if complete({first: a, second: b}, random.Random(0)) is not None:
-                found.append(((first, a), (second, b)))
-    return found
+                pairs.append(((first, a), (second, b)))
+    return pairs
 
 
 def complete(start: Mapping[str, str], rng: random.Random, wanted: set[Pair] | None = None) -> dict[str, str] | None:
-    """``start`` with a value for each other axis, none excluded; None if there is none.
+    """Return ``start`` completed by a value for each other axis without an exclusion, or None if that is impossible.
 
     Args:
         wanted: pairs; of the values of an axis, the one that adds most of them is taken, and else any.
@@ -106,7 +106,7 @@ def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable
             case = case_of(best)
             cases[case.id] = case
     while len(cases) < num_cases:
-        # Defaults for most options: what a few do together is not hidden by others.
+        # Most options keep their defaults, so that others do not hide the interaction of a few.
         kept = {axis: values[0] for axis, values in AXES.items() if axis not in ALWAYS_VARIED and rng.random() < 0.6}
         values = complete({**kept, **(_NOT_COMPILED if rng.random() < 0.8 else {})}, rng)
         if values is not None:
@@ -116,7 +116,7 @@ def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable
 
 
 def read_cases() -> dict[Case, bool]:
-    """The cases of ``cases.txt``, and whether ``make test`` runs them."""
+    """Return the cases of ``cases.txt``, and whether ``make test`` runs each."""
     lines = [line.partition("#") for line in CASES.read_text().splitlines()]
     return {parse(case.strip()): "short" in mark for case, _, mark in lines if case.strip()}
 
@@ -162,11 +162,11 @@ def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
 
 def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
     """Return, for each refused combination, a few cases that hold it, no other excluded one, and defaults otherwise."""
-    found = []
+    cases = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:
             continue
-        # Its own generator: what is added to the list changes no other case.
+        # Each exclusion has its own generator, so additions to the list change no other case.
         rng = random.Random(f"{seed} {exclusion}")
         longest = max(exclusion.values, key=lambda axis: len(exclusion.values[axis]))
         listed = exclusion.values[longest]
@@ -176,5 +176,5 @@ def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
             # Another combination would be refused for another reason.
             if len(tried) < NUM_TRIED and sum(other.excludes(case.by_axis) for other in EXCLUSIONS) == 1:
                 tried[case] = None
-        found += [(case, exclusion) for case in tried]
-    return found
+        cases += [(case, exclusion) for case in tried]
+    return cases

@@ -30,15 +30,14 @@ from tests.together import user
 from tests.together.options import MESH_DIMS, Case
 from tests.together.snapshot import differences, snapshot, tensors_of_ours
 
-# Sums come in another order on several ranks: 1e-7 a step, times the guidance scale and what two to eight steps make of
-# it.
+# Several ranks sum in another order: 1e-7 a step, amplified by the guidance scale and by two to eight steps.
 FLOAT32_BOUND = 1e-4
-# In bfloat16 both are off from float32 by rounding; another order of sums may round otherwise, and is no further off
-# than so much.
+# In bfloat16 both outputs differ from float32 by rounding; another order of sums may increase the error up to this
+# factor.
 BFLOAT16_FACTOR = 2.0
-# Two of four steps are skipped, whatever the differences.
+# With these options two of four steps are skipped, whatever the differences.
 _HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
-# A decision is as clear as this, or another order of sums might take the other one.
+# The relative margin of each decision; with less, another order of sums might decide otherwise.
 _CLEAR = 0.02
 
 
@@ -128,25 +127,25 @@ def reference(case: Case) -> Reference:
     with user.quiet():
         pipe = _untouched(case)
         plain = user.generate(pipe, case)
-        found = Reference(plain, plain, None, snapshot(pipe))
+        result = Reference(plain, plain, None, snapshot(pipe))
         precise = None if case["dtype"] == "float32" else _untouched(case, torch.float32)
         drawn = [] if precise is None else _initial_latents(pipe, case)
         try:
             if case["cache"] in ("hits", "threshold"):
-                found.threshold, found.expected = _cached(pipe, case)
+                result.threshold, result.expected = _cached(pipe, case)
                 if precise is not None:
-                    _apply_cache(precise, case, found.threshold)
+                    _apply_cache(precise, case, result.threshold)
             elif case["pipefusion"] != "exact-stages":
                 parallelize_pipe(pipe, pipefusion=_pipefusion(case))
-                found.expected = user.generate(pipe, case)
+                result.expected = user.generate(pipe, case)
                 if precise is not None:
                     parallelize_pipe(precise, pipefusion=_pipefusion(case))
         except Exception as error:
-            found.raised = described(error)
-            return found
+            result.raised = described(error)
+            return result
         if precise is not None:
-            found.precise = _in_float32(precise, case, drawn)
-        return found
+            result.precise = _in_float32(precise, case, drawn)
+        return result
 
 
 def _untouched(case: Case, dtype: torch.dtype | None = None) -> Any:
@@ -158,7 +157,7 @@ def _untouched(case: Case, dtype: torch.dtype | None = None) -> Any:
 
 
 def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
-    """The cache's threshold, and what one process generates with it."""
+    """Return the cache's threshold and the outputs of one process with it."""
     for threshold in _thresholds(case):
         _apply_cache(pipe, case, threshold)
         outs = user.generate(pipe, case)
@@ -166,7 +165,7 @@ def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
         hits = [row.hit for row in rows]
         margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
         remove_cache_from_pipe(pipe)
-        # Decisions of the last call. A threshold has to lead to both, with a margin.
+        # The threshold must lead to hits and misses in the last call, with a margin.
         if case["cache"] == "hits" or (any(hits) and min(margins, default=1.0) > _CLEAR):
             return threshold, outs
     raise AssertionError(f"no threshold lets the cache of {case.id} skip")
@@ -195,7 +194,7 @@ def _mesh(case: Case) -> DeviceMesh | None:
     sizes = case.mesh
     if sizes is None:
         return None
-    # As init_context_parallel_mesh orders them: stages are furthest apart, tensor ranks are neighbours.
+    # The dims are in the order of init_context_parallel_mesh: stages are furthest apart, tensor ranks are neighbours.
     names = [
         name for name in ("pipe", "batch", "ring", "ulysses", "tensor") if sizes[name] > 1 or name in MESH_DIMS[2:4]
     ]
@@ -265,7 +264,7 @@ def _undo(pipe: Any, case: Case) -> None:
 
 
 def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
-    """After a refusal, all can be undone."""
+    """Undo everything after a refusal; record an error."""
     try:
         _undo(pipe, case)
     except Exception as error:
@@ -274,12 +273,12 @@ def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
 
 _OURS = tuple(str(Path(module.__file__ or "").parent.resolve()) for module in (para_core, para_core.adapters))
 _CLEAR_KINDS = (ValueError, TypeError, RuntimeError)
-# Words of torch's own errors, which a sentence of ours may have around it.
+# Words of torch's own errors, which a message of para_core may quote.
 _OBSCURE = re.compile(r"aten[.:]|OpOverload|unimplemented operator|torch\._dynamo|[Mm]eta tensor|Traceback|HOP ")
 
 
 def described(error: BaseException) -> Raised:
-    """``error`` as it is sent, and whether it is a refusal."""
+    """Return ``error`` in the form that is sent to the parent, with whether it is a clear refusal."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     ours = str(Path(last.filename).resolve()).startswith(_OURS)
@@ -313,7 +312,7 @@ def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
 
 
 def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcome:
-    """Compare what all ranks say with ``alone``."""
+    """Compare the results of all ranks with ``alone``."""
     raised = [result.get("raised") for result in results]
     if any(raised):
         return _judge_raised(case, results)
@@ -364,25 +363,25 @@ def _judge_raised(case: Case, results: list[dict[str, Any]]) -> Outcome:
                 f"rank {rank} raised undoing: {undoing.kind}: {undoing.message}\n{undoing.trace[-3000:]}",
             )
     if not all(raised):
-        first = next(one for one in raised if one is not None)
+        first = next(error for error in raised if error is not None)
         return Outcome(
             case.id,
             "wrong",
-            f"only ranks {[r for r, one in enumerate(raised) if one]} raised {first.kind}: {first.message}",
+            f"only ranks {[r for r, error in enumerate(raised) if error]} raised {first.kind}: {first.message}",
         )
-    first = next((one for one in raised if one is not None and not one.clear), None)
+    first = next((error for error in raised if error is not None and not error.clear), None)
     stage = results[0]["stage"]
     if first is not None:
         return Outcome(
             case.id, "obscure", f"{stage}: {first.kind} at {first.where}: {first.message[:1500]}\n{first.trace[-4000:]}"
         )
-    said = raised[0]
-    assert said is not None
-    return Outcome(case.id, "refused", f"{stage}: {said.kind} at {said.where}: {said.message}")
+    error = raised[0]
+    assert error is not None
+    return Outcome(case.id, "refused", f"{stage}: {error.kind} at {error.where}: {error.message}")
 
 
 def reason_of(detail: str) -> str:
-    """A refusal's sentence without what differs from case to case: numbers, quoted names."""
+    """Return a refusal's message without the parts that differ between cases: numbers and quoted names."""
     text = detail.split(": ", 2)[-1]
     text = re.sub(r"'[^']*'|\"[^\"]*\"|pipe\.\w+", "…", re.split(r"(?<=[.:;]) ", text)[0])
     return re.sub(r"\d+", "n", text)[:120]

@@ -18,45 +18,45 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def snapshot(pipe: Any) -> dict[str, str]:
     """Return descriptions by path. Two pipelines that were built and changed in the same way have equal snapshots."""
-    found = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
-    found.update(_object(pipe, "pipe"))
+    state = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
+    state.update(_object(pipe, "pipe"))
     for name, component in pipe.components.items():
         if isinstance(component, nn.Module):
             for at, module in component.named_modules():
-                found.update(_module(module, f"pipe.{name}.{at}".rstrip(".")))
+                state.update(_module(module, f"pipe.{name}.{at}".rstrip(".")))
         elif component is not None:
-            found.update(_object(component, f"pipe.{name}"))
-    return found
+            state.update(_object(component, f"pipe.{name}"))
+    return state
 
 
-def differences(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+def differences(actual: dict[str, str], expected: dict[str, str]) -> list[str]:
     """Return paths that only one snapshot has, or whose descriptions differ."""
     return [
-        f"{path}: {found.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
-        for path in sorted(found.keys() | expected.keys())
-        if found.get(path) != expected.get(path)
+        f"{path}: {actual.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
+        for path in sorted(actual.keys() | expected.keys())
+        if actual.get(path) != expected.get(path)
     ]
 
 
 def _class_of(value: Any) -> str:
     cls = type(value)
-    # A private subclass has its original's name, and attributes of its own.
+    # A private subclass has the name of its base class, and attributes of its own.
     private = [name for name in vars(cls) if "para_core" in name]
     return f"{cls.__module__}.{cls.__qualname__}{sorted(private) if private else ''}"
 
 
 def _object(value: Any, path: str) -> dict[str, str]:
-    found = {path: _class_of(value)}
+    state = {path: _class_of(value)}
     for name, attribute in getattr(value, "__dict__", {}).items():
         if name == "deprecation_warnings":
             continue  # transformers notes in it which hints it has logged in this process
-        # Values differ from call to call; what they are does not.
-        found[f"{path}.{name}"] = ", ".join(sorted(_kinds(attribute)))
-    return found
+        # Values differ from call to call; their classes do not.
+        state[f"{path}.{name}"] = ", ".join(sorted(_kinds(attribute)))
+    return state
 
 
 def _kinds(value: Any, depth: int = 3) -> set[str]:
-    """The classes of ``value`` and of what containers hold."""
+    """Return the classes of ``value`` and of the items of containers."""
     kinds = {_class_of(value)}
     if depth and isinstance(value, (list, tuple, set)):
         kinds.update(*[_kinds(each, depth - 1) for each in value], set())
@@ -66,23 +66,23 @@ def _kinds(value: Any, depth: int = 3) -> set[str]:
 
 
 def _module(module: nn.Module, path: str) -> dict[str, str]:
-    found = {path: _class_of(module)}
+    state = {path: _class_of(module)}
     for name, attribute in vars(module).items():
         if name == "_output_capturing_hooks_installed":
             # transformers installs hooks of its own at the first call of an encoder, of which pipelines share some
             continue
         if name in _HOOKS:
             hooks = [hook for hook in attribute.values() if "output_capturing" not in getattr(hook, "__module__", "")]
-            found[f"{path}.{name}"] = str(sorted(map(_class_of, hooks)))
+            state[f"{path}.{name}"] = str(sorted(map(_class_of, hooks)))
         elif name not in ("_parameters", "_buffers", "_modules"):
-            found[f"{path}.{name}"] = _class_of(attribute)
+            state[f"{path}.{name}"] = _class_of(attribute)
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        found[f"{path}.{name}"] = "None" if tensor is None else describe(tensor)
-    return found
+        state[f"{path}.{name}"] = "None" if tensor is None else describe(tensor)
+    return state
 
 
 def describe(tensor: Tensor) -> str:
-    """Class, dtype, shape, whether it takes gradients, device, and a digest of its values."""
+    """Return the tensor's class, dtype, shape, ``requires_grad``, device, and a digest of its values."""
     kind = f"{_class_of(tensor)} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad} {tensor.device}"
     if tensor.is_meta:
         return kind
@@ -96,7 +96,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def tensors_of_ours(pipe: Any) -> list[str]:
-    """Attributes of the pipeline and of its parts, beside modules, that hold a tensor of para_core's."""
+    """Return the attributes of the pipeline and its non-module components that hold a tensor class of para_core."""
     parts = {"pipe": pipe} | {
         f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)
     }

@@ -41,13 +41,13 @@ def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str
 
 
 def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[dict[str, Any]]:
-    """Each combination that is refused: its reason, how many cases of it were tried, and what one of them raised."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return each refused combination: its reason, the number of tried cases, and the error of one of them."""
+    entries: dict[str, dict[str, Any]] = {}
     for case, exclusion in refused_cases(seed):
         row = rows.get(case.id)
         if row is None:
             continue
-        entry = found.setdefault(
+        entry = entries.setdefault(
             exclusion.reason, {"reason": exclusion.reason, "tried": 0, "refused": 0, "case": case.id, "message": ""}
         )
         entry["tried"] += 1
@@ -55,7 +55,7 @@ def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[di
         if row["status"] == "refused" and not entry["message"]:
             _, error, message = row["detail"].split(": ", 2)
             entry |= {"case": case.id, "error": error.partition(" ")[0], "message": message}
-    return list(found.values())
+    return list(entries.values())
 
 
 def write_summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> Path:

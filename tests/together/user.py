@@ -111,7 +111,7 @@ def _cast_weights(pipe: Any, dtype: torch.dtype) -> None:
 
 
 def denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """The transformers or the UNet, by component, as they are without ``torch.compile``."""
+    """Return the transformers or the UNet by component, without the wrapper of ``torch.compile``."""
     names = ("transformer", "transformer_2", "unet")
     modules = {name: getattr(pipe, name, None) for name in names}
     return {name: getattr(module, "_orig_mod", module) for name, module in modules.items() if module is not None}
@@ -121,14 +121,14 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def steps_of(case: Case) -> int:
-    """Two; as many as PipeFusion asks for; or enough for a cache to skip, compute and skip again."""
+    """Return 8 steps for PipeFusion, 4 for a cache that skips, computes and skips again, otherwise 2."""
     if case["pipefusion"] != "exact-stages":
         return 8
     return 2 if case["cache"] in ("uncached", "zero") else 4
 
 
 def arguments(case: Case, dtype: torch.dtype | None = None) -> list[dict[str, Any]]:
-    """The arguments of each call; tensors are of ``dtype``, or of the case's."""
+    """Return the arguments of each call. Tensors have ``dtype``, or the case's dtype if it is None."""
     pipeline = _PIPELINES[case["pipeline"]]
     sizes: list[Mapping[str, Any]] = [{}, pipeline.second] if case["sizes"] == "sizes" else [{}]
     calls = []
@@ -156,7 +156,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The output of each call, as tensors."""
+    """Return the output of each call as a tensor."""
     outs = []
     for call in arguments(case, dtype):
         out = pipe(**call)[0]
@@ -168,7 +168,7 @@ def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Te
 
 
 def add_lora(pipe: Any) -> None:
-    """The same random adapter on every rank, strong enough to be seen."""
+    """Add a random adapter, equal on every rank and large enough to change the output measurably."""
     from peft import LoraConfig
 
     with torch.random.fork_rng():
@@ -271,14 +271,14 @@ def after(pipe: Any, case: Case) -> None:
 
 
 def _offload(pipe: Any, case: Case, when: str) -> None:
-    how, _, asked = case["offload"].partition("-")
-    if asked == when:
+    how, _, moment = case["offload"].partition("-")
+    if moment == when:
         offload(pipe, how)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Warnings of models and caches are the subject of other tests."""
+    """Silence warnings of models and caches, which other tests cover."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -56,13 +56,14 @@ def check_shared(rank_pool, name, shape):
         assert after < 1.1 * before / (shape[1] * shape[2])
 
 
-# CLIP and T5; Llama, of which hidden states are recorded; guidance over ranks, each half of which has a copy.
+# FLUX has CLIP and T5; HunyuanVideo has Llama, whose hidden states are recorded; Wan 2.2 has guidance over ranks, each
+# half of which has a copy.
 @pytest.mark.parametrize(("name", "shape"), [("flux", (1, 1, 2)), ("hunyuan", (1, 2, 1)), ("wan 2.2", (2, 1, 2))])
 def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
     check_shared(rank_pool, name, shape)
 
 
-# CogVideoX: T5, a batch of both branches. Qwen-Image: Qwen2.5-VL. FLUX.2: Qwen3.
+# CogVideoX has T5 and a batch of both branches, Qwen-Image has Qwen2.5-VL, FLUX.2 has Qwen3.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -101,10 +102,10 @@ def expected_in_order(rank_pool):
 
 @pytest.mark.parametrize("order", ["spc", "pcs", pytest.param("cps", marks=pytest.mark.long), "pspc"])
 def test_a_cache_decides_and_skips_as_with_whole_weights(rank_pool, expected_in_order, order):
-    for found, other in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):
-        assert all(map(torch.equal, found[0], other[0]))
-        assert found[1] == other[1]
-        assert any(found[1])
+    for result, expected in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):
+        assert all(map(torch.equal, result[0], expected[0]))
+        assert result[1] == expected[1]
+        assert any(result[1])
 
 
 def with_weights_argument():
@@ -158,9 +159,9 @@ def test_the_weights_of_a_lora_stay_on_every_rank(rank_pool):
 
 def converted_late():
     pipe = parallelize_pipe(make("flux"), mesh=cpu_mesh(1, 2), weights="fsdp")
-    # It is so already.
+    # The pipe is on the CPU in float32 already.
     pipe.to("cpu", torch.float32)
-    found = generate(pipe, "flux")
+    output = generate(pipe, "flux")
     with pytest.raises(RuntimeError, match=r"FSDP2.* cpu\b.* meta\b"):
         pipe.transformer.to("meta")
     message = r"torch\.float32.* torch\.bfloat16\b.*shard_weights"
@@ -172,12 +173,12 @@ def converted_late():
     del pipe.transformer._hf_hook
     assert {x.device.type for x in pipe.transformer.parameters()} == {"cpu"}
     unshard_weights(pipe).to(torch.bfloat16)
-    return found, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
+    return output, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
 
 
 def test_sharded_weights_keep_their_dtype_and_device(rank_pool):
-    for found, alone, dtypes in rank_pool.run(converted_late, 2):
-        assert relative_error(found, alone) < 1e-5
+    for output, alone, dtypes in rank_pool.run(converted_late, 2):
+        assert relative_error(output, alone) < 1e-5
         assert dtypes == {torch.bfloat16}
 
 
@@ -258,9 +259,9 @@ def test_what_cannot_be_sharded_is_refused(options, error, message):
 
 
 def is_gathered(block):
-    """Whether its weights are whole, or on their way."""
+    """Return whether the weights of ``block`` are whole or being gathered."""
     state = block._get_fsdp_state()
-    # One group (torch 2.11), or several.
+    # torch 2.11 has one group per state, other versions have a list.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
 
@@ -275,21 +276,21 @@ def watch_blocks(shape):
     blocks = blocks_of(transformer)
     before = bytes_of(*blocks)
     shard_blocks(transformer, blocks, mesh)
-    seen = []
+    gathered = []
 
     def watch(*_):
-        seen.append([place for place, block in enumerate(blocks) if is_gathered(block)])
+        gathered.append([index for index, block in enumerate(blocks) if is_gathered(block)])
 
     for block in blocks:
         block.register_forward_pre_hook(watch)
     shared = transformer(**flux_inputs(20, 7), return_dict=False)[0]
-    return torch.equal(whole, shared), seen, before, bytes_of(*blocks)
+    return torch.equal(whole, shared), gathered, before, bytes_of(*blocks)
 
 
-# FSDP; HSDP: two ranks share weights, two others have copies.
+# The second mesh is HSDP: two ranks shard the weights, two others have copies.
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
 def test_only_next_block_is_gathered_during_compute(rank_pool, ranks, shape):
-    for same, seen, before, after in rank_pool.run(watch_blocks, ranks, shape):
+    for same, gathered, before, after in rank_pool.run(watch_blocks, ranks, shape):
         assert same
-        assert seen == [[0, 1], [1, 2], [2, 3], [3, 4], [4]]
+        assert gathered == [[0, 1], [1, 2], [2, 3], [3, 4], [4]]
         assert after < 1.1 * before / 2

@@ -41,8 +41,8 @@ def names(module):
 
 
 def names_of_own_classes(own_first):
-    """Names of the class of a layer that the user sharded, before and after ours are sharded and gathered; names of the
-    class of ours.
+    """Return the class names of a layer that the user sharded, before and after para_core's are sharded and gathered,
+    and those of para_core's layers.
     """
     mesh, model, own = init_device_mesh("cpu", (2,)), Model(), Layer()
     if own_first:
@@ -70,9 +70,7 @@ def test_sharding_renames_no_class_of_the_users_own_fsdp(rank_pool, own_first):
 
 
 def refused_copies(wrapped):
-    """Types of what copies and pickles of sharded modules raise, the text of the last, and the copies after the weights
-    are gathered.
-    """
+    """Return the errors of copying and pickling sharded modules, and whether copies after gathering are equal."""
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     expected = {name: x.clone() for name, x in model.state_dict().items()}
     if wrapped:
@@ -94,8 +92,8 @@ def refused_copies(wrapped):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_sharded_module_refuses_copies(rank_pool, wrapped):
     for errors, equal in rank_pool.run(refused_copies, 2, wrapped):
-        for place, error in enumerate(errors):
-            assert ("Layer" if place % 2 else "Model") in error
+        for index, error in enumerate(errors):
+            assert ("Layer" if index % 2 else "Model") in error
             assert "unshard_weights" in error
         assert equal == [True, True]
 

@@ -26,7 +26,7 @@ from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A pipeline as it is published."""
+    """Save a pipeline in the format of published ones; return its folder."""
     path = tmp_path_factory.mktemp("flux")
     flux_pipe().save_pretrained(path)
     return path
@@ -43,7 +43,7 @@ def load(folder, weights, dtype=None):
     whole.set_progress_bar_config(disable=True)
     for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
         for parameter in part.parameters():
-            # In the file they are not aligned, and kernels then add in another order.
+            # Weights in the file are not aligned, so kernels would sum in another order.
             parameter.data = parameter.data.clone()
     if weights == "fsdp":
         parallelize_pipe(whole, mesh=mesh)
@@ -73,13 +73,13 @@ def load_stages(folder, dtype):
 
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
-    for found, whole, held in rank_pool.run(load_stages, 2, folder, dtype):
-        assert torch.equal(found, whole)
+    for output, whole, held in rank_pool.run(load_stages, 2, folder, dtype):
+        assert torch.equal(output, whole)
         assert held == ({True, False}, {dtype or torch.float32})
 
 
 def host_memory():
-    """Bytes of this process: its own pages, and its share of the pages of files that others map, too.
+    """Return the bytes of this process: its own pages, and its share of the pages of files that others map too.
 
     Not its PSS: ranks are forked, and where one writes a reference count, a page of the interpreter that was shared
     becomes its own. That is memory of fork, 8 MB a rank whatever is loaded; ranks of torchrun have these pages each
@@ -90,11 +90,11 @@ def host_memory():
 
 
 def peak_while_loading(small, large):
-    """This rank's host memory above what it had before, by the time that all ranks read alike; bytes of the
-    transformer.
+    """Return samples of this rank's host memory above its value before loading, with their times on a clock that all
+    ranks share; and the bytes of the transformer.
     """
     mesh = init_context_parallel_mesh("cpu")
-    # Late imports and one-time setup.
+    # The first load does late imports and one-time setup.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
     # Memory that malloc keeps from earlier tests would hide what is loaded.
     gc.collect()
@@ -118,7 +118,7 @@ def peak_while_loading(small, large):
 
 
 def most_at_one_time(of_ranks):
-    """The largest sum over the ranks, each of which has what it had when it was last asked."""
+    """Return the largest sum over the ranks, where each rank holds its latest sample."""
     held, most = [0] * len(of_ranks), 0
     for _, rank, size in sorted((moment, rank, size) for rank, some in enumerate(of_ranks) for moment, size in some):
         held[rank] = size
@@ -134,10 +134,10 @@ def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
     size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
     transformer = flux_transformer(**size)
     flux_pipe(transformer=transformer).save_pretrained(tmp_path)
-    found = rank_pool.run(peak_while_loading, 4, folder, tmp_path)
-    assert found[0][1] > 250e6
-    most = most_at_one_time([samples for samples, _ in found])
-    assert most < 1.2 * found[0][1], most / found[0][1]
+    results = rank_pool.run(peak_while_loading, 4, folder, tmp_path)
+    assert results[0][1] > 250e6
+    most = most_at_one_time([samples for samples, _ in results])
+    assert most < 1.2 * results[0][1], most / results[0][1]
 
 
 def load_expecting_an_error(folder, broken_on):
@@ -191,8 +191,8 @@ def test_what_is_missing_is_named_as_what_it_is(rank_pool, tmp_path, how, messag
         (part / "diffusion_pytorch_model.safetensors").unlink()
         if how == "pickled":
             (part / "diffusion_pytorch_model.bin").touch()
-    for found in rank_pool.run(load_incomplete, 2, tmp_path):
-        assert re.search(message, found), found
+    for error in rank_pool.run(load_incomplete, 2, tmp_path):
+        assert re.search(message, error), error
 
 
 def load_differing(folder):

@@ -10,7 +10,7 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 
-# peft warns of a second adapter, alone too.
+# peft warns of a second adapter, also on one device.
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 # A layer behind the blocks (another class of LoRA layer may be put in its place), layers that tensor ranks share by
@@ -66,7 +66,7 @@ def num_ranks(name, method):
 
 
 def lora_weights(name, rank=3, seed=11):
-    """A LoRA as files hold it, by parameter name; strong enough to be seen."""
+    """Return a LoRA in file format, by parameter name, large enough to change the output measurably."""
     generator = torch.Generator().manual_seed(seed)
     transformer = make(name).transformer
     weights = {}
@@ -109,9 +109,9 @@ def require_as(pipe, before):
 
 
 def draw(name, method, when):
-    """Results at every stage; without a method those of the unmodified pipe."""
+    """Return the output at every stage; without a method, those of the unmodified pipe."""
     pipe, outs = make(name), {}
-    # diffusers leaves a registry of hooks on what was called.
+    # diffusers leaves a registry of hooks on each module that was called.
     outs["plain"] = generate(pipe, name)
     weights, other = lora_weights(name), lora_weights(name, rank=2, seed=12)
     plain = state_of(pipe)
@@ -150,8 +150,8 @@ def draw(name, method, when):
     outs["fused and unloaded"] = generate(pipe, name)
     if method is not None:
         unparallelize_pipe(pipe)
-        found = state_of(pipe)
-        assert all(found[what] == plain[what] for what in ("gradients", "classes", "hooks")), found
+        state = state_of(pipe)
+        assert all(state[what] == plain[what] for what in ("gradients", "classes", "hooks")), state
     outs["alone, fused"] = generate(pipe, name)
     return outs
 
@@ -213,8 +213,8 @@ def test_weights_that_a_late_lora_froze_stay_frozen(rank_pool, method):
     pipe.load_lora_weights(lora_weights("flux"))
     expected = gradients_of(pipe)
     assert set(expected.values()) == {True, False}
-    for found in rank_pool.run(gradients_after, 2, "flux", method):
-        assert found == expected
+    for gradients in rank_pool.run(gradients_after, 2, "flux", method):
+        assert gradients == expected
 
 
 def quantized_in_stages(name):
@@ -228,8 +228,8 @@ def test_weights_that_were_quantized_in_stages_take_no_gradients(rank_pool):
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
     expected = gradients_of(pipe)
     assert set(expected.values()) == {True, False}
-    for found in rank_pool.run(quantized_in_stages, 2, "flux"):
-        assert found == expected
+    for gradients in rank_pool.run(quantized_in_stages, 2, "flux"):
+        assert gradients == expected
 
 
 def draw_quantized(name, when):
@@ -254,7 +254,7 @@ def test_a_lora_that_is_quantized_in_stages_is_exact(rank_pool, when):
 
 
 def encoder_weights(seed=5):
-    """A LoRA of CLIP and of the transformer, as files hold it."""
+    """Return a LoRA of CLIP and of the transformer in file format."""
     encoder = make("flux").text_encoder
     generator = torch.Generator().manual_seed(seed)
     weights = lora_weights("flux")

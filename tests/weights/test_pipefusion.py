@@ -43,11 +43,11 @@ def run(pipe, **options):
     return pipe(**flux_call(num_inference_steps=STEPS, **options))[0]
 
 
-# -- what is to come out: patches by hand
+# -- references: patches by hand
 
 
 def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
-    """The unmodified pipeline, but its transformer is called for each patch, and attends to keys that a dict holds."""
+    """Run the unmodified pipeline, with its transformer called for each patch and keys stored in a dict."""
     pipe = flux_pipe()
     forward, held, calls, branch = pipe.transformer.forward, {}, {}, []
     scaled_dot_product_attention = F.scaled_dot_product_attention
@@ -59,22 +59,22 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
         num_text, num_image = encoder_hidden_states.shape[1], hidden_states.shape[1]
         patches = [range(num_image)] if whole else torch.arange(num_image).tensor_split(num_patches)
         noise = []
-        for place, patch in enumerate(patches):
+        for index, patch in enumerate(patches):
             image = torch.as_tensor(list(patch))
-            text = torch.arange(num_text if place == 0 else 0)
+            text = torch.arange(num_text if index == 0 else 0)
             rows = torch.cat([text, num_text + image])
             number = [0]
 
             def attend(query, key, value, *args, rows=rows, number=number, **kwargs):
-                known = held.setdefault((name, number[0]), [torch.empty(0), torch.empty(0)])
+                stored = held.setdefault((name, number[0]), [torch.empty(0), torch.empty(0)])
                 number[0] += 1
                 for at, new in enumerate((key, value)):
                     if whole:
-                        known[at] = new.clone(memory_format=torch.contiguous_format)
+                        stored[at] = new.clone(memory_format=torch.contiguous_format)
                     else:
-                        known[at][:, :, rows] = new
-                given = (key, value) if whole else known
-                return scaled_dot_product_attention(query, *given, *args, **kwargs)
+                        stored[at][:, :, rows] = new
+                pair = (key, value) if whole else stored
+                return scaled_dot_product_attention(query, *pair, *args, **kwargs)
 
             with mock.patch.object(F, "scaled_dot_product_attention", attend):
                 noise += forward(
@@ -117,20 +117,20 @@ def fused(num_patches, *, pipe=None, mesh=None, **options):
 )
 def test_one_process_computes_what_patches_by_hand_give(num_patches, options):
     settings = {name: options[name] for name in ("warmup_steps", "cooldown_steps") if name in options}
-    found, report = fused(num_patches, **options)
+    output, report = fused(num_patches, **options)
     expected = by_hand(num_patches, **options)
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
     branches = 2 if "negative_prompt" in options else 1
     whole = settings.get("warmup_steps", 1) + settings.get("cooldown_steps", 0)
     assert (report.whole_calls, report.patched_calls) == (branches * whole, branches * (STEPS - whole))
     exact = run(flux_pipe(), **{name: value for name, value in options.items() if name not in settings})
-    # It is an approximation, and a good one; but for one patch, whose keys are all of now.
-    assert torch.equal(found, exact) if num_patches == 1 else 0 < relative_error(found, exact) < 0.2
+    # PipeFusion is a good approximation; with one patch it is exact, because all keys are of the same step.
+    assert torch.equal(output, exact) if num_patches == 1 else 0 < relative_error(output, exact) < 0.2
 
 
 def test_with_every_step_whole_nothing_changes():
-    found, report = fused(4, warmup_steps=STEPS)
-    assert torch.equal(found, run(flux_pipe()))
+    output, report = fused(4, warmup_steps=STEPS)
+    assert torch.equal(output, run(flux_pipe()))
     assert report.patched_calls == 0
 
 
@@ -140,14 +140,14 @@ class Cuts:
 
     Args:
         first: the first block, whose ``hidden_states`` is cut.
-        given: further outputs to cut: the module, the index of its output, and the dim.
+        outputs: further outputs to cut: the module, the index of its output, and the dim.
         dim: the dim of latents and output that is cut into patches.
         text_first: whether text comes first in a joint sequence.
         behind_text: whether ``patch_embed`` returns text and video in one tensor, of which the video is cut.
     """
 
     first: str
-    given: tuple[tuple[str, int, int], ...] = ()
+    outputs: tuple[tuple[str, int, int], ...] = ()
     dim: int = 2
     text_first: bool = False
     behind_text: bool = False
@@ -163,8 +163,8 @@ CUTS = {
 
 
 def by_hooks(name, num_patches):
-    """The unmodified pipeline, but its transformer runs once for each patch; hooks cut what it computes, and a dict
-    holds keys.
+    """Run the unmodified pipeline, with its transformer called for each patch; hooks cut the tensors, and a dict stores
+    the keys.
 
     Every patch has all of the text.
     """
@@ -182,9 +182,9 @@ def by_hooks(name, num_patches):
             return (of_image(args[0], 1), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": of_image(kwargs["hidden_states"], 1)}
 
-    def cut_output(module, args, output, place, dim):
+    def cut_output(module, args, output, index, dim):
         parts = list(output)
-        parts[place] = of_image(parts[place], dim)
+        parts[index] = of_image(parts[index], dim)
         return tuple(parts)
 
     def cut_video(module, args, output):
@@ -199,18 +199,18 @@ def by_hooks(name, num_patches):
     def attend(query, key, value, attn_mask=None, **kwargs):
         if not now["block"] or query.shape[-2] != key.shape[-2]:
             return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **kwargs)
-        known = held.setdefault((now["branch"], now["number"]), {})
+        stored = held.setdefault((now["branch"], now["number"]), {})
         now["number"] += 1
         if now["whole"]:
-            known.update(key=key.clone(), value=value.clone(), mask=attn_mask)
+            stored.update(key=key.clone(), value=value.clone(), mask=attn_mask)
         else:
             num_text = key.shape[-2] - len(now["image"])
             start = num_text if cuts.text_first else 0
             text = torch.arange(num_text) + (0 if cuts.text_first else now["total"])
             parts = [text, start + now["image"]] if cuts.text_first else [start + now["image"], text]
             rows = torch.cat(parts)
-            known["key"][:, :, rows], known["value"][:, :, rows] = key, value
-            key, value, attn_mask = known["key"], known["value"], known["mask"]
+            stored["key"][:, :, rows], stored["value"][:, :, rows] = key, value
+            key, value, attn_mask = stored["key"], stored["value"], stored["mask"]
         return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **kwargs)
 
     def inside(module, args, kwargs):
@@ -219,9 +219,9 @@ def by_hooks(name, num_patches):
     def outside(module, args, output):
         now["block"] = False
 
-    for module_name, place, dim in cuts.given:
+    for module_name, index, dim in cuts.outputs:
         model.get_submodule(module_name).register_forward_hook(
-            lambda module, args, output, place=place, dim=dim: cut_output(module, args, output, place, dim)
+            lambda module, args, output, index=index, dim=dim: cut_output(module, args, output, index, dim)
         )
     if cuts.first:
         model.get_submodule(cuts.first).register_forward_pre_hook(cut_first, with_kwargs=True)
@@ -243,8 +243,8 @@ def by_hooks(name, num_patches):
         for patch in patches:
             each = now["total"] // entries
             now.update(number=0, block=False, image=torch.arange(patch[0] * each, (patch[-1] + 1) * each))
-            (found,) = forward(hidden_states, **rest)
-            noise.append(found.index_select(cuts.dim, patch))
+            (output,) = forward(hidden_states, **rest)
+            noise.append(output.index_select(cuts.dim, patch))
         return (torch.cat(noise, dim=cuts.dim),)
 
     def named(name, **_):
@@ -273,9 +273,9 @@ def latents_of(pipe, name):
 )
 def test_one_process_equals_patches_by_hooks(name):
     pipe = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
-    found, exact = latents_of(pipe, name), latents_of(PIPELINES[name].build(), name)
-    assert torch.equal(found, by_hooks(name, 2))
-    assert 0 < relative_error(found, exact) < 0.1
+    output, exact = latents_of(pipe, name), latents_of(PIPELINES[name].build(), name)
+    assert torch.equal(output, by_hooks(name, 2))
+    assert 0 < relative_error(output, exact) < 0.1
     assert pipefusion_report(pipe).patched_calls % (STEPS - 1) == 0
     assert torch.equal(latents_of(unparallelize_pipe(pipe), name), exact)
 
@@ -298,7 +298,7 @@ def test_one_process_equals_patches_by_hooks(name):
     ],
 )
 def test_one_patch_is_exact_and_two_are_near(name):
-    """Text joins the image in another order, or in one tensor: rows that are cut wrongly are far off."""
+    """These models join text and image in another order or in one tensor; wrongly cut rows give large errors."""
 
     def of(*fused):
         pipe = PIPELINES[name].build()
@@ -318,11 +318,11 @@ def over_stages(num_patches, size, options):
     shape = (size, dist.get_world_size() // size)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "batch"))
     pipe = flux_pipe(shared_parts=False)
-    found, report = fused(num_patches, pipe=pipe, mesh=mesh, **options)
+    output, report = fused(num_patches, pipe=pipe, mesh=mesh, **options)
     again = run(pipe, **{name: x for name, x in options.items() if name not in ("warmup_steps", "cooldown_steps")})
     unparallelize_pipe(pipe)
     plain = {name: x for name, x in options.items() if name not in ("warmup_steps", "cooldown_steps")}
-    return found, again, report, run(pipe, **plain)
+    return output, again, report, run(pipe, **plain)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patc
     expected, alone = fused(num_patches, **options)
     plain = run(flux_pipe(), **{k: v for k, v in options.items() if k not in ("warmup_steps", "cooldown_steps")})
     total = 0
-    for found, again, report, undone in rank_pool.run(over_stages, size, num_patches, size, options):
-        assert torch.equal(found, expected)
+    for output, again, report, undone in rank_pool.run(over_stages, size, num_patches, size, options):
+        assert torch.equal(output, expected)
         assert torch.equal(again, expected)
         assert torch.equal(undone, plain)
         assert (report.whole_calls, report.patched_calls) == (alone.whole_calls, alone.patched_calls)
         total += report.key_bytes
-    # Own blocks alone: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
+    # Each rank stores its own blocks only: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
     branches = 2 if "negative_prompt" in options else 1
     assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
 
@@ -352,14 +352,14 @@ def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patc
 def model_over_stages(name, num_stages):
     warnings.filterwarnings("ignore", message="In CPU autocast")
     mesh = init_device_mesh("cpu", (num_stages, dist.get_world_size() // num_stages), mesh_dim_names=("pipe", "batch"))
-    found = []
+    outputs = []
     for warmup in (STEPS, 1):
         pipe = PIPELINES[name].build()
         parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(2, warmup_steps=warmup))
-        found.append(latents_of(pipe, name))
+        outputs.append(latents_of(pipe, name))
     report = pipefusion_report(pipe)
     assert torch.equal(latents_of(unparallelize_pipe(pipe), name), latents_of(PIPELINES[name].build(), name))
-    return *found, report
+    return *outputs, report
 
 
 @pytest.mark.parametrize(
@@ -378,24 +378,24 @@ def test_of_other_models_stages_compute_what_one_process_does(rank_pool, name, s
     """On 4 ranks, two share the guidance branches or the samples of a batch."""
     exact = latents_of(PIPELINES[name].build(), name)
     expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)
-    for whole, found, report in rank_pool.run(model_over_stages, size, name, 2):
+    for whole, output, report in rank_pool.run(model_over_stages, size, name, 2):
         assert torch.equal(whole, exact) if size == 2 else relative_error(whole, exact) < 1e-5
-        assert torch.equal(found, expected) if size == 2 else relative_error(found, expected) < 1e-5
+        assert torch.equal(output, expected) if size == 2 else relative_error(output, expected) < 1e-5
         assert report.patched_calls % (STEPS - 1) == 0
         assert report.patched_calls > 0
 
 
 def shared_by_ranks(name, shape):
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses")), []
+    mesh, outputs = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses")), []
     for options in (None, PipeFusion(2, warmup_steps=STEPS), PipeFusion(2)):
         pipe = parallelize_pipe(PIPELINES[name].build(), mesh=mesh, pipefusion=options)
-        found.append(latents_of(pipe, name))
-    return *found, pipefusion_report(pipe)
+        outputs.append(latents_of(pipe, name))
+    return *outputs, pipefusion_report(pipe)
 
 
 class UsersMode(TorchFunctionMode):
-    """Changes nothing, like the mode of ``torch.set_default_device``: attention below it is not seen at the dispatcher
-    alone.
+    """A mode that changes nothing, like that of ``torch.set_default_device``; below it the dispatcher alone does not
+    see attention.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -434,20 +434,20 @@ def test_ranks_of_a_stage_may_share_each_patch(rank_pool, name, shape):
     alone = parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2))
     expected, report = latents_of(alone, name), pipefusion_report(alone)
     keys = 0
-    for exact, whole, found, of_rank in rank_pool.run(shared_by_ranks, shape[0] * shape[1] * shape[2], name, shape):
+    for exact, whole, output, of_rank in rank_pool.run(shared_by_ranks, shape[0] * shape[1] * shape[2], name, shape):
         assert torch.equal(whole, exact)
-        assert relative_error(found, expected) < 1e-5 < relative_error(found, exact)
+        assert relative_error(output, expected) < 1e-5 < relative_error(output, exact)
         assert of_rank.patched_calls == report.patched_calls
         keys += of_rank.key_bytes
-    # Each holds those of all tokens.
+    # Each rank holds the keys of all tokens.
     assert keys == shape[1] * shape[2] * report.key_bytes
 
 
 @pytest.mark.long
 def test_branches_over_ranks_go_with_stages(rank_pool):
     expected, _ = fused(3, **GUIDED)
-    for found, again, report, _ in rank_pool.run(over_stages, 4, 3, 2, GUIDED):
-        assert torch.equal(found, expected)
+    for output, again, report, _ in rank_pool.run(over_stages, 4, 3, 2, GUIDED):
+        assert torch.equal(output, expected)
         assert torch.equal(again, expected)
         assert report.patched_calls == STEPS - 1
 
@@ -458,7 +458,7 @@ FLOW = {
     "use_dynamic_shifting": True,
     "time_shift_type": "exponential",
 }
-# Whether it is of single elements, so that steps overlap.
+# The bool says whether the scheduler works on single elements, so that steps overlap.
 SCHEDULERS = {
     "stochastic Euler": (lambda: FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), True),
     "DPM++ 2M": (lambda: DPMSolverMultistepScheduler(**FLOW), True),
@@ -482,37 +482,37 @@ def with_scheduler(name):
     "name", ["DPM++ 2M", *[pytest.param(name, marks=pytest.mark.long) for name in ("stochastic Euler", "UniPC")]]
 )
 def test_other_schedulers_step_on_patches(rank_pool, name):
-    for alone, found, overlapping in rank_pool.run(with_scheduler, 2, name):
-        assert torch.equal(alone, found)
+    for alone, output, overlapping in rank_pool.run(with_scheduler, 2, name):
+        assert torch.equal(alone, output)
         assert bool(alone.isfinite().all())
-        # The first call behind a whole one has all of its tokens.
+        # The first call after a whole one has all of its tokens.
         assert overlapping == (STEPS - 2 if SCHEDULERS[name][1] else 0)
 
 
 def seen_by_a_callback():
-    seen = []
+    norms = []
 
-    def look(pipe, step, time, given):
-        # On one rank alone: nobody else has to take part.
+    def look(pipe, step, time, tensors):
+        # Reading latents on one rank needs no call on the others.
         if dist.get_rank() == 0:
-            seen.append(given["latents"].norm().item())
+            norms.append(tensors["latents"].norm().item())
         return {}
 
     pipe = flux_pipe(shared_parts=False)
     mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    found, _ = fused(4, pipe=pipe, mesh=mesh, callback_on_step_end=look)
-    return found, seen
+    output, _ = fused(4, pipe=pipe, mesh=mesh, callback_on_step_end=look)
+    return output, norms
 
 
 def test_a_callback_may_look_at_latents_on_one_rank(rank_pool):
     expected, _ = fused(4)
     outs = rank_pool.run(seen_by_a_callback, 2)
-    assert all(torch.equal(found, expected) for found, _ in outs)
+    assert all(torch.equal(output, expected) for output, _ in outs)
     assert len(outs[0][1]) == STEPS
 
 
 def raises_between():
-    """A generation that ends by an exception on one rank; the ranks begin another, after the time-out."""
+    """Let an exception on one rank end a generation; all ranks begin another one after the time-out."""
     pipe = flux_pipe(shared_parts=False)
     mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(4), timeout=3)
@@ -544,26 +544,26 @@ def test_patched_modules_run_per_patch():
     rows, computed = patch_runs(5, 2), []
     whole = torch.full((1, 5, 2), torch.nan)
     arrival, tokens = Arrival(whole.clone(), rows), torch.randn(1, 5, 2)
-    for place, (begin, length) in enumerate(rows):
+    for index, (begin, length) in enumerate(rows):
 
-        def get(place=place, begin=begin, length=length):
-            computed.append(place)
+        def get(index=index, begin=begin, length=length):
+            computed.append(index)
             return tokens[:, begin : begin + length]
 
         arrival.add(get)
     noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device), LiveDeferred())
     latents = torch.ones(1, 5, 2)
-    made = (latents + 0.5 * noise).to(torch.float64)
+    stepped = (latents + 0.5 * noise).to(torch.float64)
     latents.zero_()
-    assert isinstance(made, Patched)
-    first = made.source.up_to(0)
+    assert isinstance(stepped, Patched)
+    first = stepped.source.up_to(0)
     assert computed == [0]
     assert torch.equal(first[:, :3], (1 + 0.5 * tokens[:, :3]).double())
     assert bool(first[:, 3:].isnan().all())
-    # Not of single elements: all are waited for.
+    # A sum is not a function of single elements, so it waits for all patches.
     assert not isinstance(noise.sum(), Patched)
     assert computed == [0, 1]
-    assert torch.equal(torch.stack([made, made])[1], (1 + 0.5 * tokens).double())
+    assert torch.equal(torch.stack([stepped, stepped])[1], (1 + 0.5 * tokens).double())
     assert noise.equal(tokens)
 
 
@@ -583,8 +583,8 @@ def test_options_that_mean_nothing_are_errors(options, error, message):
 def test_with_few_steps_it_is_off_and_says_so():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
     with pytest.warns(UserWarning, match=r"PipeFusion .*FluxPipeline.* 8 steps"):
-        found = pipe(**flux_call(num_inference_steps=4))[0]
-    assert torch.equal(found, flux_pipe()(**flux_call(num_inference_steps=4))[0])
+        output = pipe(**flux_call(num_inference_steps=4))[0]
+    assert torch.equal(output, flux_pipe()(**flux_call(num_inference_steps=4))[0])
 
 
 def test_what_it_does_not_go_with_is_refused():

@@ -23,8 +23,8 @@ PATCHES = {"qwen-image": 4}
 # Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
 @torch._dynamo.config.patch(recompile_limit=32)
 def eager_and_compiled(name, order=("apply", "compile"), shape=None):
-    """Patches by eager blocks; by compiled ones, twice; how many graphs there were after each; the undone pipe beside a
-    plain one.
+    """Return the output of eager blocks, two outputs of compiled ones, the number of graphs after each, and the outputs
+    of the undone and of a plain pipe.
     """
     torch._dynamo.reset()
     mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "ring", "ulysses"))
@@ -35,20 +35,20 @@ def eager_and_compiled(name, order=("apply", "compile"), shape=None):
         if step == "apply":
             parallelize_pipe(pipe, **options)
         else:
-            # As compile_repeated_blocks, which CogVideoX and Mochi do not have.
+            # This is what compile_repeated_blocks does, which CogVideoX and Mochi do not have.
             for block in blocks_of(pipe.transformer):
                 block.compile(backend=counter, fullgraph=True)
-    found, graphs = [], []
+    outputs, graphs = [], []
     for _ in range(2):
-        found.append(generate(pipe, name, num_inference_steps=STEPS))
+        outputs.append(generate(pipe, name, num_inference_steps=STEPS))
         graphs.append(counter.frame_count)
     assert pipefusion_report(pipe).patched_calls > 0
     undone = [generate(each, name) for each in (unparallelize_pipe(pipe), make(name))]
-    return expected, found, graphs, undone
+    return expected, outputs, graphs, undone
 
 
-def check(expected, found, graphs, undone):
-    assert all(torch.equal(each, expected) for each in found)
+def check(expected, outputs, graphs, undone):
+    assert all(torch.equal(each, expected) for each in outputs)
     assert graphs[0] == graphs[1] > 0
     assert torch.equal(*undone)
 
@@ -92,8 +92,8 @@ def compiled_with_few_graphs(name, num_patches, limit):
 # FLUX has three forms: all tokens; a patch with text, and one without.
 @pytest.mark.long
 def test_shared_patches_need_one_graph_per_form(rank_pool):
-    for expected, found in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
-        assert torch.equal(expected, found)
+    for expected, output in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):
+        assert torch.equal(expected, output)
 
 
 @pytest.mark.parametrize("way", ["in place", "in its place", "forward"])

@@ -52,13 +52,13 @@ def test_the_slowest_stage_costs_the_least_that_is_possible(costs, num_stages):
         with pytest.raises(ValueError, match=rf"{len(costs)} blocks, .*{num_stages} stages.*max_pipe_dim_size"):
             balanced(costs, num_stages)
         return
-    found = balanced(costs, num_stages)
-    assert [index for own in found for index in own] == list(range(len(costs)))
-    assert all(found)
+    stages = balanced(costs, num_stages)
+    assert [index for own in stages for index in own] == list(range(len(costs)))
+    assert all(stages)
     places = itertools.combinations(range(1, len(costs)), num_stages - 1)
     ways = [[0, *inner, len(costs)] for inner in places]
     least = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(way)) for way in ways)
-    assert max(sum(costs[index] for index in own) for own in found) == least
+    assert max(sum(costs[index] for index in own) for own in stages) == least
 
 
 def test_flux_double_block_costs_as_much_as_single():
@@ -66,7 +66,7 @@ def test_flux_double_block_costs_as_much_as_single():
     double, single = transformer.transformer_blocks[0], transformer.single_transformer_blocks[0]
     assert held(double) > 2 * held(single)
     assert 0.8 < cost_of(double) / cost_of(single) < 1.25
-    assert [one.block for one in stack_of(transformer)] == [
+    assert [item.block for item in stack_of(transformer)] == [
         *transformer.transformer_blocks,
         *transformer.single_transformer_blocks,
     ]
@@ -105,7 +105,7 @@ def in_stages(names, shape, cache=False):
     """Return, for each model, whether the bits equal those without stages, and which share of the weights this rank
     holds.
     """
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=DIMS), {}
+    mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=DIMS), {}
     for name in names:
         transformer, whole = build(name), build(name)
         if mesh["batch", "ring", "ulysses"].size() > 1:
@@ -116,18 +116,18 @@ def in_stages(names, shape, cache=False):
         own = stages_of(transformer).own
         assert all(
             x.is_meta != (index in own)
-            for index, one in enumerate(stack_of(transformer))
-            for x in one.block.parameters()
+            for index, item in enumerate(stack_of(transformer))
+            for x in item.block.parameters()
         )
-        found[name] = all(map(torch.equal, *outs)), held(transformer) / everything
-    return found
+        results[name] = all(map(torch.equal, *outs)), held(transformer) / everything
+    return results
 
 
 def check(rank_pool, names, shape, **options):
     everything = rank_pool.run(in_stages, torch.Size(shape).numel(), names, shape, **options)
-    for found in everything:
-        assert all(equal for equal, _ in found.values()), found
-        assert all(share < 0.9 for _, share in found.values()), found
+    for results in everything:
+        assert all(equal for equal, _ in results.values()), results
+        assert all(share < 0.9 for _, share in results.values()), results
 
 
 def test_two_stages_give_the_same_bits(rank_pool):
@@ -179,16 +179,16 @@ def whole_pipelines(name, shape):
     expected.append(generate(pipe, name, num_inference_steps=steps))
     pipe = parallelize_pipe(make(name), mesh=mesh)
     state = {part: x.shape for part, x in pipe.transformer.state_dict().items()}
-    found = [generate(pipe, name, num_inference_steps=steps)]
+    outputs = [generate(pipe, name, num_inference_steps=steps)]
     apply_cache_on_pipe(pipe, residual_diff_threshold=2.0, max_consecutive_hits=1)
-    found.append(generate(pipe, name, num_inference_steps=steps))
+    outputs.append(generate(pipe, name, num_inference_steps=steps))
     hits = [row.hit for row in cache_report(pipe).rows]
     classes = {type(block) for block in make(name).transformer.modules()}
     unparallelize_pipe(pipe)
     assert {part: x.shape for part, x in pipe.transformer.state_dict().items()} == state
     assert all(map(torch.equal, pipe.transformer.state_dict().values(), make(name).transformer.state_dict().values()))
     assert {type(block) for block in pipe.transformer.modules()} == classes
-    return expected, found, hits
+    return expected, outputs, hits
 
 
 # Wan has branches over `batch`; HunyuanVideo refines its text before the blocks.
@@ -204,8 +204,8 @@ def whole_pipelines(name, shape):
     ],
 )
 def test_staged_pipelines_are_bit_exact_and_restored(rank_pool, name, shape):
-    for expected, found, hits in rank_pool.run(whole_pipelines, torch.Size(shape).numel(), name, shape):
-        assert all(map(torch.equal, expected, found))
+    for expected, outputs, hits in rank_pool.run(whole_pipelines, torch.Size(shape).numel(), name, shape):
+        assert all(map(torch.equal, expected, outputs))
         assert any(hits)
 
 
@@ -214,23 +214,23 @@ def compiled_blocks():
     parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
     for each in (transformer, whole):
         each.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    found = call(transformer, "flux"), call(whole, "flux")
+    outputs = call(transformer, "flux"), call(whole, "flux")
     with pytest.raises(RuntimeError, match=r"compiled .*stage"):
         call(torch.compile(transformer, backend="aot_eager", fullgraph=True), "flux")
-    return found
+    return outputs
 
 
 @pytest.mark.long
 def test_staged_blocks_compile_and_whole_does_not(rank_pool):
-    for found in rank_pool.run(compiled_blocks, 2):
-        assert torch.equal(*found)
+    for outputs in rank_pool.run(compiled_blocks, 2):
+        assert torch.equal(*outputs)
 
 
 # -- what goes wrong
 
 
 class Broken(RuntimeError):
-    """The error of a block."""
+    """The error that a block raises."""
 
 
 def one_stage_raises():
@@ -280,8 +280,8 @@ def test_a_stage_that_dies_ends_the_others(tmp_path):
     script, root = tmp_path / "dies.py", str(Path(__file__).parents[2])
     script.write_text(DIES)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {**os.environ, **place, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {**os.environ, **address, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     ranks = [
         subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env={**environment, "RANK": str(rank)})
         for rank in range(2)

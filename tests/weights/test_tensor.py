@@ -34,7 +34,7 @@ from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.transformers.registry import MODELS
 
-# As many heads as four ranks can share.
+# Four ranks can share these heads.
 HEADS = {"num_attention_heads": 4}
 CONFIGS = {
     "flux": {},
@@ -42,7 +42,7 @@ CONFIGS = {
     "qwen-image": {},
     "qwen-image, masked": {},
     "wan": {},
-    # Tokens of an image have keys of their own.
+    # Image tokens have their own key projection.
     "wan, image context": {},
     "hunyuan": {},
     "hunyuan, image by token replacement": {},
@@ -50,9 +50,9 @@ CONFIGS = {
     "z-image": {},
     "cogvideox, rotary": {},
     "mochi": {},
-    # Its blocks are those of another model of this list.
+    # Another model of this list has the same blocks.
     "wan vace": {},
-    # As wide as its faces.
+    # The width must be that of the face tokens.
     "wan animate": {"num_attention_heads": 2, "attention_head_dim": 18},
     "skyreels v2": {},
     "skyreels v2, causal": {},
@@ -64,10 +64,10 @@ CONFIGS = {
     "qwen-image 2.1": {},
     "chroma": {},
     "longcat-image": {},
-    # As wide as what a ControlNet gives.
+    # The width must be that of the ControlNet's residuals.
     "bria": {"num_attention_heads": 6, "attention_head_dim": 8, "axes_dims_rope": (2, 2, 4)},
     "bria fibo": {},
-    # A gate beside the hidden units, which blocks count themselves.
+    # The hidden units share a projection with a gate, and the blocks store their number.
     "ovis": {},
 }
 SIZES = [(3, 6, 10), (1, 6, 6)]
@@ -118,7 +118,7 @@ def over(name, shape):
 def check(rank_pool, name, shape):
     for rank, (outs, share) in enumerate(rank_pool.run(over, torch.Size(shape).numel(), name, shape)):
         for size, out, alone in zip(SIZES, outs, computed_alone(name), strict=True):
-            errors = [relative_error(one, other) for one, other in zip(out, alone, strict=True)]
+            errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
             assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
         # Modulations and what is outside of the blocks are replicated, and are most of so small a model. HunyuanVideo
         # 1.5 embeds a second text by 2,048 channels, whatever its size.
@@ -154,7 +154,7 @@ def test_heads_and_tokens_are_shared_by_four_ranks(rank_pool, name, shape):
 
 
 def shard_by_diffusers(transformer, tensor):
-    # There is no accelerator here, and diffusers takes nothing else.
+    # diffusers shards on accelerators only, and the tests run on CPUs.
     with (
         mock.patch.object(tensor_parallel, "_SUPPORTED_TP_DEVICES", ("cpu",)),
         mock.patch.object(torch.accelerator, "device_count", return_value=4),
@@ -163,7 +163,7 @@ def shard_by_diffusers(transformer, tensor):
 
 
 def generate_over(how):
-    """A pipeline on two tensor ranks, by our plan or by diffusers' own sharding, with a cache behind it."""
+    """Generate on two tensor ranks, by para_core's plan or by diffusers' sharding; then again with a cache."""
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     pipe = make("flux")
     alone = generate(pipe, "flux", num_inference_steps=4)
@@ -198,7 +198,7 @@ def test_heads_are_sharded_by_either_plan(rank_pool, cached_alone, how):
 
 
 def generate_on_four(dim):
-    """Heads over two ranks by diffusers, times tokens over two."""
+    """Generate with heads over two ranks by diffusers, times tokens over two ranks."""
     mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": 2}, max_tensor_dim_size=2)
     assert mesh[dim].size() == mesh["tensor"].size() == 2
     pipe = make("flux")
@@ -278,7 +278,7 @@ def test_fsdp_is_refused_on_mesh_with_tensor_ranks(tmp_path):
         for refused in (
             lambda: parallelize_pipe(pipe, mesh=mesh, weights="fsdp"),
             lambda: shard_weights(pipe, mesh),
-            # Nothing is there to be loaded.
+            # The folder is empty, so the refusal comes before loading.
             lambda: from_pretrained_sharded(FluxPipeline, tmp_path, mesh=mesh, weights="fsdp"),
         ):
             with pytest.raises(ValueError, match=message):
