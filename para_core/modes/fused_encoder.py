@@ -1,11 +1,11 @@
-"""Disable torch's fused encoder kernels in this process while any thread is inside a mode.
+"""Disable torch's fused kernels of transformer encoder layers in this process while any thread is inside a mode.
 
-In eager code torch does not use these kernels while a mode is on. Graphs that Dynamo traces do use them, and no mode
-sees these calls. The kernels are therefore disabled while a mode is entered, in eager code or in a graph that is being
-traced.
+In eager code torch itself does not use these kernels inside a mode. Graphs that Dynamo traces do use them, and modes do
+not see the calls. The kernels are therefore disabled as long as a mode is active, in eager code or in a graph that is
+being traced.
 
-The switch (``torch.backends.mha``) belongs to the process, so the modes that need it off are counted per process: the
-first one saves the state of the switch, and the last one restores it.
+The switch (``torch.backends.mha``) belongs to the process, so the active modes are counted per process: the first mode
+saves the state of the switch, and the last mode restores this state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from para_core.torch_internals import CompileContext, TraceId
 
 class _Holder(NamedTuple):
     thread: int
-    trace: TraceId | None  # The current Dynamo trace and its attempt; None in eager code.
+    trace: TraceId | None  # The Dynamo trace that disabled the kernels; None in eager code. Each restart has a new id.
 
 
 class _CountedSwitch:
@@ -47,7 +47,8 @@ class _CountedSwitch:
             if not self._holders:
                 return
             self._drop_stale(own)
-            # A graph that gathers without sharding calls restore() without disable(). Unary + drops its negative count.
+            # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter
+            # drops counts that are not positive.
             self._holders[own] -= 1
             self._holders = +self._holders
             if not self._holders:
@@ -57,8 +58,8 @@ class _CountedSwitch:
         """Remove the holders (callers of :meth:`disable`) that belong to traces that Dynamo has aborted.
 
         If Dynamo stops a trace, because of an error or to restart it, the trace never calls :meth:`restore`. Dynamo
-        traces in one thread at a time. During a trace, the holders of all other traces are therefore stale; in eager
-        code, the holders of all traces in this thread are.
+        traces in one thread at a time. During a trace, the holders of all other traces are therefore removed; in eager
+        code, the holders of all traces in this thread are removed.
         """
         for holder in list(self._holders):
             if holder.trace not in (None, own.trace) and (own.trace is not None or holder.thread == own.thread):
@@ -69,7 +70,7 @@ def _this_holder() -> _Holder:
     return _Holder(threading.get_ident(), CompileContext.current_trace_id())
 
 
-# One instance for the process, like the switch itself.
+# There is one counter for the process, because ``torch.backends.mha`` is one switch for the process.
 _SWITCH = _CountedSwitch()
 
 
@@ -81,13 +82,13 @@ def disable() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
-    """Undo one call of :func:`disable`. Undoing the last one, from any thread, restores the original state."""
+    """Undo one call of :func:`disable`. Once the calls of all threads are undone, the original state is restored."""
     _SWITCH.restore()
 
 
 @contextmanager
 def disabled_if(needed: bool) -> Iterator[None]:
-    """Disable torch's fused encoder kernels in the ``with`` block if ``needed``."""
+    """Return a context in which torch's fused encoder kernels are disabled if ``needed`` is True."""
     if needed:
         disable()
     try:

@@ -3,14 +3,14 @@
 A mode knows the sequences that were sharded through it or declared replicated. A tensor holds one of these n sequences,
 or a concatenation of some of them in the order in which they became known: 2 ** n - 1 candidates.
 
-**Ambiguity.** Two candidates conflict if they have equal lengths on some rank but not on all ranks, or different
-totals. If the candidate that fits on this rank conflicts with another one, that is an error. The test covers all ranks,
-so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths on every rank
-differ only in their order, which matters for a mask and for ``is_causal``.
+**Ambiguity.** Two candidates conflict if their lengths are equal on some rank, but differ on another rank or in total.
+If the candidate that fits on this rank conflicts with another candidate, ValueError is raised. The lengths on all ranks
+are compared, so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths
+on every rank and equal totals differ only in their order, which matters for a mask and for ``is_causal``.
 
-**Cost.** For each k, an integer stores as bits which sums the first k lengths can have. It is computed with one shift.
-The search then only follows choices that have the wanted sum, with n steps for each choice. All these choices are
-compared on every rank; usually there is only one.
+**Cost.** The sums that choices among the first k lengths can have are the bits of one integer, computed from that of
+k - 1 with one shift. The search then only follows choices that have the wanted sum, with n steps for each choice.
+Usually only one choice has the wanted sum.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from itertools import accumulate, chain, islice
 
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 
-# Maximum number of candidates with the same length that are compared. If there are more, the call is an error.
+# Maximum number of candidates that are compared because they have the same length on a rank. With more candidates
+# ValueError is raised.
 _MAX_COMPARED = 4096
-# Maximum number of sequences whose concatenations are all compared if lengths are symbolic.
+# Maximum number of sequences whose 2 ** n - 1 concatenations are all listed, for symbolic lengths or for a BlockMask.
 _MAX_SYMBOLIC = 8
-# Maximum number of sequences whose concatenations are all listed in an error.
+# Maximum number of sequences whose concatenations are all listed in an error message.
 _MAX_LISTED = 3
 
 
@@ -33,17 +34,19 @@ _MAX_LISTED = 3
 def sequence_of_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Return the segment, or the concatenation of segments, of which ``rank`` holds ``held`` tokens.
+    """Return the layout of the segment, or of the concatenation of segments, of which ``rank`` holds ``held`` tokens.
 
     Args:
         held: Number of tokens on ``rank``.
-        segments: The known segments in the order in which they became known; at least one.
+        segments: The segments that were sharded through the mode or declared replicated, in the order of these calls;
+            at least one.
         kind: The name of the tensor in error messages.
-        ordered: Whether the call depends on the positions of tokens in the sequence.
+        ordered: Whether the result of attention depends on the order of tokens, as with a mask or ``is_causal``.
 
     Raises:
-        ValueError: No candidate has this length, or several have it on some rank, or the call depends on the order of
-            the segments and the order is unknown.
+        ValueError: No segment or concatenation has this length on ``rank``; or the first that has this length conflicts
+            with another (see the module); or the order of the segments is unknown and matters. It always matters in a
+            concatenation with a replicated segment.
     """
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:
@@ -58,8 +61,8 @@ def sequence_of_symbolic_length(
     """Return the result of :func:`sequence_of_length` for symbolic lengths, which can be compared but not hashed.
 
     Raises:
-        ValueError: For the reasons of :func:`sequence_of_length`, or because there are more than 8 segments: then all
-            their concatenations are too many to compare.
+        ValueError: For the reasons of :func:`sequence_of_length`, or because there are more than 8 segments, which have
+            too many concatenations to compare all of them.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -75,11 +78,13 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of the known segment with ``total`` tokens; equal parts if no segment has this length.
+    """Return the layout of the segment that has ``total`` tokens over all ranks.
+
+    If neither a segment nor a concatenation of segments has ``total`` tokens, return a layout of equal parts.
 
     Raises:
-        ValueError: Several segments have ``total`` tokens; or a concatenation of segments has, so that their order is
-            unknown; or there are more than 8 segments, whose concatenations are too many to compare.
+        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has, whose order is
+            unknown; or there are more than 8 segments, which have too many concatenations to compare all of them.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -103,7 +108,7 @@ def _checked(
 ) -> SequenceLayout:
     for other in others:
         same_length = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
-        # Equal lengths on every rank do not imply equal totals, because a total counts replicated tokens only once.
+        # Compare totals too: they may differ if all lengths are equal, because a total counts replicated tokens once.
         if any(same_length) and not (all(same_length) and fitting.total == other.total):
             raise ValueError(
                 f"{kind} has {held} tokens on this rank, and a sequence of {fitting.total} or of {other.total} would "
@@ -121,7 +126,8 @@ def _checked(
     return fitting
 
 
-# Messages are formatted only when an error is raised: formatting a symbolic length makes it a constant of the graph.
+# Messages are formatted in functions of their own, only when an error is raised, because formatting a symbolic length
+# makes this length a constant of the graph.
 
 
 def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
@@ -143,7 +149,7 @@ def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: in
 
 
 def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceLayout]:
-    """Return the layouts of all candidates: of each nonempty choice of segments, concatenated in the given order."""
+    """Return the layout of each nonempty choice of ``segments``, concatenated in the given order."""
     chosen: list[tuple[Segment, ...]] = [()]
     for segment in segments:
         chosen = chosen + [(*before, segment) for before in chosen]
@@ -153,23 +159,26 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 def _rivals(
     fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
-    """Yield the other candidates that have the same length as ``fitting`` on some rank.
+    """Yield the layout of each other choice of ``segments`` that has the same length as ``fitting`` on some rank.
+
+    A layout may be yielded several times.
 
     Args:
-        fitting: The layout of the candidate that fits on this rank.
-        fitting_choice: The indices of its segments in ``segments``.
-        ordered: Whether candidates with the same length on every rank are yielded too.
+        fitting: The layout that fits the tensor on this rank.
+        fitting_choice: The indices in ``segments`` of the segments of ``fitting``.
+        ordered: Whether the order of tokens matters. If False, nothing is yielded if all ranks hold equal lengths and
+            no segment is replicated, because choices cannot conflict then.
         kind: The name of the tensor in error messages.
 
     Raises:
-        ValueError: There are more than 4096 of them.
+        ValueError: There are more than 4096 such choices.
     """
-    # Ranks on which all segments have the same lengths give the same candidates, so one such rank is enough.
+    # Ranks that hold the same lengths of all segments have the same candidates. Keep one rank for each set of lengths.
     columns = {
         tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
     }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
-        return  # All ranks hold equally long parts, so layouts that fit on this rank fit on every rank.
+        return  # All ranks hold equally long parts, so layouts with equal lengths on one rank have them on every rank.
     choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != fitting_choice:
@@ -182,15 +191,15 @@ def _rivals(
 
 
 def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield each nonempty choice of ``sizes`` with the sum ``total``, as a tuple of ascending indices.
+    """Yield each nonempty subset of ``sizes`` with the sum ``total``, as a tuple of ascending indices.
 
-    Choices without the last size come first.
+    Subsets without the last size come first.
     """
     up_to = (1 << total + 1) - 1
-    # Bit i of sums[k] is set if a choice among the first k sizes sums to i.
+    # Bit i of sums[k] is set if a subset of the first k sizes has the sum i.
     sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
-    # Stack of partial choices: (number of leading sizes not yet decided, sum that these must give, chosen indices of
-    # the other sizes).
+    # A stack of partly chosen subsets: (number k of leading sizes that are still undecided, the sum that must be chosen
+    # among the first k sizes, the chosen indices from k on).
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
     while open_:
         first, left, chosen = open_.pop()

@@ -50,7 +50,7 @@ RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activat
 
 
 def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` without telling other ranks. Under a plan they have equal arguments and raise it themselves."""
+    """Raise ``error`` without an exchange between ranks. Under a plan all ranks get equal arguments, so all raise."""
     raise error
 
 
@@ -69,15 +69,15 @@ def intercept(
 
     Args:
         mode: The mode that received the call.
-        handler: Computes SDPA calls.
+        handler: A function that computes an SDPA call.
         ranks: Number of ranks, for error messages.
         func: The function that was called.
         args: The positional arguments of the call.
         kwargs: The keyword arguments of the call.
-        flex: Computes a call of the operator of ``flex_attention``; it is called with the operator, ``args`` and
-            ``kwargs``. If None, such a call raises RuntimeError.
-        fail: A function that raises its argument, used for invalid arguments of an attention call. The one of a user's
-            mode makes all ranks raise.
+        flex: A function ``(operator, args, kwargs)`` that computes a call of the operator of ``flex_attention``. If
+            None, such a call raises RuntimeError.
+        fail: A function that raises the exception it gets, for attention operators of other packages that cannot be
+            computed. A mode that a user enters passes a function that makes all ranks raise.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
@@ -129,7 +129,7 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
 
 
 class Disabled(TorchFunctionMode):
-    """A mode that hides attention calls from outer modes, by calling operators that these modes do not intercept."""
+    """A mode that hides attention calls from outer modes and from the dispatcher, so they run on this rank alone."""
 
     def __enter__(self) -> Disabled:
         self._guard = None
@@ -152,8 +152,8 @@ class Disabled(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
-        # Hide these calls too: an outer mode would bind a checkpoint to itself (set_grad_enabled shows it one), or
-        # report a softmax as attention that it could not intercept.
+        # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding checkpoint to
+        # itself, and it would report a softmax as attention that was computed by hand.
         hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or is_softmax(func)
@@ -208,34 +208,35 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, called in a branch of a higher-order operator. ``function`` may enter modes."""
+    """Return ``function(*args)``, in a branch of a higher-order operator, and allow ``function`` to enter modes."""
     # Dynamo would refuse a branch that enters a mode: it counts a change of the mode stack as a side effect, even if
     # the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 
-# The rest of this file intercepts at the dispatcher, for eager code without gradients. A mode is called for every torch
-# function: an empty mode around FLUX's transformer adds a third to its host time. A dispatch key that no other kernel
-# uses intercepts only the registered operators, and only in threads that include the key. All other operators fall
-# through it at no cost.
+# The rest of this file intercepts attention at the dispatcher, for eager code without gradients. This is faster than a
+# mode, which torch calls for every torch function: even an empty mode adds a third to the host time of FLUX's
+# transformer. A dispatch key that no other kernel uses intercepts only the operators that are registered for the key,
+# and only in threads that include the key. All other operators skip the key at no cost.
 
 
 class ThreadState(threading.local):
-    """The handlers of SDPA calls in this thread, and their ``is_active`` functions, the innermost last."""
+    """The arguments of all :func:`at_the_dispatcher` contexts that this thread has entered, the innermost last."""
 
     def __init__(self) -> None:
         self.handlers: list[SdpaHandler] = []
         self.is_active: list[Callable[[], bool]] = []
 
 
-# Public because modes check it before each SDPA call.
+# The name is public, because UnifiedAttnMode looks for handlers before each SDPA call.
 THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
     """Return the output of ``call``, computed by the handler of the enclosing :func:`at_the_dispatcher` context.
 
-    To be called by the handler of the innermost context. If that is the only one, the call runs on one device.
+    Only the handler of the innermost context may call this function. Without an enclosing context, the call runs on one
+    device.
     """
     handlers = THREAD_STATE.handlers
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
@@ -246,7 +247,7 @@ def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
-    # Ask for the tracing context too, because in torch 2.11 is_compiling() is False while a backend traces.
+    # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         # Interception cannot be traced here: the cache key of a graph does not include this dispatch key, so a graph
         # that was cached on a single rank could be reused.
@@ -260,7 +261,11 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return a dispatcher kernel for an attention operator of another package. It computes over the mesh, or raises."""
+    """Return a dispatcher kernel for an attention operator of another package.
+
+    The kernel runs FlashAttention over the mesh and raises RuntimeError for any other operator. It runs the original
+    operator if ``is_active()`` of the innermost context is False.
+    """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
@@ -274,7 +279,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
     return dispatched
 
 
-# The kernels are registered at the first use of the key, not by importing this module.
+# The kernels are registered when the key is first used, so importing this module does not change torch.
 _DISPATCH_KEY = SpareDispatchKey(
     "TESTING_ONLY_GenericMode",
     {
@@ -293,13 +298,14 @@ def dispatcher_is_available() -> bool:
 def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
-    Attention operators of other packages are computed by ``handler`` too, or raise. Use a mode instead for traced code
-    and for calls that require a gradient, because autograd runs the backward outside of this context.
+    ``handler`` also computes FlashAttention operators. Other attention operators of other packages raise RuntimeError.
+    Use a mode instead for traced code and for calls that require a gradient, because autograd runs the backward outside
+    of this context.
 
     Args:
-        handler: Computes SDPA calls.
-        is_active: A function that tells at the time of a call whether attention operators of other packages are
-            intercepted. SDPA calls always reach ``handler``.
+        handler: A function that computes an SDPA call.
+        is_active: A function that is called at each attention operator of another package, and returns whether to
+            intercept the operator. SDPA calls always reach ``handler``.
 
     Raises:
         RuntimeError: :func:`dispatcher_is_available` is False.

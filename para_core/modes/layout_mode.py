@@ -1,4 +1,4 @@
-"""The base class of modes that choose a layout for each tensor: explicit, of a sharded sequence, or equal parts."""
+"""The base class of the attention modes: it determines which tokens of queries, keys and masks each rank holds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
-# The explicit layouts of queries and of keys. None for the keys means that they have the layout of the queries.
+# The layouts of queries and of keys that the user passed. None means that the keys have the layout of the queries.
 ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
 
 
 class LayoutMode(ShardingMode):
     """A mode that knows which rank holds which tokens of queries, keys and masks.
 
-    An explicit layout takes precedence over the sequences sharded through the mode. Without either, ranks hold equal
-    parts.
+    An explicit layout, which the user passes to the mode, takes precedence over the layouts of the sequences that were
+    sharded through the mode. Without either, all ranks are assumed to hold equal parts.
 
     Args:
         layout, key_layout: The explicit layouts of queries and keys; see :class:`UnifiedAttnMode`.
@@ -76,16 +76,18 @@ class LayoutMode(ShardingMode):
             x (`Tensor` or `BlockMask`): A tensor of any shape and length, or a flex attention mask over all tokens.
             dim (`int`, *optional*): The dim to shard. Required for a tensor; not allowed for a mask.
             sequence (:class:`SequenceLayout`, *optional*): The layout from :meth:`sequence`; for a mask, the layout of
-                its queries. Defaults to equal parts of the length of ``x``; for a mask, to the sharded sequence of its
-                length. Required for a tensor inside a compiled function.
+                its queries. Defaults to equal parts of a tensor. For a mask it defaults to the explicit layout of the
+                mode, or else to that of the sharded sequence with this number of tokens. Required for a tensor inside a
+                compiled function.
             key_sequence (:class:`SequenceLayout`, *optional*): The layout of the keys of a mask. Defaults to
-                ``sequence`` if the mask has as many keys as queries. Not allowed for a tensor.
+                ``sequence`` if that is passed and the mask has as many keys as queries; otherwise the default is found
+                as for ``sequence``. Not allowed for a tensor.
             balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed for a mask, which follows the layout of
                 the tokens that were sharded before it.
 
         Raises:
-            ValueError: If the length of ``x`` differs between ranks or from ``sequence``. In eager code all ranks
-                raise.
+            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``.
+                In eager code all ranks raise.
             TypeError: If an argument is missing or not allowed for the type of ``x``.
             RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """
@@ -126,10 +128,10 @@ class LayoutMode(ShardingMode):
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Return the layout of a dim of a mask over all tokens.
+        """Return the layout of the queries or of the keys of a mask over all tokens.
 
-        This is ``sequence`` if it is passed, else the explicit layout, else that of the sharded sequence with ``total``
-        tokens, else equal parts.
+        This is ``sequence`` if it is not None, else the explicit layout of the mode, else the layout of the sharded
+        sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
             return self._checked(sequence)
@@ -158,9 +160,9 @@ class LayoutMode(ShardingMode):
         return x
 
     def local_mask(self, mask: Tensor, *, sequence: SequenceLayout | None = None) -> Tensor:
-        """Gather the columns of an attention mask, so that a mask of this rank's keys covers all keys of the sequence.
+        """Return a mask over all keys of the sequence, gathered from each rank's ``mask`` over its own keys.
 
-        SDPA calls do this automatically for a mask whose length shows that it covers this rank's keys only.
+        This happens automatically in SDPA calls with a mask whose length shows that it covers this rank's keys only.
 
         Args:
             mask (`Tensor`): A mask whose last dim has the keys of this rank.
@@ -219,10 +221,10 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a sequence of which this rank holds ``held`` tokens.
+        """Return the layout of a query or key of which this rank holds ``held`` tokens.
 
-        This is the explicit layout if there is one, else the layout of a sharded sequence. If no sequence was sharded,
-        all ranks are assumed to hold equal parts.
+        This is the explicit layout of the mode if there is one, else the layout of the sharded sequences that fit. If
+        no sequence was sharded, all ranks are assumed to hold equal parts.
 
         Raises:
             ValueError: If ``held`` does not fit the explicit layout or any sharded sequence, or fits several.

@@ -1,11 +1,15 @@
 """Support activation checkpointing inside a mode: a function that the backward recomputes must run under the mode.
 
 The backward runs after the mode has been left, or inside ``Tensor.backward``, where modes are off. A checkpointed
-function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again. No mode sees a call of
-``torch.utils.checkpoint``, which is plain Python, so the function is bound at an operation that follows: with
-``use_reentrant=True`` when the checkpoint enters ``no_grad``, with ``use_reentrant=False`` at an attention call, by the
-hooks on saved tensors. Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables
-of the reentrant checkpoint, an error tells the user to bind the function.
+function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again. Modes do not see the call
+of ``torch.utils.checkpoint``, which is plain Python, so the function is bound at a later call that a mode does see:
+
+- ``use_reentrant=True``: when the checkpoint enters ``no_grad``. The function is found on the Python stack.
+- ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that the
+  checkpoint registered.
+
+Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the reentrant
+checkpoint, an error tells the user to bind the function with ``cp.bound``.
 """
 
 from __future__ import annotations
@@ -23,12 +27,12 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 
-# Maximum number of stack frames between a mode's handler and CheckpointFunction.forward: two of torch.no_grad, and
-# those of outer modes.
+# Maximum number of stack frames that are searched for CheckpointFunction.forward. Between this frame and the mode's
+# handler there are two frames of torch.no_grad, and the frames of other modes.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
-# A function that takes a function and returns a wrapper, which runs it under a mode with the mode's current layouts.
+# The type of ``UnifiedAttnMode.bound``, which returns a wrapper that runs the given function under the mode.
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -38,12 +42,15 @@ def is_in_backward() -> bool:
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
-    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``, if there is one.
+    """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``.
 
-    Called by a mode whenever gradients are being disabled.
+    A mode calls this whenever gradients are being disabled. If no checkpoint is doing so, nothing happens.
+
+    Args:
+        bind: Binds a function to the mode.
 
     Raises:
-        RuntimeError: The function cannot be replaced.
+        RuntimeError: The checkpoint does not store its function under the expected name, so it cannot be replaced.
     """
     frame, depth = sys._getframe(1), 0
     while frame.f_back is not None and depth < _MOST_FRAMES:
@@ -62,16 +69,17 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    Must be called at every attention call in eager code, also if gradients are disabled, because a checkpoint
-    recomputes such parts of its function too.
+    A mode must call this at every attention call in eager code. This includes calls with gradients disabled, because
+    the backward recomputes the whole function, with these calls.
 
     Args:
-        owner: The mode. A function that is already bound to it is not bound again.
+        owner: The mode. A function that is already bound to this mode is not bound again.
         bind: Binds a function to the mode.
     """
     frame = _frame_of(top_saved_tensors_hooks(True))
     if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
-        # The innermost checkpoint is bound already, and whoever bound it has also bound the outer ones.
+        # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the outer
+        # checkpoints too.
         return
     for hooks in all_saved_tensors_hooks():
         frame = _frame_of(hooks)
@@ -82,7 +90,10 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
 
 def _frame_of(hooks: Any) -> Any:
-    """Return the checkpoint frame that registered ``hooks`` on saved tensors; None if no checkpoint registered them."""
+    """Return torch's ``_CheckpointFrame`` of the checkpoint that registered ``hooks`` on saved tensors.
+
+    Return None if ``hooks`` is None or was not registered by a checkpoint.
+    """
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)

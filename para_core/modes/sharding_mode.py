@@ -17,17 +17,17 @@ from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.sharding import gather_tokens, shard_tokens
 
-# A length stored on a mode: an int while tracing, else the first dim of a tensor without elements. Dynamo treats an int
-# attribute of a mode as a constant and would recompile for every length, but makes sizes of tensors symbolic.
+# The type of a length that is stored on a mode: an int while tracing, otherwise a tensor ``[length, 0]``. Dynamo treats
+# an int attribute of a mode as a constant and would recompile for every length, but it makes tensor sizes symbolic.
 Length = int | Tensor
-# A layout as one tuple per segment: (name, total, replicated, balanced).
+# The type of a layout that is stored on a mode: for each segment a tuple (name, total, replicated, balanced).
 TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
 
 
 class ShardingMode(TorchFunctionMode):
     """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
 
-    Until it is left, it keeps the layouts of the sequences that were sharded through it.
+    The mode keeps the layouts of the sequences that were sharded through it, until it is left.
 
     Args:
         mesh: The ranks over which tensors are sharded.
@@ -40,7 +40,8 @@ class ShardingMode(TorchFunctionMode):
         self._mesh = mesh
         self._assume_equal = assume_equal
         self._depth = 0
-        # The sequences that were sharded through this mode or declared replicated, in call order; emptied on exit.
+        # The sequences that were sharded through this mode or declared replicated, in the order of these calls. The
+        # tuple becomes empty when the mode is left.
         self._known: TraceSafeLayout = ()
         self._gathered = True
 
@@ -67,19 +68,29 @@ class ShardingMode(TorchFunctionMode):
                 self._check_use()
 
     def _begin(self) -> None:
-        """Do nothing. A subclass's override runs when the mode is entered, but not when it is entered inside itself."""
+        """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
 
     def _end(self) -> None:
-        """Do nothing. A subclass's override runs when the outermost context of the mode is left."""
+        """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
 
     def _check_use(self) -> None:
-        """Do nothing. An override runs in eager code when the mode is left without an exception, and may raise."""
+        """Raise or warn if attention was not intercepted. Does nothing unless overridden.
+
+        Called in eager code when the outermost context of the mode is left without an exception.
+        """
 
     def _note_state(self) -> None:
-        """Do nothing. A subclass's override runs in eager code after the known sequences or layouts have changed."""
+        """Adapt to changed layouts. Does nothing unless overridden.
+
+        Called in eager code each time the sequences that were sharded through this mode, or the layouts that the user
+        passed, have been set.
+        """
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Do nothing. A subclass's override runs in eager code with each part ``x`` that :meth:`shard` returns."""
+        """Record that :meth:`shard` along ``dim`` returns ``x``. Does nothing unless overridden.
+
+        Called in eager code, and only on several ranks.
+        """
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
         """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and :meth:`gather`.
@@ -124,8 +135,9 @@ class ShardingMode(TorchFunctionMode):
 
     def _remember(self, segment: Segment) -> None:
         if torch.compiler.is_compiling() and self._depth == 0:
-            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the graph, so shard
-            # and gather do the work of both. The first shard after a gather belongs to a new call of the model.
+            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the graph. The
+            # first shard after a gather, which begins a new call of the model, therefore does the work of __enter__,
+            # and gather does the work of __exit__.
             if self._gathered:
                 self._known = ()
                 self._begin()
@@ -153,8 +165,8 @@ class ShardingMode(TorchFunctionMode):
             balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed together with ``sequence``.
 
         Raises:
-            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``.
-                In eager code all ranks raise.
+            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``;
+                in eager code all ranks raise. Also if ``sequence`` and ``balance`` are both passed.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():
@@ -202,12 +214,13 @@ class ShardingMode(TorchFunctionMode):
         return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``.
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` or :meth:`gather`.
 
-        In eager code the ranks compare it, and all ranks raise if it is invalid on one of them or differs between them.
+        In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is invalid on any
+        rank or differs between ranks, all ranks raise.
 
         Args:
-            whole: Whether ``x`` is the whole tensor. Otherwise it is this rank's part.
+            whole: Whether ``x`` is the whole tensor. Otherwise ``x`` is this rank's part.
         """
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
@@ -254,9 +267,9 @@ def _difference(records: list[Record]) -> str:
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
-    """Convert ``segments`` for storage on a mode, so that Dynamo makes their lengths symbolic.
+    """Convert ``segments`` to tuples to store on a mode, in a form in which Dynamo makes their lengths symbolic.
 
-    :func:`segments_of` is the inverse.
+    :func:`segments_of` converts the result back. ``together`` of a segment is not stored.
     """
     traced = torch.compiler.is_compiling()
     return tuple(

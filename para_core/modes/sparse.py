@@ -27,8 +27,8 @@ class BlockSparseAttnMode(UnifiedAttnMode):
         block_mask (`Tensor`): A bool tensor ``[blocks of queries, blocks of keys]``, used for all heads and samples.
             Its number of blocks must fit the lengths of every attention call under the mode, also on a single rank. Use
             :meth:`disable` for calls with other lengths.
-        block_size (`int` or pair of `int`): Tokens per block, or the pair (tokens of queries, tokens of keys). The last
-            block may be shorter.
+        block_size (`int` or pair of `int`): Number of tokens per block, or a pair of numbers: queries per block, keys
+            per block. The last block may be shorter.
         options (*optional*): The options of :class:`UnifiedAttnMode`.
 
     Raises:
@@ -51,8 +51,8 @@ class SparseKVAttnMode(UnifiedAttnMode):
 
     The criterion is that of SnapKV (Li et al. 2024, arXiv:2404.14469). For each sample and query head:
 
-    1. Observe ``window`` queries: the middles of ``window`` equal parts of the sequence, or all queries if the sequence
-       is not longer than that.
+    1. Observe ``window`` queries: those in the middle of ``window`` equal parts of the sequence. Observe all queries if
+       there are at most ``window``.
     2. Score each key by the sum of its attention weights over the observed queries. The softmax covers all keys that
        the mask and ``is_causal`` allow.
     3. Keep the ``ceil(share * S_k)`` keys with the highest scores. Among equal scores, earlier keys come first.

@@ -47,9 +47,9 @@ class UnifiedAttnMode(LayoutMode):
             keys unless ``key_layout`` is passed.
         key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys. Requires ``layout``.
         assume_equal (`bool`, *optional*, defaults to `False`): Whether to skip the small exchanges between ranks. In
-            eager code, one before each intercepted call, ``shard`` and ``gather`` turns invalid input on one rank into
-            an error on all ranks. On NCCL, another one in this constructor detects ranks that share a GPU. Compiled
-            graphs exchange nothing in either case.
+            eager code, an exchange before each intercepted call, ``shard`` and ``gather`` turns invalid input on one
+            rank into an error on all ranks. On NCCL, another exchange in this constructor detects ranks that share a
+            GPU. Compiled graphs run neither exchange.
         attn_func (`Callable`, *optional*): A function that computes local attention in place of SDPA on several ranks.
             It is called as ``attn_func(query, key, value, attn_mask=, dropout_p=, is_causal=, scale=)`` with tensors
             ``[B, H, S, D]`` and at most one of ``attn_mask`` and ``is_causal``. It returns ``out``, or ``(out, lse)``
@@ -65,7 +65,7 @@ class UnifiedAttnMode(LayoutMode):
               of a ring. ``"alltoall"`` passes them on from neighbour to neighbour. ``"allgather"`` gathers them in one
               collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
               ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
-              It sends fewer bytes from 4 ranks on (:mod:`para_core.attention.attention_2d`).
+              With 4 or more ranks ``"2d"`` sends fewer bytes (:mod:`para_core.attention.attention_2d`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
               ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
               package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``
@@ -82,8 +82,8 @@ class UnifiedAttnMode(LayoutMode):
     ...     y = cp.gather(model(cp.shard(x, dim=1)), dim=1)
     """
 
-    # The mesh dim that a plain ProcessGroup is used for, and the mesh dim that must have size 1 (None: either may be
-    # larger).
+    # group_dim is the mesh dim that all ranks of a plain ProcessGroup form. _single_dim is the mesh dim that must have
+    # size 1, or None if both dims may be larger.
     group_dim = "ulysses"
     _single_dim: str | None = None
 
@@ -119,7 +119,7 @@ class UnifiedAttnMode(LayoutMode):
         self.intercepted = False
         # Whether the model computed attention over this rank's tokens by hand (matmul, softmax, matmul).
         self._computed_by_hand = False
-        # Whether a function returned by bound() is running with the layouts of an earlier call.
+        # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has stored.
         self._is_resumed = False
 
     def _make_attention(self) -> MeshAttention:
@@ -170,7 +170,7 @@ class UnifiedAttnMode(LayoutMode):
                 raise RuntimeError(message)
             warn_user(message, ParallelWarning)
         elif not self.intercepted:
-            self.intercepted = True  # So that each mode warns only once.
+            self.intercepted = True  # Setting this makes each mode warn only once.
             warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
                 "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel "
@@ -187,9 +187,9 @@ class UnifiedAttnMode(LayoutMode):
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper that runs ``function`` under this mode, also after the mode has been left.
 
-        A call after the mode has been left uses the sequences and layouts of the wrapper's last call inside the mode,
-        or those at the time of this call to ``bound`` if there was none. In eager code ``torch.utils.checkpoint`` needs
-        no ``bound``, because the mode binds checkpointed functions automatically.
+        A call after the mode has been left uses the sequences and layouts of the wrapper's last call inside the mode.
+        Without such a call, it uses those that were current when ``bound`` was called. In eager code
+        ``torch.utils.checkpoint`` needs no ``bound``, because the mode binds checkpointed functions automatically.
 
         Args:
             function (`Callable`): The function to run under this mode.
@@ -209,7 +209,7 @@ class UnifiedAttnMode(LayoutMode):
 
     @contextmanager
     def _resumed(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> Iterator[None]:
-        """Enter this mode with the given sequences and explicit layouts; restore the current ones on exit."""
+        """Enter this mode with the given sequences and explicit layouts. On exit, restore the values of before."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
         try:
             with self:
@@ -217,7 +217,7 @@ class UnifiedAttnMode(LayoutMode):
                 self._explicit = explicit
                 self._set_known(sequences)
                 yield
-                # The check for unused modes must not warn when this internal use of the mode ends.
+                # Keep _check_use from warning or raising when this internal use of the mode ends.
                 self.intercepted, self._computed_by_hand = True, False
         finally:
             sequences, self._explicit, self._is_resumed, intercepted = before
@@ -286,13 +286,13 @@ class UnifiedAttnMode(LayoutMode):
         return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
-        """Return the concatenation of ``y`` from all ranks along ``batch``: the inverse of :meth:`split_branches`.
+        """Return the branches of all ranks of the ``batch`` mesh dim: the inverse of :meth:`split_branches`.
 
         Without a ``batch`` mesh dim the method returns ``y`` itself.
 
         Args:
             y (`Tensor`): This rank's branches, of the same shape on all ranks.
-            dim (`int`, *optional*, defaults to `0`): The dim of the branches.
+            dim (`int`, *optional*, defaults to `0`): The dim along which branches are concatenated.
         """
         if self._batch is None or self._batch.size == 1:
             return y
