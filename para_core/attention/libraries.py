@@ -1,6 +1,7 @@
-"""Attention kernels of other libraries, as functions for ``attn_func=`` and by name for ``backend=``.
+"""Attention kernels of FlashAttention-3 and -4 and SageAttention.
 
-The libraries are not installed with para_core.
+Each is available as a function for ``attn_func=`` and by name for ``backend=``. para_core does not install the
+libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Library(NamedTuple):
     module: str
     function: str
     install: str
-    asks_for_lse: tuple[str, ...]  # Names, over versions, of the argument that makes the function return lse.
+    # The argument that makes the function return lse has one of these names, depending on the version.
+    asks_for_lse: tuple[str, ...]
 
 
 _FLASH_3 = Library(
@@ -47,7 +49,9 @@ _SAGE = Library(
 
 
 def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
-    """Return a function for ``attn_func=`` that runs FlashAttention-3 (Hopper GPUs). Exact in the dtype of its input.
+    """Return a function for ``attn_func=`` that runs FlashAttention-3 (Hopper GPUs).
+
+    The result is exact up to rounding in the dtype of the input.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn_interface.flash_attn_func``.
@@ -65,7 +69,7 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
     """Return a function for ``attn_func=`` that runs FlashAttention-4 (Hopper and Blackwell GPUs).
 
-    It is exact in the dtype of its input.
+    The result is exact up to rounding in the dtype of the input.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn.cute.flash_attn_func``.
@@ -112,9 +116,10 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
 
 
 def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
-    """Return the keyword argument that makes ``function`` return lse, as a dict.
+    """Return the keyword argument that makes ``function`` return lse, as a dict ``{name: True}``.
 
-    The dict is empty if ``function`` has no such argument. Earlier versions of FlashAttention always return lse.
+    The dict is empty if ``function`` has no such argument, as in early versions of FlashAttention, which always return
+    lse.
     """
     parameters = signature(function).parameters
     return {name: True for name in library.asks_for_lse if name in parameters}
@@ -123,7 +128,7 @@ def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str,
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
     """Return a function for ``attn_func=`` that runs SageAttention (arXiv:2410.02367). **Not exact**.
 
-    It computes q·k in 8 bits, and p·v in 16 or 8.
+    The kernel multiplies queries by keys in 8 bits, and probabilities by values in 16 or 8 bits.
 
     Args:
         function (`Callable`, *optional*): The kernel. Defaults to ``sageattention.sageattn``.
@@ -185,7 +190,7 @@ def import_kernel(library: Library) -> Callable[..., Any]:
     return kernel
 
 
-# The libraries by their names for ``backend=``, each with the function that returns its ``attn_func``.
+# This maps the name of each library for ``backend=`` to the library and the function that returns its ``attn_func``.
 LIBRARIES: Mapping[str, tuple[Library, Callable[[], AttnFunc]]] = {
     "flash3": (_FLASH_3, flash_attention_3),
     "flash4": (_FLASH_4, flash_attention_4),
@@ -203,9 +208,10 @@ def require_library(backend: str | None) -> None:
 
 
 def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with such tensors.
+    """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with these tensors.
 
-    A causal call needs as many keys as queries, because the libraries align the causal diagonal with the last key.
+    A call must be without a mask, in float16 or bfloat16, and on CUDA. A causal call needs as many keys as queries,
+    because the libraries align the causal diagonal with the last key.
     """
     library, _ = LIBRARIES[backend]
     if masked:

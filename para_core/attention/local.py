@@ -1,4 +1,4 @@
-"""Attention on one device and its gradient: of the queries and keys that a rank holds, with ``lse`` if it is needed."""
+"""Compute attention and its gradient on one device, for the queries and keys that a rank holds."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def local_attention(
     scale: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` of 4-D tensors, without interception by a mode.
+    """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that no ``TorchFunctionMode`` intercepts.
 
-    It accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and ``is_causal`` may be
-    combined on every backend; any dim may be 0; and there may be fewer key heads than query heads without
-    ``enable_gqa``. ``backend`` is that of :func:`local_attention_with_lse`.
+    The function accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and
+    ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than query heads
+    without ``enable_gqa``. For ``backend`` see :func:`local_attention_with_lse`.
     """
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
@@ -63,7 +63,8 @@ def local_attention(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
         return out
-    # This is faster than the operator above, whose arguments the dispatcher has to convert from Python.
+    # In eager code this function is faster than the aten operator above, whose arguments the dispatcher has to convert
+    # from Python.
     with DisableTorchFunction():
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
@@ -80,7 +81,7 @@ def local_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
 
-    Autograd does not record it; use :func:`local_attention_backward` for the gradient.
+    Autograd does not record this computation; use :func:`local_attention_backward` for the gradient.
 
     Args:
         query: ``[B, H, S_q, D]``. Any dim may be 0.
@@ -94,12 +95,12 @@ def local_attention_with_lse(
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
-        (float64 for float64 input). A row without a key gives 0 and -inf. ``out`` has the memory layout that SDPA's
+        (float64 for float64 input). A query that sees no key gets 0 and -inf. ``out`` has the memory layout that SDPA's
         result would have, so that ``out.transpose(1, 2).view(...)`` works in the same cases: with FlashAttention and
         cuDNN the layout of ``query``, otherwise ``[B, S_q, H, D_v]``.
 
     Raises:
-        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the named one.
+        RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the one that ``backend`` names.
             :func:`~para_core.attention.backend_selection.require_backend` raises the same error in advance.
     """
     if 0 in query.shape or 0 in key.shape:
@@ -138,13 +139,13 @@ def continued_attention(
     backend: Backend | None = None,
     is_last: bool = False,
 ) -> None:
-    """Compute attention to these keys and merge it into ``so_far`` in place. Autograd does not record it.
+    """Compute attention to ``key`` and merge the result into ``so_far`` in place. Autograd does not record this.
 
     The Triton kernel continues from ``so_far`` in one launch, which reads and writes the float32 partial result once.
     With any other backend, merging is one more launch.
 
     Args:
-        so_far: The result of the same queries over other keys.
+        so_far: The result of the same queries over the keys of earlier calls.
         query, key, value, mask, is_causal, scale, backend: The arguments of :func:`local_attention_with_lse`.
         is_last: Whether the result may be rounded to the dtype of query. Otherwise the merged result stays in float32.
     """
@@ -180,14 +181,15 @@ def local_attention_backward(
     """Return the gradients of attention to the given keys, which may be one block of all keys.
 
     With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
-    arXiv:2205.14135, appendix B). dq is a sum over the blocks of keys.
+    arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up
+    their dq.
 
     Args:
         query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
         out, lse: The results over all blocks of keys, ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``; lse is -inf for a row
             without a key.
-        backend: The backend of the forward, which must be exact. The Triton kernel and those of libraries have no
-            backward here; the backend that SDPA would choose then computes it from their ``out`` and ``lse``.
+        backend: The backend of the forward, which must be exact. For the Triton kernel and other libraries, which have
+            no backward here, the backend that SDPA would choose computes the gradient from ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:
@@ -232,8 +234,8 @@ def _triton(
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
     """Return the range ``(0, end of the last visible key)`` of each sample, an int32 tensor ``[B or 1, 1, 2]``.
 
-    With it the kernel skips padding at the end of the keys. The range stays on the device, so the host does not wait.
-    Return None unless the mask is a bool mask that is equal for all heads and queries.
+    The Triton kernel uses the range to skip padding at the end of the keys. The range stays on the device, so
+    the host does not wait. Return None unless the mask is a bool mask that is equal for all heads and queries.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None

@@ -21,18 +21,18 @@ from torch import Tensor
 from para_core.distributed.layout import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of
 
-# The findings of a rank about its mask, as bits of one integer.
-LOWER = 1  # No row i shows a key after key i.
-DIFFER = 2  # Two rows show different keys.
-SHOWS = 4  # Some row shows some key.
-EQUAL = 8  # All rows are equal.
-HIDES = 16  # Some row hides some key.
+# A rank describes its mask by these bits of one integer. A row of the mask belongs to a query.
+LOWER = 1  # No row i of the mask shows a key after key i.
+DIFFER = 2  # At least two rows of the mask show different keys.
+SHOWS = 4  # At least one row of the mask shows a key.
+EQUAL = 8  # All rows of the mask are equal.
+HIDES = 16  # At least one row of the mask hides a key.
 
-# A lower number in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or about -10000,
-# which bfloat16 rounds to -9984.
+# A number below this in a float mask counts as hiding a key. Models hide keys with -inf, finfo(dtype).min or about
+# -10000, which bfloat16 rounds to -9984.
 _HIDDEN = -9900.0
 _MOST_REVIEWS = 16
-# Maximum number of rows of a mask that ranks compare.
+# Ranks compare at most this number of rows of their masks.
 _MOST_COMPARED = 16
 
 
@@ -40,9 +40,10 @@ class Review(NamedTuple):
     """The findings of a rank about its mask.
 
     Args:
-        bits: A combination of ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``; 0 for a trusted mask.
-        digest: A digest of the first rows, as many as every rank has; 0 if all rows are equal to each other, or for a
-            trusted mask.
+        bits: A combination of ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``; 0 for a mask that
+            :meth:`MaskReviews.trust` marked as correct.
+        digest: A digest of the first ``num_common`` rows, the number of rows that every rank has; 0 if all rows are
+            equal to each other, or for a trusted mask.
     """
 
     bits: int = 0
@@ -50,7 +51,7 @@ class Review(NamedTuple):
 
 
 class MaskReviews:
-    """A cache of :class:`Review` values, so that a mask is read once and not once per layer.
+    """A cache of :class:`Review` values, so that a mask is read only once if several layers use it.
 
     A review is valid until the mask is changed in place.
     """
@@ -59,11 +60,11 @@ class MaskReviews:
         self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
 
     def trust(self, mask: Tensor) -> None:
-        """Store a review which says that the rows of ``mask`` are those of this rank's tokens, without reading it."""
+        """Record that the rows of ``mask`` belong to this rank's tokens, without reading the mask."""
         self._reviews.append((*_identity(mask), Review()))
 
     def of(self, mask: Tensor, num_common: int) -> Review:
-        """Return the review of ``mask``. The host waits for the device if it is not cached.
+        """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the device.
 
         Args:
             num_common: Number of rows that the masks of all ranks have at least. Must not change between calls with the
@@ -79,7 +80,7 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """Return a cache key for ``mask``: a weak reference to the tensor that owns its memory, and a tuple.
+    """Return a cache key for ``mask``: a weak reference to the tensor that owns its memory, and a tuple for the view.
 
     Equal views of the same memory have equal keys until that memory is changed in place. A model may pass a new view of
     one mask to each layer, and these share one cache entry.
@@ -130,9 +131,9 @@ def digest_of(x: Tensor) -> int:
 
 
 def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
-    """Whether the shape of ``mask`` leaves open whether its rows are those of this rank's tokens.
+    """Whether the shape of ``mask`` does not tell if its rows belong to this rank's tokens.
 
-    This is so for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
+    This is the case for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
     """
     if mask.ndim < 2 or mask.is_meta or innermost_transform() is not None:
         return False
@@ -155,7 +156,7 @@ def num_common_rows(layout: SequenceLayout) -> int:
 
 
 def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
-    """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide equally.
+    """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
 
     Args:
         reviews: The review of each rank's mask, which has one row for each of the rank's tokens and all columns.

@@ -1,10 +1,10 @@
-"""Handle ``attn_mask`` over a mesh: find out what its dims cover, and get the part of it that a rank needs.
+"""Handle ``attn_mask`` over a mesh: infer which tokens its dims cover, and return the part that a rank needs.
 
 The *extent* of a dim tells whether it covers this rank's tokens (local), all tokens of the sequence (global), or has
 size 1 (broadcast). A dim of size 1 stays 1 on every rank, so a key-padding mask stays ``[B, 1, 1, S_k]``. If the key
 dim is local, the mask is gathered along it with all its rows; a mask with a row per query then temporarily needs as
 much memory as on one device. If the query dim is local, rows are sent together with the queries: to the Ulysses group,
-and with Attention2D to the other ranks in the row of the grid.
+and with Attention2D, which arranges ranks in a grid, to the other ranks in the row of this grid.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from para_core.distributed.collectives import all_to_all
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.sharding import gather_tokens
 
-# "broadcast": a dim of size 1; "global": one entry per token of the whole sequence; "local": one entry per token of
-# this rank.
+# A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
+# if it has one entry per token of this rank.
 Extent = Literal["broadcast", "global", "local"]
 
 
@@ -68,7 +68,8 @@ def mask_extents(
 def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
     if all(size == 1 for size in sizes):
         return "broadcast"
-    alone = len(ranks) < layout.ranks  # There was no exchange, so this rank does not know the sizes of the others.
+    # If ranks did not exchange the sizes of their masks, this rank knows only its own.
+    alone = len(ranks) < layout.ranks
     holds_all = [size == layout.total for size in layout.sizes()]
     if alone and True in holds_all and False in holds_all:
         raise ValueError(
@@ -97,17 +98,17 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
     """Return the part of ``mask`` for the queries and heads that this rank computes after the Ulysses exchange.
 
-    This is differentiable, and a collective call if a dim of the mask is local.
+    The function is differentiable. It is a collective call if a dim of the mask is local.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q, S_k]``. S_q and S_k are sizes of the given ``extents``.
+        mask: ``[B or 1, H or 1, S_q, S_k]``. S_q and S_k are the sizes that ``extents`` describes.
 
     Returns:
         ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of this rank's queries; with
-        Attention2D they are followed by the rows of the other queries in the row of the grid. Columns are positions in
-        the whole sequence.
+        Attention2D they are followed by those of the other ranks in this rank's row of the grid. Columns are positions
+        in the whole sequence.
     """
-    if mask.dtype == torch.bool:  # gloo cannot send bool tensors.
+    if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
     return _for_block(mask, extents, plan)
 
@@ -145,7 +146,7 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
 
 
 def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """Exchange rows for heads: from this rank's rows for all heads to all rows of its Ulysses group for its own heads.
+    """Exchange rows of a mask for heads: send this rank's rows, receive its own heads of its Ulysses group's rows.
 
     This is a collective call, and differentiable.
     """

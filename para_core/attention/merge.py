@@ -1,4 +1,4 @@
-"""Merge partial attention results by their lse, with operators that count as one launch each."""
+"""Merge partial attention results by their lse, with custom operators that the host dispatches as one launch each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what :func:`para_core.kernels.merge_reference.merge` returns, with few operators and without autograd.
+    """Merge two partial results like :func:`para_core.kernels.merge_reference.merge`, with few operators, no autograd.
 
-    ``out`` has the dtype of lse. If ``into`` is not None, the results are written into its ``(out, lse)``.
+    Returns ``(out, lse)``, with ``out`` in the dtype of lse. If ``into`` is not None, the results are written into
+    this pair ``(out, lse)``.
     """
     # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf - -inf is NaN;
     # any weight is then correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
-    if out_a.dtype != lse_a.dtype:  # Calling to() costs the host as much as a small addition even if it does nothing.
+    # Test the dtype first, because to() costs the host as much as a small addition even if it does nothing.
+    if out_a.dtype != lse_a.dtype:
         out_a = out_a.to(lse_a.dtype)
     if out_b.dtype != lse_a.dtype:
         out_b = out_b.to(lse_a.dtype)
@@ -68,7 +70,7 @@ class Merged:
     """An accumulator that merges partial attention results of the same queries.
 
     Attributes:
-        count: Number of partial results that were added.
+        count: Number of partial results that were merged.
         out, lse: The merged result; not set while ``count`` is 0. With two or more partial results ``out`` has the
             dtype of lse, so that the caller rounds it only once.
     """
@@ -93,6 +95,6 @@ class Merged:
             torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Set the merged result. A kernel has computed it from the previous one and one more partial result."""
+        """Set ``out`` and ``lse`` to the result of a kernel that merged one more partial result into them itself."""
         self.count += 1
         self.out, self.lse = out, lse

@@ -39,24 +39,25 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
 
-# A function (local query length, local key length, whether positions matter) -> (query layout, key layout).
+# A function (local query length, local key length, whether positions matter) -> (query layout, key layout). Positions
+# of tokens matter to a call that is causal, has a mask, or has an option such as a block mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
-# Maximum numbers of entries in the caches of one MeshAttention. A full cache is emptied.
+# The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The cached result of validating and planning a call. It fits all calls with the same shapes and flags.
+    """The cached result of validating and planning a call, for all calls with the same shapes and flags.
 
     Args:
         signature: The record of the call that must be equal on all ranks; None if the ranks do not compare calls.
         extents: The extents of the mask; None if there is no mask, or if ranks exchange the sizes of their masks in
             each call.
-        has_single_tokens: Whether some rank holds a single token, in a call without ``is_causal``. It must then be
-            checked whether the calling module is causal.
+        has_single_tokens: Whether some rank holds a single token, in a call without ``is_causal``. Each call must then
+            check whether the calling module is causal.
     """
 
     plan: AttentionPlan
@@ -95,10 +96,10 @@ class MeshAttention:
         self._host_groups = HostGroups(mesh)
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
-        # The cache of reviews that tell whether a model counted the rows of its mask from 0 on each rank.
+        # These reviews tell whether a model counted the rows of its mask from 0 on each rank, which is an error.
         self.reviews = MaskReviews()
-        # Whether the next call checks that ranks hold different tokens. A mode sets it while no tensor was sharded
-        # through the mode.
+        # If True, the next call checks that ranks hold different tokens. A mode sets this as long as it knows no
+        # layout and no sharded tensor, because the user may have forgotten to shard the input.
         self.looks_for_copies = False
 
     def under(self, state: Any) -> None:
@@ -183,9 +184,9 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call. The result depends on its shapes and flags only.
+        """Validate and plan a call. The result depends only on the shapes and flags of the call.
 
-        It is cached under ``lookup_key``, unless this is None.
+        The result is cached under ``lookup_key``, unless ``lookup_key`` is None.
         """
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
@@ -274,8 +275,8 @@ def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
 def _normalized(call: SdpaCall) -> SdpaCall:
     """Return ``call`` in a canonical form.
 
-    Tensors are cast like autocast casts them, if it is enabled. ``is_causal`` and ``scale`` become plain numbers. A
-    mask whose rows are one expanded row gets a single row.
+    If autocast is enabled, tensors are cast as it would cast them for SDPA. ``is_causal`` and ``scale`` become plain
+    Python values. A mask that expands one row to all queries is replaced by that row.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
@@ -288,7 +289,7 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     ):
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
-        scale = float(scale)  # It is a NumPy number or a tensor with one element.
+        scale = float(scale)  # The scale may be a NumPy number or a tensor with one element.
     if isinstance(mask, Tensor):
         mask = _one_row(mask)
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
@@ -302,7 +303,7 @@ def _lookup_key(call: SdpaCall) -> Any:
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None
-    except AttributeError:  # An argument is no tensor; check_kind() will raise.
+    except AttributeError:  # An argument is not a tensor. check_kind() raises TypeError for it later.
         return None
     keeps_graph = torch.is_grad_enabled()
     return (
