@@ -1,19 +1,21 @@
 """Attention2D: attention over a ring whose ranks form a grid of rows and columns (arXiv:2503.15758).
 
 Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the queries of
-its row to the keys of its column. Partial results return along the row to the ranks that own the queries, and merge by
-lse. Let the grid be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i hold S_i queries (including
-replicated ones) and T_i sharded keys, and let e be the bytes per element. Rank i then sends, in three all-to-alls over
-the ring's group,
+its row to the keys of its column. Partial results return along the row to the ranks that own the queries, which merge
+them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i
+hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row and
+Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the ring's
+group,
 
-    queries:          B · e · H · D · S_i · (c - 1)                             bytes
-    keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)                  bytes
-    results:          B · H · (D_v · e + 4) · Σ S_j over the others of its row  bytes (4 for lse; 8 if it is float64)
+    queries:          B · e · H · D · S_i · (c - 1)             bytes
+    keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)  bytes
+    results:          B · H · (D_v · e + 4) · Σ_row S_j         bytes (4 for lse; 8 if it is float64)
 
-With r = c = √R these are 2 · (√R - 1) blocks of queries or results, and as many of keys or values; a ring sends R - 1
-blocks of keys and of values. A rank holds the blocks of its row and of its column in memory. With one column (R is
-prime, or there are few key heads) queries are not sent, and only the second all-to-all runs. In each all-to-all the
-parts for ranks outside the row or column are empty, so no further process groups are needed.
+If the call requires a gradient, out is sent in the dtype of lse. With r = c = √R a rank sends 2 · (√R - 1) blocks of
+queries or results, and as many of keys or values; in a ring it sends R - 1 blocks of keys and R - 1 of values. A rank
+holds the blocks of its row and of its column in memory. With one column (R is prime, or there are few key heads)
+queries are not sent, and only the all-to-all of keys and values runs. In each all-to-all the parts for ranks outside
+the row or column are empty, so no further process groups are needed.
 
 Communication overlaps with computation: the rank's own queries attend to its own keys while queries are sent; the other
 queries of the row attend to its own keys while keys are sent; its own queries attend to the other keys of the column
@@ -22,12 +24,13 @@ while results are sent.
 In the backward, queries are sent together with out, its gradient and lse; keys are sent as in the forward. Gradients
 return in float32 (4 bytes), or in float64 for float64 inputs:
 
-    queries:  B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1),  back 4 · B · H · D · Σ S_j over the others of its row
-    keys:     B · e · H_kv · (D + D_v) · T_i · (r - 1)
-    back:     4 · B · H_kv · (D + D_v) · Σ T_j over the others of its column
+    queries:                       B · H · (e · (D + 2 · D_v) + 4) · S_i · (c - 1)
+    gradients of queries:          4 · B · H · D · Σ_row S_j
+    keys and values:               B · e · H_kv · (D + D_v) · T_i · (r - 1)
+    gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
 
-Launches for any number of ranks: 7 with one column; otherwise 17, and one merge for each column after the second
-(float32 needs no casts: 6 and 14).
+A forward call launches 7 operators with one column; otherwise 17, and one merge for each column after the second.
+float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
 
 
 class _Arriving(NamedTuple):
-    """An all-to-all that was started, and the shape ``[S, B, H, D]`` of its result: the parts of all peers in order."""
+    """A started all-to-all, whose result has ``shape``, ``[S, B, H, D]``, and holds the tokens of all peers in order."""
 
     started: Travelling
     shape: tuple[int, ...]
@@ -84,7 +87,7 @@ def _give(
 ) -> _Arriving:
     """Start an all-to-all that sends a copy of ``rows``, ``[S, B, H, D]``, to each of ``peers``.
 
-    ``sizes[i]`` rows are received from ``peers[i]``. With autograd the call depends on the ``earlier`` ones.
+    ``sizes[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier`` ones.
     """
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
@@ -98,10 +101,11 @@ def _give_back(
     dim: MeshDim,
     earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
-    """Start an all-to-all that sends the next ``sizes[i]`` of ``rows``, ``[S, B, H, D]``, to ``peers[i]``.
+    """Start an all-to-all that returns to each peer the results for the rows that came from it by :func:`_give`.
 
-    This returns results for rows that came with :func:`_give`. From each peer this rank receives ``num_own`` rows, one
-    for each row that it gave. With autograd the call depends on the ``earlier`` ones.
+    ``rows``, ``[S, B, H, D]``, holds ``sizes[i]`` rows for each ``peers[i]``, in order. From each peer this rank
+    receives ``num_own`` rows, one for each row that it gave. In autograd this all-to-all depends on the ``earlier``
+    ones.
     """
     return _start(rows, peers, sizes, [num_own] * len(peers), dim, earlier)
 
@@ -124,7 +128,7 @@ def _start(
 
 
 def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return the rows from ``first`` to ``first + length`` of a mask; the mask itself if it has one row or is None."""
+    """Return ``length`` rows of ``mask`` from ``first`` on; ``mask`` itself if it is None or has one row for all."""
     return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
 
 
@@ -146,7 +150,7 @@ def attention_2d(
     Args:
         mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows belong to this rank's queries, followed by the
             queries of the other ranks in the same row of the grid.
-        grid: The plan of the grid.
+        grid: The ranks in this rank's row and column, and which tokens they hold.
     """
     dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
     attention = partial(BlockAttention, spec=spec, heads=heads, attn_func=attn_func)
@@ -181,10 +185,10 @@ def attention_2d(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return ``out`` as ``[S, B, H, D_v + n]``, in which each vector of ``out`` is followed by the bytes of its lse.
+    """Return ``out`` as ``[S, B, H, D_v + n]``, in which each vector of ``out`` is followed by its lse.
 
-    The dtype is that of the query, ``inputs[0]``; or that of lse if any of ``inputs`` requires a gradient. n is the
-    number of elements of this dtype that hold one lse, 1 or 2.
+    If any of ``inputs`` requires a gradient, the result has the dtype of lse, and n is 1. Otherwise it has the dtype of
+    the query, ``inputs[0]``, and the bytes of one lse fill n = 1 or 2 elements of this dtype.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -194,9 +198,10 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the out ``[B, H, S, D_v]`` and the lse ``[B, H, S]`` that each of ``num_ranks`` packed by :func:`_pack`.
+    """Yield out ``[B, H, S, D_v]`` and lse ``[B, H, S]`` of each rank from ``rows``, which :func:`_pack` packed.
 
     Args:
+        rows: The packed results of ``num_ranks`` ranks, concatenated along dim 0.
         width: D_v.
         dtype: The dtype of lse.
     """
@@ -255,8 +260,8 @@ def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo :func:`_as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
-    # Use clone(), not contiguous(): a single row counts as contiguous at any offset, but view(dtype) demands an aligned
-    # one.
+    # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row as it is,
+    # at any offset.
     return (
         bits[..., 0] if bits.dtype == dtype else bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
     )
@@ -268,5 +273,5 @@ def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor])
 
 
 def _summed(rows: Tensor, num_ranks: int) -> Tensor:
-    """Return the sum over ranks of ``rows``, ``[num_ranks · S, B, H, D]``: ``[S, B, H, D]``."""
+    """Sum the parts of ``num_ranks`` ranks, ``[num_ranks · S, B, H, D]``, to ``[S, B, H, D]``."""
     return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

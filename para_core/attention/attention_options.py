@@ -1,4 +1,4 @@
-"""The options of attention over a mesh that do not depend on a call's tensors, as a frozen value with a JSON form."""
+"""The options of attention over a mesh that do not depend on a call's tensors: a frozen dataclass with a JSON form."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 from para_core.attention.block_mask import BlockMask
 
-# The ways in which keys reach the queries of other ring ranks: passed on from neighbour to neighbour; gathered at once;
-# or in a grid of ranks, in which queries are sent along rows and keys along columns.
+# Keys reach the queries of other ring ranks in one of three ways: they are passed on from neighbour to neighbour
+# ("alltoall"), gathered at once ("allgather"), or the ranks form a grid, in which queries are sent along rows and keys
+# along columns ("2d").
 RotateMethod = Literal["alltoall", "allgather", "2d"]
 ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
-# The dtypes of the option comm_dtype, by their names in the JSON form of the options.
+# The values of the option comm_dtype, by the names that stand for them in the JSON form of the options.
 COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -43,13 +44,13 @@ class KeptKeys:
 
     @property
     def fields(self) -> tuple[float, int]:
-        """The fields of this value, in types that JSON has."""
+        """The arguments of the constructor, for the JSON form of the options."""
         return self.share, self.window
 
     def observed(self, num_queries: int) -> list[int]:
-        """Return the positions of the observed queries.
+        """Return the positions of the queries whose attention weights decide which keys are kept.
 
-        These are the middles of ``window`` equal parts of the sequence; all queries if there are no more than that.
+        They are the middles of ``window`` equal parts of the sequence; all positions if ``num_queries <= window``.
 
         >>> KeptKeys(0.5, 3).observed(12)
         [2, 6, 10]
@@ -72,16 +73,16 @@ class AttnKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttnOptions:
-    """The options of attention over a mesh, for a mode, a plan or a function such as ``unified_attention``.
+    """The options of attention over a mesh, as attention modes, plans and functions such as ``unified_attention`` take.
 
     Args:
         ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is
             computed. Has no effect on calls that require a gradient.
         rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour
             (``"alltoall"``), gathered at once (``"allgather"``), or in a grid of ranks (``"2d"``). The backward of
-            ``"allgather"`` passes them on too. With ``block_mask`` each rank instead sends its keys directly to the
-            ranks that see any of them. With ``kept_keys`` only kept keys are passed on, except in the cases that
-            :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
+            ``"allgather"`` passes keys and values on from neighbour to neighbour. With ``block_mask`` each rank instead
+            sends its keys directly to the ranks that see any of them. With ``kept_keys`` only kept keys are passed on,
+            except in the cases that :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
         comm_dtype: The dtype to which tensors are rounded for sending, in calls that require no gradient (not exact);
             None to send them unchanged.
         block_mask: Which blocks of queries see which blocks of keys; None if every query sees every key.
@@ -92,6 +93,7 @@ class AttnOptions:
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
+        TypeError: ``backend`` is not a string.
     """
 
     ulysses_chunks: int = 1
@@ -125,14 +127,14 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether an option (a block mask, kept keys) makes every call depend on the positions of its tokens."""
+        """Whether the keys that a query sees depend on token positions, because of a block mask or kept keys."""
         return self.block_mask is not None or self.kept_keys is not None
 
     @property
     def with_gradients(self) -> AttnOptions:
         """The options for calls that require a gradient: these options without rounding to 8 bits.
 
-        This is the same object if these options round nothing.
+        If these options round nothing, the result is ``self``.
         """
         backend = self.backend
         exact = EXACT_FORM[backend] if backend is not None and backend in EXACT_FORM else backend
@@ -142,7 +144,7 @@ class AttnOptions:
 
     @property
     def by_name(self) -> dict[str, str]:
-        """The options that a user of a pipeline can set, by name, as strings that ranks can compare."""
+        """The options that a user of a pipeline can set, as strings that ranks can compare."""
         return {name: str(getattr(self, name)) for name in ("rotate_method", "backend", "comm_dtype")}
 
     def as_text(self) -> str:
@@ -160,7 +162,7 @@ class AttnOptions:
 
     @staticmethod
     def read(text: str) -> AttnOptions:
-        """Return the value that :meth:`as_text` wrote."""
+        """Return the options whose JSON form :meth:`as_text` wrote."""
         fields = json.loads(text)
         blocks, kept, comm_dtype = fields["block_mask"], fields["kept_keys"], fields["comm_dtype"]
         return AttnOptions(
@@ -182,6 +184,7 @@ def _to_json(
     kept_keys: tuple[float, ...] | None,
     backend: str | None,
 ) -> str:
-    # This function is a constant for Dynamo, which cannot trace the JSON encoder. The options are constants of a graph.
+    # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a constant.
+    # This is correct because the options of a graph never change.
     fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
     return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})

@@ -25,7 +25,7 @@ class AttentionPlan:
 
     @cached_property
     def with_gradients(self) -> AttentionPlan:
-        """The plan of this call for the case that it requires a gradient: without rounding to 8 bits."""
+        """The plan to use if the call requires a gradient: this plan without rounding to 8 bits."""
         spec = self.spec.with_gradients
         return self if spec is self.spec else AttentionPlan(spec)
 
@@ -40,7 +40,7 @@ class AttentionPlan:
 
     @cached_property
     def chunks(self) -> list[UlyssesPlan]:
-        """The Ulysses plans, one for each of the ``ulysses_chunks`` parts of the heads."""
+        """One Ulysses plan for each of the ``ulysses_chunks`` parts of the heads, which are exchanged one by one."""
         return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
 
     @cached_property
@@ -49,7 +49,10 @@ class AttentionPlan:
 
     @cached_property
     def grid(self) -> GridPlan | None:
-        """The plan of Attention2D. None unless ``rotate_method="2d"`` is set and keys have to be sent."""
+        """The plan of Attention2D; None if the call does not use it.
+
+        A call uses it if ``rotate_method="2d"`` is set, keys have to be sent, and no option selects keys.
+        """
         spec, options = self.spec, self.spec.options
         if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
             return None
@@ -71,10 +74,10 @@ class AttentionPlan:
 
 
 def read_plan(text: str, numbers: Sequence[int], scale: float | None) -> AttentionPlan:
-    """Return the plan of the call that the arguments describe; see :meth:`AttentionSpec.read`."""
+    """Return the plan of the call whose spec ``text`` and ``numbers`` encode; see :meth:`AttentionSpec.read`."""
     return AttentionPlan(AttentionSpec.read(text, numbers, scale))
 
 
-# The cached form of read_plan for operators at run time, whose arguments are plain integers: a graph needs the same
-# plan in every step.
+# read_plan with a cache, for operators at run time: a graph needs the same plan in every step. While tracing, lengths
+# may be symbolic, so they cannot be keys of the cache.
 cached_plan = lru_cache(maxsize=256)(read_plan)

@@ -1,4 +1,4 @@
-"""A schedule of attention over the steps of a generation."""
+"""A schedule that says which attention each denoising step uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 
 @dataclass(frozen=True)
 class AttentionSchedule:
-    """Attention by denoising step. **Not exact**: all but the first and last steps may approximate.
+    """The attention of each denoising step. **Not exact**: all but the first and last steps may approximate.
 
     Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
 
@@ -20,11 +20,11 @@ class AttentionSchedule:
             keys.
         first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend ``exact``.
         last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
-        exact (`str`, *optional*): The backend of the first and last steps. Defaults to the choice of SDPA.
+        exact (`str`, *optional*): The backend of the first and last steps. By default SDPA chooses.
 
     Raises:
         ValueError: If a backend is unknown, ``exact`` names one that approximates, or a number of steps is negative.
-        TypeError: If a number of steps is no integer.
+        TypeError: If a number of steps is not an integer.
 
     Example:
         >>> schedule = AttentionSchedule("triton-int8", first=1, last=2)
@@ -51,12 +51,12 @@ class AttentionSchedule:
 
     @property
     def approximates(self) -> bool:
-        """Whether the steps in the middle are not exact."""
+        """Whether the attention ``middle`` is approximate."""
         return isinstance(self.middle, KeptKeys) or self.middle in EXACT_FORM
 
     @property
     def backends(self) -> tuple[Backend | None, ...]:
-        """The backends that the steps use; None stands for the choice of SDPA."""
+        """The backends of all steps; None among them means that SDPA chooses."""
         return (self.exact,) if isinstance(self.middle, KeptKeys) else (self.exact, self.middle)
 
     def is_middle(self, step: int, num_steps: int) -> bool:
@@ -64,7 +64,7 @@ class AttentionSchedule:
         return self.first <= step < num_steps - self.last
 
     def options(self, base: AttnOptions, *, middle: bool) -> AttnOptions:
-        """Return the options ``base`` with the attention of the steps in the middle, or of the other steps."""
+        """Return ``base`` with the attention of the middle steps if ``middle``, else with that of the other steps."""
         if not middle:
             return replace(base, backend=self.exact)
         if isinstance(self.middle, KeptKeys):

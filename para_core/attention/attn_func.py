@@ -14,7 +14,7 @@ from para_core.attention.local import local_attention_with_lse
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
 
-# SDPA or a user's attention function:
+# A user's attention function is called like SDPA, and may also return the lse:
 # (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
@@ -38,7 +38,8 @@ def run_attn_func(
         return add_autograd_dependency(out, [query, key, value]), lse
     mask, is_causal = fold_causal(mask, is_causal, query, key)
     if mask is not None:
-        # Many kernels return NaN for a row without keys. Give such a row all keys, and discard its result below.
+        # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the result
+        # of this query below.
         empty_row = fully_masked_rows(mask)
         mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
     result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
@@ -57,7 +58,7 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
 
     Raises:
         ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.
-        RuntimeError: The call is in a compiled function and depends on the positions of tokens.
+        RuntimeError: The call is in a compiled function and is causal, or an option selects keys by position.
     """
     if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
         raise RuntimeError(
