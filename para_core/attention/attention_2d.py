@@ -73,7 +73,7 @@ def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
 
 
 class _Arriving(NamedTuple):
-    """A started all-to-all, whose result has ``shape``, ``[S, B, H, D]``, and holds the tokens of all peers in order."""
+    """A started all-to-all. Its result, ``[S, B, H, D]``, holds the tokens of all peers in order."""
 
     started: Travelling
     shape: tuple[int, ...]

@@ -27,13 +27,13 @@ from para_core.triton_support import has_triton, is_interpreting
 Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Backends that are not exact, each with the exact backend that replaces it in calls that require a gradient (None: the
-# choice of PyTorch). A backend of this table is used only if the user names it.
+# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None: PyTorch
+# chooses). An approximate backend is used only if the user names it.
 EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
 # The fastest backend by (compute capability, head dim, causal) for 16-bit calls without a mask, if PyTorch would choose
-# another one. Entries must come from benchmarks/attention/single_device.py, run on such a device. It has not run on any
-# yet, so the table is empty: PyTorch chooses the backend, and the Triton kernel is used only if it is named.
+# another one. Entries must come from benchmarks/attention/single_device.py, run on such a device. As long as
+# the table is empty, PyTorch chooses the backend, and the Triton kernel is used only if the user names it.
 FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
 
 OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
@@ -43,11 +43,11 @@ _OF_CUDA = ("efficient", "cudnn")  # PyTorch does not have these backends on a C
 def resolve_backend(
     backend: Backend | None, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool = False
 ) -> Backend | None:
-    """Return the backend for a call, or None if PyTorch chooses it.
+    """Return the backend for a call, or None to let PyTorch choose.
 
     Args:
-        backend: The backend that the caller named. If it is None, the table of measured backends decides. The table is
-            not used if the user has disabled a backend of PyTorch (``sdpa_kernel``), and so chosen among the others.
+        backend: The backend that the caller named. If it is None, the table ``FASTEST`` decides, unless the user has
+            disabled any backend of PyTorch (``sdpa_kernel``).
         query, value: Tensors of the call. Only dtype, head dims, device and lengths matter.
         masked: Whether the call has a mask.
         is_causal: Whether the call is causal.
@@ -137,8 +137,8 @@ def require_backend(
     """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a call.
 
     The decision depends on dtypes, head dims, device type and whether there is a mask, not on the numbers of tokens and
-    heads. It is therefore the same on a rank that has nothing to compute. It costs nothing while the math backend is
-    enabled.
+    heads. It is therefore the same on a rank that has nothing to compute. SDPA is asked only if the math backend is
+    disabled.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -147,11 +147,11 @@ def require_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether the math backend computes a 16-bit call like this and its gradient.
+    """Whether a call is in a 16-bit dtype, and the math backend computes it and its gradient.
 
-    SDPA's math backend uses float32 for it (transformers/attention.cpp, ``_scaled_dot_product_attention_math``). The
-    decision depends on dtypes, head dims, device type and the enabled backends, not on lengths, so it is the same on
-    every rank.
+    SDPA's math backend computes such calls in float32 (transformers/attention.cpp,
+    ``_scaled_dot_product_attention_math``). The decision depends on dtypes, head dims, device type and the enabled
+    backends, not on lengths, so it is the same on every rank.
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -161,7 +161,10 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 
 
 def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
-    """Return the ``SDPBackend`` value that SDPA would choose for a small call like this; None if none is enabled."""
+    """Return the ``SDPBackend`` value that SDPA would choose for a small call with the same dtypes and head dims.
+
+    Return None if no enabled backend can compute it.
+    """
     enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
     mask_dtype = None if mask is None else mask.dtype
     choice: int | None = _constant_choice(
@@ -172,8 +175,8 @@ def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_choice(*question: Any) -> int | None:
-    # Dynamo cannot trace the choice, so this function is a constant for it. It is a separate function because Dynamo
-    # ignores assume_constant_result on one that lru_cache wraps.
+    # Dynamo cannot trace SDPA's choice, so it treats the result as a constant. This function only forwards its
+    # arguments: Dynamo would ignore assume_constant_result on a function that lru_cache wraps.
     return _cached_choice(*question)
 
 
@@ -188,7 +191,7 @@ def _cached_choice(
 ) -> int | None:
     """Return the ``SDPBackend`` value that SDPA chooses for two tokens and one head; None if no backend can.
 
-    ``enabled``, the state of the backends that the user can disable, is only an argument to be part of the cache key.
+    ``enabled`` says which of the backends in ``SWITCHES`` are enabled. It is not read, but must be in the cache key.
     """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)

@@ -1,6 +1,6 @@
 """Forward and backward of attention on one device, by each of PyTorch's backends.
 
-The requirements of the fused kernels were read in the sources of PyTorch 2.13. Paths in comments are relative to
+The requirements of the fused kernels are taken from the sources of PyTorch 2.13. Paths in comments are relative to
 ``aten/src/ATen/native``; ``mem_eff`` is ``transformers/cuda/mem_eff_attention``, which torch installs among its
 headers.
 """
@@ -36,16 +36,15 @@ MATH = SDPBackend.MATH.value
 FLASH = SDPBackend.FLASH_ATTENTION.value
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION.value
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
-# Functions that tell whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) enable a backend. They are
-# private functions of torch, because Dynamo treats them as constants, but not the public functions that call them.
+# For each backend, a function that returns whether it is enabled; sdpa_kernel(...) and
+# torch.backends.cuda.enable_*_sdp(...) can disable it. These are private functions of torch, because Dynamo treats them
+# as constants, but not the public functions that call them.
 SWITCHES: Mapping[str, Callable[[], bool]] = {
     "flash": flash_sdp_enabled,
     "efficient": efficient_sdp_enabled,
     "cudnn": cudnn_sdp_enabled,
     "math": math_sdp_enabled,
 }
-# Call operators by overload (``.default``). Models call attention operators without an overload, and a mode refuses
-# such calls.
 _aten = torch.ops.aten
 
 # Backends that accept grouped heads (fewer key heads than query heads). Sources:
@@ -55,7 +54,7 @@ _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
 class LocalAttentionCall(NamedTuple):
-    """The arguments of SDPA for one backend. No dim is 0."""
+    """The arguments of attention on one device, as the backends take them. No dim of a tensor is 0."""
 
     query: Tensor  # [B, H, S_q, D]
     key: Tensor  # [B, H_kv, S_k, D]
@@ -74,7 +73,7 @@ class LocalAttentionCall(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The factor of the scores: ``scale``, or 1 / √D if it is None."""
+        """The factor by which q·k is multiplied: ``scale``, or 1 / √D if ``scale`` is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
@@ -82,7 +81,7 @@ class LocalAttentionCall(NamedTuple):
         """``mask`` as an additive mask ``[B or 1, H or 1, S_q or 1, S_k]`` in the dtype of query, with aligned rows.
 
         Rows begin at multiples of 8 elements, because memory-efficient attention loads 16 bytes at a time
-        (mem_eff/kernel_forward.h and kernel_backward.h, ``check_supported``). SDPA pads them in the same way
+        (mem_eff/kernel_forward.h and kernel_backward.h, ``check_supported``). SDPA pads masks in the same way
         (transformers/attention.cpp, ``preprocess_mask``).
         """
         query, mask, num_keys = self.query, self.mask, self.key.shape[-2]
@@ -119,7 +118,7 @@ def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """Return ``(mask, is_causal)`` with the causal mask merged into ``mask``, so that at most one of them is set.
 
-    The mask has a dtype that the backends accept. Without a mask both are returned unchanged.
+    The returned mask has a dtype that the backends accept. If ``mask`` is None, both arguments are returned unchanged.
     """
     if mask is None:
         return None, is_causal
@@ -136,8 +135,8 @@ def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
     largest = torch.finfo(query.dtype).max
     if torch.finfo(mask.dtype).max <= largest:
         return mask.to(query.dtype)
-    # finfo(float32).min must not become -inf: SDPA gives a row that is filled with it equal weights, but a row of -inf
-    # has no keys. Use half of the range, because kernels multiply scores by log2(e).
+    # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys equal weights, but a row
+    # full of -inf has no keys. Clamp to half of the range, because kernels multiply scores by log2(e).
     return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
 
 
@@ -163,8 +162,8 @@ def _scores(problem: LocalAttentionCall) -> Tensor:
 def _math(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     scores = _scores(problem)
     lse = torch.logsumexp(scores, dim=-1)
-    # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, lse is too large to represent the added
-    # log(n), and the weights would not sum to 1.
+    # Do not use exp(scores - lse): if finfo.min masks a whole row of n keys, the log(n) in lse is lost to rounding, and
+    # the weights would not sum to 1.
     weights = torch.softmax(scores, dim=-1)
     return empty_output(problem.query, problem.value).copy_(weights @ problem.value.to(lse.dtype)), lse
 
@@ -177,7 +176,7 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         )
         return result
     head_dim = query.shape[-1]
-    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA also pads the head dim.
+    if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads the head dim, too.
         query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out[..., :head_dim] if head_dim % 8 else out, lse
@@ -196,7 +195,7 @@ def _memory_efficient(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    # Do not expand the mask over heads: SDPA does not, and the operator expands the other dims itself.
+    # Like SDPA, do not expand the mask over heads. The operator itself expands the other dims.
     out, lse, *_ = cudnn_attention(*problem[:3], problem.bias, True, 0.0, problem.is_causal, scale=problem.scale)
     # cuDNN returns lse as [B, H, S_q, 1] (cudnn/MHA.cpp, run_cudnn_SDP_fprop).
     return out, lse.view(problem.query.shape[:-1])
@@ -205,7 +204,8 @@ def _cudnn(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
 FORWARD = {MATH: _math, FLASH: _flash, EFFICIENT: _memory_efficient, CUDNN: _cudnn}
 
 
-# The backward functions return the gradients of query, key and value. Only the math backend also returns that of mask.
+# The backward functions return the gradients of query, key and value. Only that of the math backend returns a fourth
+# gradient, the one of the scores, which is also the gradient of the mask.
 
 
 def _math_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
@@ -231,8 +231,9 @@ def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
     head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
     if head_dim % 8:
         tensors, scale = [_padded(x) for x in tensors], problem.factor
-    # Without dropout the kernel reads neither seed nor offset (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
-    # The operator itself makes grad_out and out contiguous (transformers/cuda/attention_backward.cu).
+    # Without dropout the kernel reads neither the random seed nor its offset
+    # (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The operator itself makes grad_out and out
+    # contiguous (transformers/cuda/attention_backward.cu).
     grads = flash_attention_backward(
         *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
     )
@@ -254,11 +255,11 @@ def _memory_efficient_backward(
 
 
 def _with_packed_rows(out: Tensor) -> Tensor:
-    """Return ``out``, ``[B, H, S, D_v]``; in 16-bit dtypes with the memory layout ``[B, S, H, D_v]``.
+    """Return ``out``, ``[B, H, S, D_v]``, in 16-bit dtypes with the memory layout ``[B, S, H, D_v]``.
 
     The memory-efficient backward assumes this layout without checking it: in 16 bits the kernel itself sums grad_out ∘
-    out, and steps from row to row of ``out`` by H · D_v instead of a stride (mem_eff/kernel_backward.h, ``o_strideM``
-    and ``kKernelComputesDelta``).
+    out, and assumes that rows of ``out`` are H · D_v elements apart (mem_eff/kernel_backward.h, ``o_strideM`` and
+    ``kKernelComputesDelta``).
     """
     _, heads, num_queries, head_dim = out.shape
     packed = out.stride(3) == 1 and (out.stride(2) == heads * head_dim or num_queries == 1)
@@ -278,7 +279,7 @@ def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
 
 
 def _lying_like(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the dtype and strides of ``query``. cuDNN's forward returns ``out`` with the same strides.
+    """Return ``x`` with the dtype and strides of ``query``, as cuDNN's forward returns ``out``.
 
     cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
     and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read wrongly.
@@ -302,8 +303,8 @@ def _unread(query: Tensor) -> Tensor:
 def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
     """Return the ``SDPBackend`` value for the backward of a call that ``backend`` computed.
 
-    This is the same backend if its backward supports the head dims on all GPUs. Otherwise it is the memory-efficient or
-    the math backend, whose backward accepts the ``out`` and ``lse`` of any backend.
+    The result is ``backend`` itself if its backward supports the head dims on all GPUs. Otherwise it is the
+    memory-efficient or the math backend, whose backward accepts the ``out`` and ``lse`` of any backend.
     """
     head_dim = query.shape[-1]
     if query.is_cpu:
@@ -322,7 +323,7 @@ BACKWARD = {MATH: _math_backward, FLASH: _flash_backward, EFFICIENT: _memory_eff
 
 
 def choose_backend(problem: LocalAttentionCall) -> int:
-    """Return the value of the ``SDPBackend`` that SDPA would choose if key and value had as many heads as query."""
+    """Return the ``SDPBackend`` value that SDPA would choose if key and value had as many heads as query."""
     query, key, value, mask, is_causal, scale = problem
     heads = query.shape[1]
     if key.shape[1] != heads:
@@ -335,11 +336,11 @@ def choose_backend(problem: LocalAttentionCall) -> int:
         if math_sdp_enabled():
             raise
         raise no_backend(query, value, mask) from error
-    return choice if choice in FORWARD else MATH  # Backends of other device types return no lse.
+    return choice if choice in FORWARD else MATH  # The fused backends of other device types return no lse.
 
 
 def no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
-    # Dynamo cannot trace SDPBackend(value).name, so build the names.
+    # Build the names from the keys of SWITCHES, because Dynamo cannot trace SDPBackend(value).name.
     enabled = ["MATH" if name == "math" else f"{name.upper()}_ATTENTION" for name, is_on in SWITCHES.items() if is_on()]
     masked = "" if mask is None else f" with a mask of {mask.dtype}"
     return RuntimeError(

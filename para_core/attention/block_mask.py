@@ -1,7 +1,8 @@
 """Block masks: which blocks of queries see which blocks of keys.
 
 Query i sees key j if ``block_mask[i // query_block, j // key_block]`` is True. i and j are positions in the whole
-sequence, whatever ranks hold the tokens. A user's tensor is read once; everything else is integer arithmetic.
+sequence, whatever ranks hold the tokens. The user's tensor is read once; everything else is integer arithmetic on
+the host.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class BlockMask:
 
     @property
     def fields(self) -> tuple[int, int, int, int, str]:
-        """The fields of this mask, in types that JSON has."""
+        """The arguments of the constructor, for the JSON form of the options."""
         return self.num_query_blocks, self.num_key_blocks, self.query_block, self.key_block, self.bits
 
     def runs_seen(self, row: int) -> list[Run]:
         """Return the positions of the keys that query block ``row`` sees, as ascending runs ``(start, length)``.
 
-        The last run may end after the end of the sequence.
+        The last run may go past the end of the sequence, because it consists of whole blocks.
         """
         bits, runs, block = self.rows[row], [], 0
         while bits:
@@ -65,9 +66,9 @@ class BlockMask:
         return self.runs_seen(query // self.query_block)
 
     def equal_runs(self, *, is_causal: bool) -> list[Run]:
-        """Split the queries into runs ``(start, length)``, such that all queries of a run see the same keys.
+        """Split the queries into runs ``(start, length)``, such that all queries of a run have equal rows of the mask.
 
-        With ``is_causal`` they are also split at the edges of all query blocks and key blocks.
+        With ``is_causal`` the queries are also split at the edges of all query blocks and key blocks.
         """
         rows = self.rows
         edges = [row * self.query_block for row in range(len(rows) + 1)]
@@ -105,7 +106,7 @@ class BlockMask:
 
 
 def _blocks(runs: Iterable[Run], block: int) -> list[tuple[int, int]]:
-    """Return ``(first, last)``, the indices of the blocks of ``block`` tokens that each run overlaps."""
+    """Return ``(first, last)`` for each non-empty run: the first and last block of ``block`` tokens it overlaps."""
     return [(start // block, (start + length - 1) // block) for start, length in runs if length]
 
 

@@ -16,13 +16,14 @@ from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
 from para_core.distributed.layout import Run
 
-# Local attention in place of a backend: (query, key, value, *, mask, is_causal, scale) -> (out, lse).
+# A function that replaces the backends of local attention:
+# (query, key, value, *, mask, is_causal, scale) -> (out, lse).
 LocalAttention = Callable[..., tuple[Tensor, Tensor]]
 Block = tuple[Tensor, Tensor]  # The keys and the values of a block.
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
-    """Return the columns of ``mask`` at the runs ``(start, length)``; ``mask`` itself if it has one column."""
+    """Return the columns of ``mask`` at the runs ``(start, length)``, or ``mask`` itself if it has one column."""
     return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
 
 
@@ -35,7 +36,7 @@ def expand(x: Tensor, heads: Tensor | None) -> Tensor:
 
 
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd; their gradient is 0.
+    """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd, with gradient 0.
 
     Without this, a rank that does not use a tensor that it received would not run the backward of the collective, and
     the other ranks would hang.
@@ -50,7 +51,7 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors that the backward of a call needs, after the Ulysses exchange: ``[B, H_local, S_block, …]``."""
+    """The tensors of the forward that the backward needs, after the Ulysses exchange: ``[B, H_local, S, …]``."""
 
     query: Tensor
     key: Tensor
@@ -90,7 +91,8 @@ class BlockAttention:
         )
         self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
         self._merged = [Merged() for _ in self._queries]
-        # A kernel may merge its result with the previous ones itself, unless the lse must be corrected before merging.
+        # Kernels can merge their result into the previous one themselves. This is not possible with a user's function,
+        # or if the lse must be corrected before merging.
         self._continues = attn_func is None and finite_rows is None
         self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
 
@@ -141,7 +143,8 @@ class BlockAttention:
         """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
 
         Args:
-            key, value: Keys and values of any block; for queries that saw no key, they give shape and dtype.
+            key, value: Keys and values of any block, from which the result of queries that saw no key gets its shape
+                and dtype.
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
@@ -154,7 +157,7 @@ class BlockAttention:
 
 
 def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | None]:
-    """Split ``mask`` by rows into one part for each piece of the queries. If it is None, so is each part."""
+    """Split the rows of ``mask`` into one part for each piece of the queries; each part is None if ``mask`` is."""
     return [None] * len(tiling.pieces) if mask is None else tiling.split(mask)
 
 
@@ -202,7 +205,7 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """Return the gradients of a block's keys and values, and accumulate its part of those of query and mask.
+        """Return the gradients of a block's keys and values; add its share to the gradients of query and mask.
 
         All gradients have the dtype of lse. ``step`` is the index of the block in the tiling.
         """
@@ -232,7 +235,7 @@ class BlockGradients:
         return [order.restore(grad) for grad in grads]
 
     def result(self) -> tuple[Tensor, Tensor | None]:
-        """Return the accumulated gradients of query and mask in the dtype of lse; None for mask if not computed."""
+        """Return the gradients of query and mask in the dtype of lse; None for mask without ``mask_gradient``."""
         grad_query = self._tiling.join([piece.grad_query for piece in self._pieces])
         of_rows = [piece.grad_mask for piece in self._pieces if piece.grad_mask is not None]
         if not of_rows:
@@ -242,9 +245,9 @@ class BlockGradients:
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """The tensors of some queries that see the same keys of every block, and their gradients so far.
+    """A group of queries that all see the same keys of every block, with their tensors and the gradients so far.
 
-    Gradients are accumulated in place, in the dtype of lse.
+    The gradients are accumulated in place, in the dtype of lse.
     """
 
     query: Tensor
