@@ -183,7 +183,7 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
     """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
 
     A row block of this rank may contain rows of several row blocks of the whole mask. The kernel evaluates ``mask_mod``
-    for all key blocks that any of these rows sees, so the other rows must be excluded here.
+    in each key block that any of these rows sees, so here the key block must be hidden from the other rows.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

@@ -197,7 +197,7 @@ def flash_attention(
         out, graph = _run_as_sdpa(handler, call, *tensors), None
     else:
         # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the caller.
-        # Its backward passes the lse to the backward operator, so store the autograd graph of the output on the lse.
+        # Its backward passes the lse to the backward operator, so store the output with its autograd graph on the lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))

@@ -6,8 +6,8 @@ The mode sees each call of the operator twice, while Dynamo traces and when the 
 - In eager code ``flex_attention`` compiles a graph that contains only the operator, and runs it. While Dynamo traces,
   the mode only stores the layout ids of a sharded mask in the graph. When the graph runs, the mode computes attention
   over the mesh.
-- Inside a function that the user compiled, the mode lets Dynamo trace the computation over the mesh. When the mode sees
-  the operator of that graph at run time, it calls the operator unchanged.
+- Inside a function that the user compiled, the mode lets Dynamo trace the computation over the mesh. When that graph
+  runs, the mode calls the operator unchanged.
 
 The mode distinguishes the two cases by the Python stack, which has a frame of ``flex_attention`` only in eager code.
 """
@@ -180,9 +180,9 @@ def called_in_eager_code() -> bool:
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
     """Return the operator's arguments, in which the lengths of a sharded mask are replaced by ``-1 - layout_id``.
 
-    The ``mask_mod`` is replaced by its ``of_rows``. A traced graph stores the two numbers, but no attributes of a
-    ``mask_mod``, so at run time only the numbers show for which layouts the mask was sharded. Without a sharded mask
-    the arguments are returned unchanged.
+    The ``mask_mod`` is replaced by its ``of_rows``. A traced graph stores the two negative numbers, but no attributes
+    of a ``mask_mod``, so at run time only the numbers show for which layouts the mask was sharded. If the mask was not
+    sharded, the arguments are returned unchanged.
     """
     mask = args[4]
     mod = mask[-1]
@@ -298,7 +298,7 @@ def _own_mask(
 def _shifted_score_mod(
     score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a function that calls ``score_mod`` with this rank's head and row indices converted to global ones.
+    """Return a function that converts this rank's head and row indices to global indices and calls ``score_mod``.
 
     Args:
         score_mod: The user's function. Its head index counts all heads, its query index the whole sequence.
@@ -361,7 +361,7 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Add an operator to the traced graph that raises ValueError when the graph runs. Return results without values.
+    """Add an operator to the traced graph that raises ValueError when the graph runs. Return uninitialized results.
 
     The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
 

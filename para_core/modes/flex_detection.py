@@ -13,7 +13,7 @@ _NAMES = {"flex_attention", "create_block_mask", "create_mask", "BlockMask"}
 
 
 def uses_flex_attention(module: nn.Module) -> bool:
-    """Whether the code of ``module`` names flex attention or its masks (``flex_attention``, ``BlockMask`` and others).
+    """Whether the code of ``module`` uses a name such as ``flex_attention`` or ``BlockMask``.
 
     The code consists of the Python modules that define the classes of all submodules and of their attention processors.
     Modules of torch are not searched.

@@ -1,16 +1,16 @@
 """Infer which sequence a tensor holds from its length on this rank. Pure arithmetic, without tensors or communication.
 
 A mode knows the sequences that were sharded through it or declared replicated. A tensor holds one of these n sequences,
-or a concatenation of some of them in the order in which they became known: 2 ** n - 1 candidates.
+or a concatenation of some of them in the order in which they were sharded or declared: 2 ** n - 1 candidates.
 
 **Ambiguity.** Two candidates conflict if their lengths are equal on some rank, but differ on another rank or in total.
 If the candidate that fits on this rank conflicts with another candidate, ValueError is raised. The lengths on all ranks
 are compared, so every rank raises, even if different candidates fit on different ranks. Candidates with equal lengths
 on every rank and equal totals differ only in their order, which matters for a mask and for ``is_causal``.
 
-**Cost.** The sums that choices among the first k lengths can have are the bits of one integer, computed from that of
-k - 1 with one shift. The search then only follows choices that have the wanted sum, with n steps for each choice.
-Usually only one choice has the wanted sum.
+**Cost.** For each k, the bits of one integer tell which sums a choice among the first k lengths can have. This integer
+is computed from that of k - 1 with one shift. The search then only follows choices that have the wanted sum, usually a
+single choice, with n steps for each.
 """
 
 from __future__ import annotations
@@ -173,12 +173,12 @@ def _rivals(
     Raises:
         ValueError: There are more than 4096 such choices.
     """
-    # Ranks that hold the same lengths of all segments have the same candidates. Keep one rank for each set of lengths.
+    # Ranks with the same lengths of all segments have the same candidates. Keep one rank for each tuple of lengths.
     columns = {
         tuple([segment.size(rank, fitting.ranks) for segment in segments]): rank for rank in range(fitting.ranks)
     }
     if len(columns) == 1 and not ordered and not any(segment.replicated for segment in segments):
-        return  # All ranks hold equally long parts, so layouts with equal lengths on one rank have them on every rank.
+        return  # All ranks hold equally long parts, so two layouts have equal lengths on every rank or on no rank.
     choices = chain.from_iterable(_choices(sizes, fitting.size(rank)) for sizes, rank in columns.items())
     for choice in islice(choices, _MAX_COMPARED):
         if choice != fitting_choice:

@@ -90,7 +90,7 @@ def intercept(
         with _DISPATCH_KEY.excluded():  # This mode handles the call, so the dispatcher must not intercept it again.
             return handler(call)
     if func is UNFLATTEN and torch.compiler.is_compiling():
-        # Dynamo cannot trace Tensor.unflatten under a mode, because it is a Python method that calls super().
+        # Dynamo cannot trace Tensor.unflatten under a mode, because this Python method calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
@@ -186,8 +186,8 @@ def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequ
 class _ReenteredMode(TorchFunctionMode):
     """A mode that forwards all calls to ``mode``.
 
-    It exists for branches of ``torch.cond``: a mode from outside cannot be entered there, but one that is constructed
-    inside the branch can.
+    It is needed in branches of ``torch.cond``, where Dynamo cannot enter a mode that was constructed outside of the
+    branch.
     """
 
     def __init__(self, mode: TorchFunctionMode) -> None:
@@ -209,8 +209,8 @@ def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..
 
 def inside_branch(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, in a branch of a higher-order operator, and allow ``function`` to enter modes."""
-    # Dynamo would refuse a branch that enters a mode: it counts a change of the mode stack as a side effect, even if
-    # the stack is restored at the end.
+    # Dynamo would refuse a branch that enters a mode, because a change of the mode stack counts as a side effect, even
+    # if the stack is restored at the end.
     return without_side_effect_checks(function, *args)
 
 

@@ -18,7 +18,7 @@ from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
-# The layouts of queries and of keys that the user passed. None means that the keys have the layout of the queries.
+# The layouts of queries and of keys that the user passed. None for the keys means the layout of the queries.
 ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
 
 

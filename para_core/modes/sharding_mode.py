@@ -267,7 +267,7 @@ def _difference(records: list[Record]) -> str:
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
-    """Convert ``segments`` to tuples to store on a mode, in a form in which Dynamo makes their lengths symbolic.
+    """Return ``segments`` as tuples to store on a mode, with lengths in a form that Dynamo makes symbolic.
 
     :func:`segments_of` converts the result back. ``together`` of a segment is not stored.
     """

@@ -65,7 +65,8 @@ class UnifiedAttnMode(LayoutMode):
               of a ring. ``"alltoall"`` passes them on from neighbour to neighbour. ``"allgather"`` gathers them in one
               collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
               ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
-              With 4 or more ranks ``"2d"`` sends fewer bytes (:mod:`para_core.attention.attention_2d`).
+              With 4 or more ranks ``"2d"`` sends fewer bytes, unless their number is prime or there are few key heads
+              (:mod:`para_core.attention.attention_2d`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
               ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
               package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``
@@ -170,7 +171,7 @@ class UnifiedAttnMode(LayoutMode):
                 raise RuntimeError(message)
             warn_user(message, ParallelWarning)
         elif not self.intercepted:
-            self.intercepted = True  # Setting this makes each mode warn only once.
+            self.intercepted = True  # Warn only once for each mode.
             warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
                 "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel "
@@ -209,7 +210,7 @@ class UnifiedAttnMode(LayoutMode):
 
     @contextmanager
     def _resumed(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> Iterator[None]:
-        """Enter this mode with the given sequences and explicit layouts. On exit, restore the values of before."""
+        """Enter this mode with the given sequences and explicit layouts. On exit, restore the previous values."""
         before = self._known, self._explicit, self._is_resumed, self.intercepted
         try:
             with self:
@@ -235,8 +236,8 @@ class UnifiedAttnMode(LayoutMode):
         if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
             bind_reentrant_checkpoint(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
-            # A compiled graph is running. It contains our operator in place of the SDPA call, so this is the only place
-            # to see that attention runs inside a checkpoint.
+            # A compiled graph is running. It contains an operator of this package in place of the SDPA call, so only
+            # here can the mode notice attention inside a checkpoint.
             bind_checkpoint(self, self.bound)
         if not torch.compiler.is_compiling() and is_softmax(func):
             mesh = self._mesh
