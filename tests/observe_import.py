@@ -27,7 +27,7 @@ def is_watched(name: str) -> bool:
 
 
 def attributes() -> dict[str, int]:
-    """Identities of the attributes of modules and classes of other packages."""
+    """Return the identities of the attributes of modules and classes of other packages."""
     identities: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if is_watched(name) and type(module) is types.ModuleType:
@@ -64,7 +64,7 @@ def dispatch_keys(torch: Any) -> dict[str, Any]:
 
 
 def registrations(torch: Any) -> set[str]:
-    """Kernels by dispatch key."""
+    """Return the registered kernels with their dispatch keys."""
     kernels = set()
     for key in dispatch_keys(torch):
         try:
@@ -132,8 +132,8 @@ def loggers() -> dict[str, Any]:
 
 
 def exit_hooks() -> list[str]:
-    """Functions registered with atexit, which does not list them: it compares each of them with a key that is being
-    removed.
+    """Return the functions registered with atexit. It does not list them, but compares each with a function that is
+    being unregistered.
     """
     hooks = []
 
@@ -169,7 +169,7 @@ def process() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Names whose value changed. A name that is new belongs to a module that another import loaded."""
+    """Return the names whose value changed. A name that is new belongs to a module that another import loaded."""
     return (name for name, value in before.items() if name in after and after[name] != value)
 
 

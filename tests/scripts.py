@@ -85,7 +85,7 @@ def run_script(script, arguments, environment):
 
 @contextlib.contextmanager
 def meeting_point() -> Iterator[dict[str, str]]:
-    """The environment by which torchrun says where the ranks meet."""
+    """Yield the environment variables by which torchrun tells ranks the address of the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {
         "MASTER_ADDR": "127.0.0.1",

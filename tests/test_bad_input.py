@@ -26,7 +26,7 @@ def _error_of(call):
 
 
 def spoil(kind, q, k, v):
-    """Arguments of an SDPA call, bad in one way."""
+    """Return arguments of an SDPA call that are invalid in one way."""
     options = {}
     if kind == "dtype":
         k = k.bfloat16()

@@ -35,7 +35,7 @@ SUBSTITUTIONS = {
 
 
 def programs(page: str) -> list[str]:
-    """The python blocks of a page, joined from one that initialises the process group to the next.
+    """Return the Python blocks of a page, joined from one that initialises the process group to the next.
 
     Two in one process would meet in the same store: a rank that is early the second time reads the other's old address
     and waits for it for ever.
@@ -115,7 +115,7 @@ def test_collective_threads_get_the_gil_at_exit(tmp_path):
 
 
 def modules_with_examples():
-    """Names of the modules of para_core and of its adapters with an example whose result a docstring states."""
+    """Yield the names of the modules of para_core and its adapters that have an example with a result."""
     for folder, package in ((ROOT / "para_core", "para_core"), (ROOT / "adapters", "para_core.adapters")):
         for file in sorted(folder.rglob("*.py")):
             if re.search(r"^ *>>> (?!.*SKIP).*\n *[^ >.`]", file.read_text(), re.MULTILINE):

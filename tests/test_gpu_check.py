@@ -33,7 +33,7 @@ def one_machine(monkeypatch):
 
 @pytest.fixture
 def run_here(tmp_path):
-    """Run a section in this process; gives back its JSON."""
+    """Return a function that runs a section in this process and returns its JSON."""
 
     def run(name, *, part=""):
         job = Job(name, CPU, True, tmp_path / f"{name}.json", time.monotonic() + 600, part)
@@ -258,7 +258,7 @@ def test_kernels_are_told_apart_by_name_and_place():
 
 
 def section_that_does(tmp_path, monkeypatch, name, body):
-    """A section whose module stands in ``tmp_path``."""
+    """Return a section whose module is in ``tmp_path``."""
     (tmp_path / f"{name}_section.py").write_text(
         f"import os, subprocess, time\ndef run(job):\n    job.add(found=1)\n    {body}\n"
     )

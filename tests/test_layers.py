@@ -48,7 +48,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
 def module_files():
-    """Files of the library by the name under which they are imported."""
+    """Return the files of the library by the name under which they are imported."""
     files = {}
     for top in ("para_core", "adapters", "fleet", "cli", "kernels"):
         for path in (ROOT / top).rglob("*.py"):
@@ -67,7 +67,7 @@ def room_of(path):
 
 
 def imported_by(path):
-    """The files of the library that ``path`` imports, with the line, wherever the import stands."""
+    """Yield the files of the library that ``path`` imports, at any level of nesting, with the line."""
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def world(tmp_path):
-    """A default group of this process alone."""
+    """Make a default group of this process alone."""
     if dist.is_initialized():
         pytest.fail("another test left a process group")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
@@ -51,7 +51,7 @@ class Watch(TorchFunctionMode):
 
 
 def private_names(source):
-    """Private names of torch that a module uses: imports, and attributes of what it imports from torch."""
+    """Return the private names of torch that a module uses: imports, and attributes of what it imports from torch."""
     tree, imported, names = ast.parse(source), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

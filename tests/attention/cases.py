@@ -152,7 +152,7 @@ def held(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
 
 
 def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tensor:
-    """The sum of what all ranks hold, each at its positions: replicated tokens add up."""
+    """Return the sum of the parts of all ranks, each at its positions. Replicated tokens add up."""
     shape = list(parts[0].shape)
     shape[dim] = layout.total
     whole = parts[0].new_zeros(shape)
@@ -163,7 +163,7 @@ def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tenso
 
 
 def compiled_sdpa(compile_with: str | None) -> Any:
-    """A function of its own: two that were compiled alike would share their graphs."""
+    """Return a new function each time, because functions with the same code would share compiled graphs."""
 
     def sdpa(*args: Any, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **options)
@@ -181,7 +181,7 @@ def attend(
     compile_with: str | None = None,
     mode_options: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """The whole result of each case, as this rank gathered it."""
+    """Return the whole result of each case, gathered on this rank."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     rank, outs = mesh.get_rank(), []
     with torch.no_grad():
@@ -257,7 +257,7 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """SDPA's math backend takes a mask or is_causal; its flash backend both."""
+    """Call SDPA with a mask and is_causal, which its math backend does not take together."""
     if mask is not None and options.get("is_causal"):
         causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
         mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))

@@ -32,7 +32,7 @@ class DrawnMask:
     hidden: float  # share of the entries that hide a key
 
     def make(self, sizes: dict[str, int], generator: torch.Generator) -> Tensor:
-        """``[B or 1, H or 1, S_q or 1, S_k or 1]``."""
+        """Return the mask, ``[B or 1, H or 1, S_q or 1, S_k or 1]``."""
         shape = [size if dim in self.dims else 1 for dim, size in sizes.items()]
         hides = torch.rand(shape, generator=generator) < self.hidden
         if self.dtype == torch.bool:
@@ -42,7 +42,7 @@ class DrawnMask:
 
 @dataclass(frozen=True)
 class DrawnCall:
-    """One call; its tensors follow from ``seed``. ``key_segments`` None: keys are sharded like queries."""
+    """A call whose tensors follow from ``seed``. If ``key_segments`` is None, keys are sharded like queries."""
 
     seed: int
     query_segments: tuple[Segment, ...]
@@ -65,7 +65,7 @@ class DrawnCall:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Query, key, value and, if there is one, mask, of the whole sequence."""
+        """Return query, key, value and the mask if the call has one, of the whole sequence."""
         generator = torch.Generator().manual_seed(self.seed)
         S, S_k = (layout.total for layout in self.layouts(1))
         shapes = [(self.num_heads, S, self.head_dim), (self.num_kv_heads, S_k, self.head_dim)]
@@ -76,7 +76,7 @@ class DrawnCall:
         return [*tensors, self.mask.make({"b": self.batch, "h": self.num_heads, "q": S, "k": S_k}, generator)]
 
     def attend(self, tensors: list[Tensor], *, alone: bool = False) -> Tensor:
-        """SDPA of them; ``alone``: on one device, whose math backend takes no mask beside ``is_causal``."""
+        """Return SDPA of the tensors. ``alone``: on one device, whose math backend takes no mask with is_causal."""
         query, key, value, mask = (*tensors, None)[:4]
         is_causal, grouped = self.is_causal, self.num_kv_heads < self.num_heads
         if alone and is_causal and mask is not None:
@@ -88,7 +88,7 @@ class DrawnCall:
 
 
 def draw(seed: int) -> DrawnCall:
-    """The call of this number, always the same."""
+    """Return the call with this number, which is always the same."""
     dice = random.Random(seed)
     kv_heads, group = dice.randint(1, 4), dice.choice([1, 1, 2, 3])
     dtype = dice.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
@@ -131,11 +131,11 @@ def _mask(dice: random.Random) -> DrawnMask:
 
 
 def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) -> float:
-    """The larger error of out and of gradients, over all ranks, 1 being what is allowed.
+    """Return the larger error of out and of gradients over all ranks, as a multiple of what is allowed.
 
-    Allowed is ‖found - expected‖ of 1e-5 ‖expected‖ in float32, of a gradient at least 1e-5 of that of value; in 16
-    bits ‖found - exact‖ of twice what SDPA itself is away from float64, and one rounding: partial results are rounded
-    before they are merged, and of a few numbers SDPA may be exact by luck.
+    In float32 ‖out - expected‖ may be 1e-5 ‖expected‖; for a gradient at least 1e-5 of the norm of value's gradient. In
+    16 bits ‖out - exact‖ may be twice the error of SDPA against float64 plus one rounding, because partial results are
+    rounded before they are merged, and SDPA may be exact by chance on a few numbers.
     """
     layouts = call.layouts(mesh.size())
     parts = _parts(call, mesh)
@@ -236,7 +236,7 @@ def _sum_over_ranks(part: Tensor, local_dim: tuple[int, SequenceLayout] | None, 
 
 
 def _ratio(difference: float, allowed: float) -> float:
-    """``difference`` by what it may be; 0 where there is none, infinite where it is NaN."""
+    """Return ``difference`` divided by what is allowed: 0 if there is no difference, infinite if it is NaN."""
     if difference == 0.0:
         return 0.0
     return difference / max(allowed, 1e-30) if difference == difference else float("inf")

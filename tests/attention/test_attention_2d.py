@@ -228,7 +228,7 @@ def test_generated_calls_equal_one_device(rank_pool, ring, ulysses, first, last)
 
 
 def attend_in_one_graph(ring, ulysses, segments, lengths):
-    """Relative errors of causal attention over balanced segments, sharded, computed and gathered in one full graph."""
+    """Return the errors of causal attention over balanced segments, sharded, computed and gathered in one graph."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     mode = UnifiedAttnMode(mesh, rotate_method="2d")

@@ -24,7 +24,7 @@ LOWER = torch.ones(4, 4, dtype=torch.bool).tril()
 
 
 def natural(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
-    """Attention as one writes it down: NaN for a row that sees nothing."""
+    """Attend by the formula, which gives NaN for a row that sees no key."""
     assert 0 not in query.shape
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:

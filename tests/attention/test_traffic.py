@@ -47,7 +47,7 @@ def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
 
 
 def count_training(ring, ulysses, S, **options):
-    """Bytes sent per collective, forward and backward; and what eager code copied forward, in elements."""
+    """Return the bytes sent per collective, forward and backward, and the elements that eager code copied forward."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, H, D, B=B)]
     with UnifiedAttnMode(mesh, assume_equal=True) as cp, cp.using(cp.sequence(S)):
@@ -60,7 +60,7 @@ def count_training(ring, ulysses, S, **options):
 
 
 class Copies(TorchDispatchMode):
-    """Elements that each operator that only moves them has moved."""
+    """The number of elements that each copying operator moved."""
 
     MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat_interleave", "stack")
 

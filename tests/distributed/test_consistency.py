@@ -18,7 +18,7 @@ from para_core.distributed.mesh import one_rank, sequence_mesh
 
 
 class Gathered(TorchDispatchMode):
-    """Counts all-gathers, and the bytes that each brings from one rank."""
+    """A counter of all-gathers and of the bytes that each brings from one rank."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_one_rank_agrees_with_itself_and_still_raises():
 
 
 class Devices(TorchDispatchMode):
-    """The kinds of device of every tensor that is made or sent."""
+    """The device types of all tensors that are made or sent."""
 
     def __init__(self):
         super().__init__()

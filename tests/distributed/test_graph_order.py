@@ -30,7 +30,7 @@ def make_inputs(sizes):
 
 
 def compute(parts, attend):
-    """Independent of each other until the end; scaled before, so that there is something to reorder."""
+    """Attend to each part independently. The inputs are scaled, so that a compiler has something to reorder."""
     return [attend(x * 2, x + 1, x - 1) for x in parts]
 
 

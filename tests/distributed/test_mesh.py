@@ -302,7 +302,7 @@ def test_dims_of_size_1_share_one_group(rank_pool):
 
 
 def attend_chunk(mode, seed=0):
-    """Attention over tokens that this rank cut alone, as plain PyTorch would; this rank's part of the result."""
+    """Attend to this rank's chunk of the tokens and return this rank's part of the result."""
     q, k, v = (x.chunk(mode._mesh.ranks, dim=-2)[mode._mesh.rank] for x in make_qkv(12, 4, seed=seed))
     with mode:
         return F.scaled_dot_product_attention(q, k, v)
@@ -404,7 +404,7 @@ def test_meshes_that_do_not_fit_are_errors(rank_pool):
 
 
 def sixteen_ranks(**environment):
-    """``ranks_per_host()`` of 16 ranks in this environment."""
+    """Return ``ranks_per_host()`` of 16 ranks in this environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GROUP_WORLD"))}
     with (
         mock.patch.dict(os.environ, {**clean, **environment}, clear=True),

@@ -22,7 +22,7 @@ def make(
     batch: int = B,
     heads: int = H,
 ) -> list[Tensor]:
-    """query, key and value, ``[B, S, H, D]`` in memory."""
+    """Return query, key and value, ``[B, S, H, D]`` in memory."""
     generator = torch.Generator().manual_seed(num_queries + num_keys + head_dim)
     sizes = [
         (num_queries, heads, head_dim),
@@ -49,7 +49,7 @@ def by_formula(
     scale: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scale + mask)·v and logsumexp, all scores at once, in float64."""
+    """Return softmax(q·kᵀ·scale + mask)·v and logsumexp of all scores at once in float64."""
     query, key, value = (x.double() for x in (query, key, value))
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).mT * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -225,7 +225,7 @@ def test_any_strides_are_read_where_they_are(orders, starts, mask_order, is_bool
 
 
 def _lying(shape: tuple[int, ...], order: tuple[int, ...], start: int) -> Tensor:
-    """A tensor whose dims lie in memory in this order, each a part of a longer one."""
+    """Return a tensor whose dims are in this order in memory, each a part of a longer one."""
     longer = torch.randn([shape[dim] + start + 1 for dim in order], generator=torch.Generator().manual_seed(start))
     x = longer.permute([order.index(dim) for dim in range(4)])
     # All of the last dim where it is the one with stride 1: rows begin anywhere.

@@ -44,7 +44,7 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def with_outliers(num_queries, num_keys, head_dim=16, **options):
-    """Keys as diffusion transformers have them: some channels are far off, for all tokens alike."""
+    """Return keys like those of diffusion transformers, in which some channels have a large mean over all tokens."""
     query, key, value = make(num_queries, num_keys, head_dim, dtype=torch.float16, **options)
     far = torch.randn(head_dim, generator=torch.Generator().manual_seed(5)) * (torch.arange(head_dim) % 8 == 0) * 20
     return query, key + far.half(), value

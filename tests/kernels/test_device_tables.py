@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Capture:
-    """Stands for the recording of a CUDA graph, while ``on``."""
+    """A stand-in for the capture of a CUDA graph, which captures while ``on``."""
 
     on = False
 

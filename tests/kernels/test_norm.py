@@ -30,7 +30,7 @@ def exact_moments(x, groups):
 
 
 def normalized_by_ranks(parts, groups, weight, bias, eps, kernels):
-    """The norm of ``parts``, each of which a rank holds."""
+    """Return the norm of ``parts``, each held by a rank."""
     of_ranks = torch.stack([kernels.moments(x, groups) for x in parts])
     rows = torch.tensor([float(x.shape[2]) for x in parts])
     return [kernels.normalized(x, of_ranks, rows / rows.sum(), groups, weight, bias, eps) for x in parts]

@@ -50,7 +50,7 @@ def test_small_change_is_not_rounded_to_16_bits(interpreter):
 
 
 def change_of_views(whole, other):
-    """Rows that are far apart, and elements that are."""
+    """Return the change of inputs whose rows, or elements, are not adjacent in memory."""
     return residual.change(whole[:, 3:40], other[:, 3:40]), residual.change(whole[:, ::2], other[:, ::2])
 
 

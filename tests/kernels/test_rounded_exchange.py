@@ -23,7 +23,7 @@ row_bytes = RoundedWire(torch.int8).row_size
 
 
 def spread(shape, dtype, seed=0):
-    """Numbers of very different sizes, some of which become subnormal, some 0; ``[B, S, H, D]`` in memory."""
+    """Return numbers of very different magnitudes, ``[B, S, H, D]`` in memory. Some become subnormal and some 0."""
     generator = torch.Generator().manual_seed(sum(shape) + seed)
     x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
     return x.clamp(-6e4, 6e4).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)

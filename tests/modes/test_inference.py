@@ -33,7 +33,7 @@ def all_choices(segments):
 
 
 def verdict_by_hand(held, segments, rank, ranks, ordered):
-    """The layouts that are right, and the errors that are; what DESIGN says, over all choices."""
+    """Return the correct layouts and patterns of the correct errors, by comparing all choices."""
     sizes = {choice: sizes_of([segments[i] for i in choice], ranks) for choice in all_choices(segments)}
     fitting = [choice for choice in sizes if sizes[choice][rank] == held]
     if not fitting:

@@ -30,7 +30,7 @@ def hosts_of_dims(mesh: Any) -> dict[str, list[int]]:
 
 
 def generate(name: str, mesh: Any, repeat: int) -> dict[str, Any]:
-    """The last of ``repeat`` images, and the seconds of each: the first also makes connections."""
+    """Return the last of ``repeat`` images and the seconds of each. The first also makes connections."""
     tiny = PIPELINES[name]
     pipe = parallelize_pipe(tiny.build(), mesh=mesh)
     seconds = []

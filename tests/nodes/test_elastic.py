@@ -24,7 +24,7 @@ PROMPTS = ["a large red circle", "a small blue square", "a green triangle"]
 
 
 def rank_processes(rank, output):
-    """Ids of the processes that are this rank of the run that writes to ``output``."""
+    """Return the ids of the processes that are this rank of the run that writes to ``output``."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

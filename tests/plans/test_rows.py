@@ -72,7 +72,7 @@ def model():
 
 
 def results(called, rows):
-    """The output, and the gradient of each parameter."""
+    """Return the output and the gradient of each parameter."""
     called.requires_grad_()
     out = called(*inputs(rows))
     gradients = torch.autograd.grad(out.square().mean(), list(called.parameters()))

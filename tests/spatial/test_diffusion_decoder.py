@@ -53,7 +53,7 @@ def decode(decoder, name, **options):
 
 
 def decode_parallel(names):
-    """Videos of one step and of two by name, with default noise, with tiles, and after the decoder is undone."""
+    """Return videos by name: of one and two steps, with default noise, with tiles, and with the decoder restored."""
     decoder, videos = parallelize_vae(make_decoder()), {}
     for name in names:
         videos[name] = decode(decoder, name), decode(decoder, name, num_inference_steps=2)

@@ -22,7 +22,7 @@ def decode_and_count():
 
 @torch.no_grad()
 def expected_of(rank, ranks):
-    """Collectives and bytes of ``rank``: rows that convolutions lack, statistics, keys and values, and the image."""
+    """Return collectives and bytes of ``rank``: halos of convolutions, statistics, keys and values, and the image."""
     tiny = TINY_VAES["KL"]
     vae = tiny.make()
     collectives, sent = 0, 0

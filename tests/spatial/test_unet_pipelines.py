@@ -49,7 +49,7 @@ def generated_alone(name, **size):
 
 
 def of_size(**size):
-    """Options of an image of another size, and of its control image."""
+    """Return the options of an image of another size and of its control image."""
     return {**size, "image": random_image(**size)} if size else {}
 
 

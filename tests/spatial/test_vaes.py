@@ -96,7 +96,7 @@ def test_few_rows_use_fewer_ranks(rank_pool, height, gather):
 
 @torch.no_grad()
 def decode_more_and_more():
-    """Errors of latents of rows for one rank, two, three and four."""
+    """Return the errors of latents with enough rows for one, two, three and four ranks."""
     tiny, errors = TINY_VAES["KL"], {}
     vae, alone = parallelize_vae(tiny.make()), tiny.make()
     for height in (2, 5, 7, 9):

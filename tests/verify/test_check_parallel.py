@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Patches of pixels, blocks, and a head."""
+    """A model with patches of pixels, blocks and a head."""
 
     def __init__(self, *, centred=()):
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_mean_over_tokens_is_found_where_it_is(wrong):
 
 
 class Gathers(Model):
-    """Computes something from the number of its tokens, between two blocks, in the model's own forward."""
+    """A model whose forward uses the number of its tokens between two blocks."""
 
     def forward(self, x):
         x = self.embed(x)

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def kept_by_definition(case, share, window):
-    """bool ``[B, H, 1, S_k]``, written down as the docstring of SparseKVAttnMode says it."""
+    """Return the kept keys, bool ``[B, H, 1, S_k]``, by the definition in the docstring of SparseKVAttnMode."""
     q, k, _ = case.qkv()
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     S_q, S_k = q.shape[-2], k.shape[-2]
@@ -83,7 +83,7 @@ def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
 
 
 class LargestSent(TorchDispatchMode):
-    """Elements of the largest tensor that a collective took."""
+    """The number of elements of the largest input of an all-to-all."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def test_only_kept_keys_travel(rank_pool):
 
 
 class HostReadings(TorchDispatchMode):
-    """Counts what would make the host wait for an accelerator: values and sizes that are read from a tensor."""
+    """A counter of reads of values and sizes of tensors, for which the host would wait for an accelerator."""
 
     ASK = (aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select)
 
