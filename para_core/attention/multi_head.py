@@ -1,7 +1,7 @@
 """Reimplement ``F.multi_head_attention_forward`` with any SDPA implementation.
 
-This is needed because modes are off while torch computes a call that a mode let through. The SDPA call inside torch's
-own function, which ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use, would not be intercepted.
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` use torch's function. A mode cannot intercept the SDPA call
+inside that function, because torch disables the mode while the mode handles the outer call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def multi_head_attention(
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
     if is_causal:
-        attn_mask = None  # is_causal promises that the mask is the causal mask, so the flag is enough.
+        attn_mask = None  # With is_causal, the caller promises that this is the causal mask, so the flag is enough.
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)

@@ -25,7 +25,7 @@ from para_core.torch_internals import innermost_transform, is_grad_tracking_tens
 def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Return the output of :func:`~para_core.attention.usp.usp_forward`. It is differentiable.
 
-    In a graph the computation is one operator.
+    In a compiled graph the computation is one operator.
     """
     save = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
@@ -70,7 +70,7 @@ def _followed_outside(tensors: Sequence[Any]) -> bool:
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     """Raise ``RuntimeError`` if this gradient would itself be differentiated.
 
-    Autograd does not record the operators that compute it, so the second derivative would silently be wrong.
+    Autograd does not record the operators that compute the gradient, so the second derivative would silently be wrong.
 
     Args:
         followed_outside: Whether an input requires a gradient outside the torch.func transform of the forward.
@@ -114,8 +114,8 @@ class _EagerAttention(torch.autograd.Function):
         return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)
 
 
-# The part of an operator's schema that is ``*call`` below: the arguments of read_plan, and ``after``, which
-# define_collective adds.
+# These are the schemas of the arguments that the functions below take as ``*call``: the arguments of read_plan, and
+# ``after``, which define_collective adds.
 _CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
 _INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {_CALL}"
 

@@ -1,4 +1,4 @@
-"""Operators that pack tensors into the buffer of an all-to-all, and unpack it. Each counts as one launch."""
+"""Operators that pack tensors into the buffer of an all-to-all, and unpack it, each dispatched as one launch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pack(
     *,
     exchange: ModuleType = exchange_reference,
 ) -> Tensor:
-    """Copy ``regions`` of ``tensors`` into a new buffer of ``numel`` elements, all of which they must cover.
+    """Copy ``regions`` of ``tensors`` into a new buffer. The regions must cover all its ``numel`` elements.
 
     See :func:`para_core.kernels.exchange_reference.pack`.
 

@@ -16,9 +16,10 @@ from para_core.distributed.layout import Run
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """The slice of a tensor ``[B, H, S, D]`` of this rank that each peer receives or, if it is a result, sends.
+    """The slices of one tensor ``[B, H, S, D]`` of this rank in an all-to-all, one slice per peer.
 
-    The slice of peer i consists of the tokens ``tokens[i]`` and the heads ``heads[i]``, both runs ``(start, count)``.
+    If the tensor is sent, a peer receives its slice; if the tensor is a result, the peer sends the slice. The slice of
+    peer i consists of the tokens ``tokens[i]`` and the heads ``heads[i]``, both runs ``(start, count)``.
     """
 
     tokens: tuple[Run, ...]
@@ -32,9 +33,9 @@ class PeerSlices:
 
     @cached_property
     def cover_output(self) -> bool:
-        """Whether every head of every token is in exactly one slice, so that slices can be copied.
+        """Whether every head of every token is in exactly one slice, so that received slices can be copied.
 
-        Otherwise they are summed into zeros, because slices overlap or leave gaps.
+        Otherwise slices overlap or leave gaps, and must be added to a tensor of zeros.
         """
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size)
@@ -57,8 +58,8 @@ class UniformPeers:
     Args:
         number: Number of peers.
         runs: ``(first, count, step)`` for the tokens and for the heads of each tensor. The slice of peer i has
-            ``count`` of them, beginning at ``first + i · step``. ``step`` is ``count``, or 0 if all peers have the same
-            ones.
+            ``count`` tokens (or heads), beginning at ``first + i · step``. ``step`` is ``count``, or 0 if all peers
+            have the same tokens (or heads).
     """
 
     number: int
@@ -68,7 +69,7 @@ class UniformPeers:
 def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ...]:
     """Split the peers into groups of consecutive peers with equal sizes and distances.
 
-    ``runs[k][i]`` is the run ``(start, count)`` of peer i for kind k, the tokens or the heads of one of the tensors.
+    ``runs[k][i]`` is the run ``(start, count)`` of peer i for entry k, which is the tokens or the heads of one tensor.
 
     >>> group_uniform_peers([[(0, 2), (2, 2), (4, 1)]])
     (UniformPeers(number=2, runs=((0, 2, 2),)), UniformPeers(number=1, runs=((4, 1, 1),)))
@@ -85,7 +86,7 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the step of each kind after adding a peer with the runs ``of_peer``; None if it does not fit."""
+    """Return the steps of ``group`` with one more peer, whose runs are ``of_peer``; None if this peer does not fit."""
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):
         possible = (count, 0) if group.number == 1 else (step,)

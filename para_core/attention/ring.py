@@ -12,12 +12,12 @@ in memory.
 With a block mask each rank sends its block directly to the ranks that see any of its keys. The hop over a distance of s
 ranks is left out if no rank sees a key of the rank s positions before it.
 
-Launches: one to pack, and per block one attention, one hop and one merge. With ``backend="triton"`` attention continues
-from the earlier blocks' result, without a merge.
+The host launches one operator to pack, and per block one attention, one hop and one merge. With ``backend="triton"``
+attention continues from the earlier blocks' result, without a merge.
 
-In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block, to which every rank
-adds its share, follows it with as many hops, in float32 also for 16-bit input. Only query, key, value, mask, out and
-lse are saved.
+In the backward the blocks are passed around again, with R - 1 hops. The gradient of each block follows the block with
+as many hops, and every rank adds its share; gradients are in float32 also for 16-bit input. Only query, key, value,
+mask, out and lse are saved.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Packing:
         self._wire, self._dtype, self._lengths = wire, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
-        # Numbers of buffer elements per token and head, for keys and for values.
+        # These are the numbers of buffer elements per token and head, for keys and for values.
         self._rows = self._width, self._value_width
         if wire is not None:
             self._rows = wire.row_size(self._width), wire.row_size(self._value_width)
@@ -88,16 +88,16 @@ class Packing:
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
     def _regions(self, length: int) -> list[int]:
-        """Return where keys and values of ``length`` tokens are in a rounded buffer, as numbers of two CopyRegions."""
+        """Return where keys and values of ``length`` tokens are in a rounded buffer: two CopyRegions as integers."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])
 
 
-# The two generators below send this rank's packed block, ``sent``, and yield the blocks whose keys this rank sees, its
-# own first. The next block is in flight while the caller computes. A generator drops a block before it waits for the
-# next one. The caller must drop it too, or one more block stays in memory. With gradients enabled, the generators
-# append the received buffers to ``received``, so that the caller can make the result depend on them.
+# The two generators below send this rank's packed block, ``sent``, and yield this rank's own block first, then those
+# that arrive. Communication runs while the caller computes. The caller must drop each block before it asks for the next
+# one, or one more block stays in memory. With gradients enabled, the generators append the received buffers to
+# ``received``, so that the caller can make the result depend on them.
 
 
 def ring_pass(
@@ -114,14 +114,15 @@ def ring_pass(
     def start(hop: Hop) -> Travelling:
         if passes_on:
             return start_ring_shift(sent, packing.numel(hop.source), dim)
-        # The dependency makes autograd run the collectives of the backward in reverse order, the same on every rank.
+        # The dependency makes autograd run the collectives of the backward in the same (reverse) order on every rank.
         x = add_autograd_dependency(sent if hop.sends else sent[:0], received[-1:])
         return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
     yield OWN, own
     for number, hop in enumerate(hops, start=1):
-        buffer = wait(arriving.pop())  # Drop the finished collective, because it refers to the buffer that it sent.
+        # Remove the finished collective from the list, because it keeps the buffer that it sent in memory.
+        buffer = wait(arriving.pop())
         if torch.is_grad_enabled():
             received.append(buffer)
         if passes_on:
@@ -134,7 +135,7 @@ def ring_pass(
 def all_gather_kv(
     own: Block, sent: Tensor, packing: Packing, plan: RingPlan, received: list[Tensor]
 ) -> Iterator[tuple[Hop, Block | None]]:
-    """Yield ``(hop, block)`` for the keys and values of each ring rank, gathered by one collective. Own block first."""
+    """Yield ``(hop, block)`` for the keys and values of each ring rank, this rank's own first, by one all-gather."""
     sizes = [packing.numel(rank) for rank in range(plan.dim.size)]
     largest = max(sizes)
     if sent.numel() < largest:
@@ -193,7 +194,7 @@ def ring_attention(
     for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
         if block is not None:
             attention.add(block, hop.step, is_last=hop is last_hop)
-        # Drop the block, or three blocks would be in memory while the next hop is in flight.
+        # Drop the block here, or three received blocks would be in memory while the next hop is in flight.
         del block
     out, lse = attention.result(key, value)
     if out.dtype != query.dtype:
@@ -218,14 +219,15 @@ def ring_attention_backward(
 
 
 def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
-    """Return the gradients of this rank's keys and values. ``gradients`` accumulates those of query and mask.
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``gradients``.
 
     The gradient of a block follows the block around the ring, every rank adds its share, and the last hop returns it to
     the owner. With a block mask, every rank sends its share directly to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []
-    arriving: list[Travelling] = []  # Gradients in flight while this rank computes its own share.
+    # These gradients are in flight while this rank computes its own share.
+    arriving: list[Travelling] = []
     for hop, block in _blocks(key, value, packing, plan, []):
         grads = [] if block is None else gradients.add(block, hop.step)
         del block

@@ -1,4 +1,4 @@
-"""The plan of ring attention: which ring rank's keys and values each rank has at each step, and what is sent when."""
+"""The plan of ring attention: which ring rank's keys and values each rank has at each step, and which hops it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Hop(NamedTuple):
     receives: bool = True
 
 
-OWN = Hop(0, 0)  # The first step, in which a rank computes with its own block and receives nothing.
+# In this first step a rank computes with its own block and receives nothing.
+OWN = Hop(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class RingPlan:
 
     @cached_property
     def travels(self) -> list[Run]:
-        """The keys of this rank's block that are sent, the sharded ones, as runs ``(offset in the block, length)``."""
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
         layout, mesh = self.spec.key_layout, self.spec.mesh
         if mesh.ulysses.size > 1:
             return [(0, self.block_sizes[mesh.ring.index])]

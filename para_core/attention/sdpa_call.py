@@ -15,17 +15,16 @@ from para_core.attention.checks import LengthCheck
 class SdpaCall(NamedTuple):
     """The arguments of one call of ``scaled_dot_product_attention``.
 
-    ``SdpaCall(*args, **kwargs)`` binds the arguments like SDPA's signature, once, when the call is intercepted. The
-    class is a named tuple because Dynamo can trace its construction, and because this only takes a microsecond in eager
-    code.
+    ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class is a named
+    tuple because Dynamo can trace its construction, which takes only a microsecond in eager code.
 
     Args:
         query: ``[..., H, S_q, D]``.
         key, value: ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``.
         attn_mask: Bool or float, broadcastable to ``[..., H, S_q, S_k]``.
         dropout_p, is_causal, scale, enable_gqa: The other arguments of SDPA.
-        lengths: Conditions on the lengths of the whole sequences, for calls of FlashAttention's operators. Not an
-            argument of SDPA.
+        lengths: Conditions that the lengths of the whole sequences must satisfy, for calls of FlashAttention's
+            operators. SDPA has no such argument.
     """
 
     query: Tensor
@@ -44,7 +43,7 @@ class SdpaCall(NamedTuple):
         return SdpaCall(query, key, value, attn_mask, *flags)
 
     def on_one_device(self) -> Tensor:
-        """Compute the call with SDPA's ``aten`` operator, which no mode intercepts."""
+        """Compute the call on this rank alone, with SDPA's ``aten`` operator, which no mode intercepts."""
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             *self[:6], scale=self.scale, enable_gqa=self.enable_gqa
         )
@@ -55,5 +54,5 @@ class SdpaCall(NamedTuple):
         return F.scaled_dot_product_attention(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
 
-# A function that computes an intercepted call.
+# An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]

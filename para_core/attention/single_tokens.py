@@ -15,7 +15,7 @@ from para_core.attention.mask import MaskExtents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import SequenceLayout
 
-# Maximum number of stack frames that are searched for the module that calls attention.
+# At most this number of stack frames is searched for the module that calls attention.
 _FRAMES = 24
 
 
@@ -32,14 +32,15 @@ def _holds_single_tokens(layout: SequenceLayout) -> bool:
 def read_single_tokens(
     mask: Tensor | None, extents: MaskExtents, digests: Set[int], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Return ``mask`` and its extents, with dims of size 1 read as this rank's token if no rank holds more than one.
+    """Return ``mask`` and its extents. If no rank holds more than one token, a dim of size 1 becomes ``"local"``.
 
-    This is also correct if such a dim is in fact broadcast, because all ranks then have the same row or column.
+    Such a dim may also be broadcast to all tokens. The result is then still correct, because all ranks have the same
+    row or column.
 
     Args:
         mask: The mask of this rank, or None.
         extents: The extents of its last two dims. Dims of size 1 are ``"broadcast"``.
-        digests: The digests of the masks of all ranks that have rows.
+        digests: The digests of the masks, of all ranks whose mask has rows.
         spec: The specification of the call.
         rank: The index of this rank.
 
@@ -65,9 +66,9 @@ def read_single_tokens(
 def is_causal_caller() -> bool:
     """Whether the module that calls attention is causal, found by searching the stack.
 
-    It is causal if its attribute ``is_causal`` is True or if it was called with ``is_causal=True``. This matters only
-    if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` to SDPA even in a causal model,
-    because on one device a single token has no later key to hide.
+    A module is causal if its attribute ``is_causal`` is True or if it was called with ``is_causal=True``. The question
+    matters only if a rank holds one token: Hugging Face transformers then passes ``is_causal=False`` to SDPA even in a
+    causal model, because on one device a single token has no later key to hide.
     """
     frame, of_module = sys._getframe(1), None
     for _ in range(_FRAMES):
@@ -90,8 +91,8 @@ def is_causal_caller() -> bool:
 def require_causal_known(layout: SequenceLayout) -> None:
     """Raise ``ValueError`` if no rank holds more than one token.
 
-    It is called for a causal module that passes ``is_causal=False``, as some do for a single token: the call then does
-    not show that later keys are hidden.
+    Call this for a causal module that passes ``is_causal=False``. Some models do so for a single token, and the call
+    then does not tell that later keys are to be hidden.
     """
     if max(layout.sizes()) == 1:
         raise ValueError(

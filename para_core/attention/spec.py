@@ -44,9 +44,9 @@ class AttentionSpec:
 
     @cached_property
     def with_gradients(self) -> AttentionSpec:
-        """This spec for a call that requires a gradient: without options that round to 8 bits.
+        """The spec for a call that requires a gradient: this spec without options that round to 8 bits.
 
-        This is the same object if there are no such options.
+        This is ``self`` if no option rounds to 8 bits.
         """
         options = self.options.with_gradients
         return self if options is self.options else replace(self, options=options, options_text=options.as_text())
@@ -74,7 +74,7 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec that was written as :attr:`text` and :attr:`numbers`.
+        """Return the spec whose :attr:`text`, :attr:`numbers` and scale are given.
 
         The mesh is restored from the names of its process groups.
         """
@@ -90,7 +90,7 @@ class AttentionSpec:
 
 def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOptions) -> SequenceMesh:
     """Return the mesh that a call needs: ``mesh``, or a mesh of this rank alone if all keys are replicated."""
-    # Which keys are kept depends on queries of all ranks, so that option needs the whole mesh.
+    # With kept_keys, the choice of keys to attend to depends on queries of all ranks and needs the whole mesh.
     if key_layout.sharded or options.kept_keys is not None:
         return mesh
     return mesh.alone()
@@ -98,11 +98,11 @@ def needed_mesh(mesh: SequenceMesh, key_layout: SequenceLayout, options: AttnOpt
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options: str) -> str:
-    # This function is a constant for Dynamo, which cannot trace the JSON encoder. All arguments are constants, too.
+    # Dynamo cannot trace the JSON encoder, so it takes the result as a constant. All arguments are constants, too.
     return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
 
 
-# Letters for the kinds of segments in the JSON form, with their values of (replicated, balanced).
+# The JSON form has a letter for each kind of segment. The values are (replicated, balanced) of that kind.
 _KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}
 
 
