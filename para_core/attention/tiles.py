@@ -102,7 +102,7 @@ def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
-    """Return the tiles of a ring rank's keys that a run of queries sees: none, one, or two for a causal call.
+    """Return the tiles of a ring rank's keys that a run of queries sees: at most one, or two in a causal call.
 
     Args:
         queries: The run ``(start, length)`` of the queries, not empty. With ``is_causal``, each run of ``keys`` and of
@@ -185,7 +185,7 @@ def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor |
 
 
 class TokenOrder:
-    """The order in which a ring rank's tokens are computed: as the rank holds them, or sorted by position.
+    """The order in which a ring rank's tokens are used in attention: as the rank holds them, or sorted by position.
 
     Args:
         runs: The positions of the tokens, as runs ``(start, length)`` in the order in which the rank holds them.
@@ -206,7 +206,7 @@ class TokenOrder:
         return torch.cat([parts[index] for index in self._order], dim=2)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Undo :meth:`arrange`."""
+        """Undo :meth:`arrange`: return ``x`` with its tokens, dim 2, in the order in which the rank holds them."""
         if self._as_held:
             return x
         parts = x.split([self._lengths[index] for index in self._order], dim=2)
@@ -253,11 +253,11 @@ class Tiling:
 
     @cached_property
     def keys(self) -> list[TokenOrder]:
-        """The order in which the keys of each step are computed."""
+        """For each step, the order in which attention uses the keys that the rank has at this step."""
         return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
-        """Return ``(index of the piece, tile)`` for all tiles of the keys of ``step``, piece by piece."""
+        """Return ``(index of the piece, tile)`` for all tiles of the keys that the rank has at ``step``, by piece."""
         if step not in self._tiles:
             keys = self.keys[step]
             self._tiles[step] = [
@@ -275,8 +275,9 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece. If dim 2 has size 1 (broadcast), each
-        piece gets ``x`` itself.
+        """Split ``x`` along its queries, dim 2, into one tensor per piece.
+
+        If dim 2 has size 1 (broadcast), each piece gets ``x`` itself.
         """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:

@@ -53,7 +53,7 @@ class _PeerView:
 
     @staticmethod
     def of(peers: UniformPeers, index: int, shape: Sequence[int]) -> _PeerView:
-        """Return the view for the tensor number ``index`` of an exchange, which has this ``shape``."""
+        """Return the view of tensor ``index`` of an exchange for ``peers``. This tensor has the given ``shape``."""
         (token, tokens, token_step), (head, heads, head_step) = peers.runs[2 * index : 2 * index + 2]
         number = peers.number
         runs = (
@@ -71,7 +71,7 @@ class _PeerView:
         return _PeerView(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
 
     def without_peers(self) -> _PeerView:
-        """Return this view of a single peer without the dim for peers: ``[S, B, heads, D]``."""
+        """Return this view, which must be of a single peer, without the dim for peers: ``[S, B, heads, D]``."""
         return _PeerView(self.narrows, None, (2, 0, 1, 3), self.copies)
 
     def see(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class _PeerView:
 class _Steps(NamedTuple):
     """The steps of an all-to-all for tensors of certain shapes: pack, exchange, unpack.
 
-    ``send`` and ``receive`` are the numbers of buffer elements for each peer.
+    ``send`` and ``receive`` are the numbers of buffer elements that are sent to and received from each peer.
     """
 
     pack: Pack
@@ -133,7 +133,8 @@ class SlicedAllToAll:
         tokens = side[0].tokens
         in_a_row = all(sum(run) == following[0] for run, following in pairwise(tokens))
         if self.one_table and in_a_row and all(run == slices.heads[0] for slices in side for run in slices.heads):
-            # Treat all peers as one, because their tokens are consecutive in the tensor as well as in the buffer.
+            # Treat all peers as one, because they have the same heads, and their tokens are consecutive both in the
+            # tensor and in the buffer.
             whole = (tokens[0][0], sum([count for _, count in tokens]), 0)
             return (UniformPeers(1, tuple([run for slices in side for run in (whole, (*slices.heads[0], 0))])),)
         return group_uniform_peers([runs for slices in side for runs in (slices.tokens, slices.heads)])
@@ -158,7 +159,7 @@ class SlicedAllToAll:
         return lambda: steps.unpack(wait(started))
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
-        """Return the steps for tensors of these shapes; cache them in eager code, where lengths are plain integers."""
+        """Return the steps for tensors of these shapes. In eager code, where lengths are integers, also cache them."""
         widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
@@ -168,7 +169,7 @@ class SlicedAllToAll:
         return steps
 
     def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
-        """Return the number of buffer elements for each peer. ``widths`` are the elements per token and head."""
+        """Return the number of buffer elements for each peer. ``widths[k]`` is that of tensor k per token and head."""
         pairs = list(zip(side, widths, strict=True))
         return [
             sum([batch * slices.tokens[peer][1] * slices.heads[peer][1] * width for slices, width in pairs])
@@ -264,7 +265,7 @@ def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Seq
 def _pack_groups(
     groups: Sequence[UniformPeers], one_table: bool, same_width: bool, numel: int, tensors: Sequence[Tensor]
 ) -> Tensor:
-    """Pack with one copy per group of peers with equal slices; with gradients or several widths, also per tensor."""
+    """Pack with one copy per group of uniform peers, or per group and tensor if gradients are on or widths differ."""
     buffer = tensors[0].new_empty(numel)
     shapes = [x.shape for x in tensors]
     for peers, table, slots in _slots(buffer, groups, one_table, shapes):
@@ -285,7 +286,7 @@ def _unpack_groups(
     shapes: Sequence[Sequence[int]],
     buffer: Tensor,
 ) -> list[Tensor]:
-    """Unpack with one copy per tensor and group of peers with equal slices. Overlapping slices are summed."""
+    """Unpack with one copy per tensor and group of uniform peers. Overlapping slices are summed."""
     buffer = buffer.view(-1)
     slots_of = [(peers, list(slots)) for peers, _, slots in _slots(buffer, groups, one_table, shapes)]
     if len(groups) == 1 and groups[0].number == 1:
@@ -309,7 +310,11 @@ def _unpack_groups(
 def _slots(
     buffer: Tensor, groups: Sequence[UniformPeers], one_table: bool, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[UniformPeers, Tensor, Iterable[Tensor]]]:
-    """Yield ``(group, its part of the buffer, views)``, with one view ``[peers, S, B, heads, D]`` of it per tensor."""
+    """Yield ``(group, part, views)`` for each group of peers.
+
+    ``part`` is the group's part of the buffer, and ``views`` yields one view ``[peers, S, B, heads, D]`` of this part
+    per tensor.
+    """
     batch, offset = shapes[0][0], 0
     for peers in groups:
         sizes = [

@@ -34,7 +34,8 @@ from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 
-# Finish is a function that waits for an exchange and returns its results. Start begins the exchange of some tensors.
+# A Start is a function that begins the exchange of some tensors and returns a Finish: a function that waits for the
+# exchange and returns its results.
 Finish = Callable[[], Sequence[Tensor]]
 Start = Callable[[Sequence[Tensor]], Finish]
 
@@ -46,8 +47,8 @@ class Heads:
     Args:
         num_heads, num_kv_heads: Numbers of query heads and of key heads over all ranks.
         ranks: Number of Ulysses ranks.
-        chunk, chunks: If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and the value
-            describes part ``chunk``.
+        chunk, chunks: If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and this object
+            describes only part ``chunk``.
     """
 
     num_heads: int
@@ -84,7 +85,7 @@ class Heads:
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
     def is_grouped(self, rank: int) -> bool:
-        """Whether the query heads of ``rank`` form equally large groups, of which the i-th uses key head i."""
+        """Whether the query heads of ``rank`` form groups of equal size, and group i uses key head i of the rank."""
         (start, count), (_, num_keys) = self.of_query[rank], self.of_key[rank]
         group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
         return start % group == 0 and count == num_keys * group
@@ -117,13 +118,13 @@ class UlyssesPlan:
         self.query_layout, self.key_layout = query_layout, key_layout
         self.mesh, self.heads = spec.mesh, heads
         self._comm_dtype = spec.options.comm_dtype
-        # The layouts and the heads of query, key and value.
+        # These two tuples are in the order query, key, value.
         self._layouts = (query_layout, key_layout, key_layout)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)
         self._replicates = bool(query_layout.replicated or key_layout.replicated)
 
     def token_sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Return the number of sharded tokens of each rank of the Ulysses group."""
+        """Return the number of sharded tokens that each rank of this rank's Ulysses group holds."""
         first = self.mesh.ring.index * self.mesh.ulysses.size
         return tuple([layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)])
 
@@ -132,7 +133,7 @@ class UlyssesPlan:
         return sum(self.token_sizes(layout)) + num_replicated(layout)
 
     def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
-        """Return the run ``(start, length)`` of each Ulysses rank's sharded tokens in a block."""
+        """Return where the sharded tokens of each Ulysses rank are in a block, as runs ``(start, length)``."""
         sizes = self.token_sizes(layout)
         return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
@@ -152,8 +153,8 @@ class UlyssesPlan:
         Args:
             layouts: The layout of each tensor.
             heads: For each tensor, the heads that each Ulysses rank computes.
-            num_common: If not None, one more tensor with this number of replicated tokens is exchanged. Towards local
-                tensors, every rank gets all heads; towards blocks, the contributions of all ranks are summed.
+            num_common: If not None, one more tensor with this number of replicated tokens is exchanged. From blocks to
+                local tensors, every rank gets all heads of it; in reverse, the contributions of all ranks are summed.
             to_heads: Whether to exchange local tensors for blocks; otherwise the reverse.
             comm_dtype: The dtype to which tensors are rounded for sending (not exact); None to send them unchanged.
         """
@@ -172,7 +173,7 @@ class UlyssesPlan:
 
     @cached_property
     def _num_common(self) -> int | None:
-        """Number of replicated queries; None if the query layout has no replicated segment."""
+        """The number of replicated queries; None if the query layout has no replicated segment."""
         return num_replicated(self.query_layout) if self.query_layout.replicated else None
 
     @cached_property
@@ -234,7 +235,10 @@ class UlyssesPlan:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Exchange the gradient of the output for that of its block: the transpose of :attr:`start_leave`."""
+        """Exchange the gradient of the local output for that of the output's block.
+
+        This is the transpose of :attr:`start_leave`.
+        """
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 

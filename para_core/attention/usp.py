@@ -39,7 +39,7 @@ def usp_forward(
 
     Returns:
         out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the
-        saved tensors or None.
+        saved tensors, or None without ``save``.
     """
     if autocasts(query):
         # Disable autocast, because it would round scores and lse, which must be float32.
@@ -74,18 +74,19 @@ def attend_block(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention after the Ulysses exchange: of this rank's queries and heads to the keys of all ring ranks.
+    """Compute the part of attention between the two Ulysses exchanges, to the keys of all ring ranks.
 
     Args:
         plan: The plan of the call.
-        query, key, value: The tensors after the exchange, ``[B, H_local, S_block, D]``.
+        query, key, value: This rank's tensors after the first exchange: all tokens of its Ulysses group with this
+            rank's heads, ``[B, H_local, S_block, D]``.
         mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
-        heads: The heads of each Ulysses rank, or a chunk of them.
+        heads: The heads that each Ulysses rank computes in this call.
         attn_func: Computes local attention in place of the backend, if it is not None.
-        save: Whether the backward will run.
+        save: Whether to return lse, which the backward needs.
 
     Returns:
-        out, ``[B, H_local, S_block, D_v]``, and lse, ``[B, H_local, S_block]``, or None without ``save``.
+        out, ``[B, H_local, S_block, D_v]``; and lse, ``[B, H_local, S_block]``, or None without ``save``.
     """
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
@@ -153,7 +154,7 @@ def usp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
 
-    They are gradients of the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
+    The loss is the sum of the losses of all ranks. ``saved`` is the second result of :func:`usp_forward`.
     """
     if autocasts(grad_out):
         with torch.autocast(grad_out.device.type, enabled=False):
