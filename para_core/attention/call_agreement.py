@@ -1,7 +1,8 @@
 """The exchange between ranks at the start of an eager attention call.
 
-Ranks compare what must be equal on all of them (:func:`call_signature`), and tell each other about their own parts,
-such as the size of their mask (:class:`OwnPart`). All ranks then reach the same verdict (:func:`settle_call`).
+Ranks compare what must be equal on all of them (:func:`call_signature`), and send each other what may differ, such as
+the size of their mask (:class:`OwnPart`). From this all ranks draw the same conclusion (:func:`settle_call`): an error,
+or which mask each rank uses.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "comm_dtype": str(options.comm_dtype),
             "ulysses_chunks": options.ulysses_chunks,
             "rotate_method": options.rotate_method,
-            # Must be equal, because the backward has collectives of its own, which every rank must run.
+            # All ranks must need the same gradients, because the backward has collectives that every rank must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
@@ -88,7 +89,7 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
 
 
 def difference_of_lengths(records: list[Record]) -> str:
-    """Return an error message that names the first field in which ranks differ; for a length also what to do."""
+    """Return an error message that names the first field in which ranks differ, and for lengths says what to do."""
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if "lengths" not in field:
         return first_difference(records)
@@ -108,7 +109,8 @@ def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
 
 
 # Bits of OwnPart.flags, from the lowest: 7 for the dtype of the mask, 1 for its requires_grad, then one for each
-# leading dim that is larger than 1; from bit 48 the review of its rows; bit 56 if the calling module is causal.
+# leading dim, set if its size is not 1; from bit 48 Review.bits, which say what the rows of the mask hide; bit 56, set
+# if the calling module is causal.
 _DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
@@ -122,8 +124,8 @@ class OwnPart(NamedTuple):
     rows: int  # Number of rows of the mask; -1 without a mask.
     columns: int  # Number of columns of the mask; -1 without a mask.
     flags: int
-    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 if not needed.
-    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not needed.
+    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 to skip this.
+    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 to skip this.
 
     @property
     def mask_code(self) -> int:
@@ -146,8 +148,8 @@ NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 def _mask_code(mask: Tensor, num_leading: int) -> int:
     """Encode the dtype, the ``requires_grad`` and the leading dims of ``mask`` as one integer, which ranks compare.
 
-    Of the leading dims (all but the last two) the integer tells which are larger than 1. ``num_leading`` is the number
-    of leading dims of the query, to which those of the mask are broadcast.
+    For each leading dim (all but the last two) the integer has a bit that is 0 if the size is 1. ``num_leading`` is the
+    number of leading dims of the query, to which those of the mask are broadcast.
     """
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
@@ -157,13 +159,13 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
 
 
 def _dtype_of(mask_code: int) -> torch.dtype | None:
-    """Return the dtype that an integer from :func:`_mask_code` contains; None if it is not one of ``_DTYPES``."""
+    """Return the dtype that :func:`_mask_code` encoded in ``mask_code``; None if it is not one of ``_DTYPES``."""
     number = mask_code & (1 << _DTYPE_BITS - 1) - 1
     return _DTYPES[number - 1] if number <= len(_DTYPES) else None
 
 
 def last_two(mask: Tensor) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a mask. A mask with fewer than two dims counts as broadcast."""
+    """Return the numbers of rows and columns of a mask, its last two sizes. A missing dim counts as one of size 1."""
     rows, columns = [1, 1, *mask.shape][-2:]
     return rows, columns
 
@@ -173,15 +175,16 @@ def settle_call(
 ) -> tuple[Tensor | None, MaskExtents | None]:
     """Return the mask that this rank uses and the extents of its dims, derived from the ``parts`` of all ranks.
 
-    Both are None if no rank has a mask. If only the other ranks have a mask, which covers their own keys, this rank
-    gets a mask that hides nothing.
+    Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their own keys,
+    this rank gets a mask that hides nothing.
 
     Raises:
-        ValueError: The masks of the ranks do not fit together. Raised on every rank.
+        ValueError: The masks of the ranks do not fit together, or the call would give a wrong result for another
+            reason, such as tokens that were never sharded. Raised on every rank.
     """
     layout = spec.query_layout
     require_no_copies([part.digest for part in parts], spec)
-    # A causal module is no problem if its mask has a column for each key, because the mask then hides later keys.
+    # A mask with several columns can itself hide later keys from a causal module that passes is_causal=False.
     if any(part.is_of_causal_module and part.columns <= 1 for part in parts):
         require_causal_known(layout)
     codes = {part.mask_code for part in parts if part.rows >= 0}
@@ -220,10 +223,10 @@ def own_part(
     *,
     look_for_copies: bool,
 ) -> OwnPart:
-    """Return what this rank tells the others about its part of a call.
+    """Return what this rank sends to the others about its part of a call.
 
     Args:
-        reviews: The cache of mask reviews.
+        reviews: A cache that says what the rows of a mask hide, so that each mask is read once.
         look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. The
             host then waits for the device.
 
@@ -264,7 +267,7 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
     """Whether the masks are key masks: each has equal rows and covers its rank's own keys, and one hides a key.
 
-    Masks that hide nothing may instead be parts of a larger mask that was cut along both dims.
+    If no mask hides a key, the masks may also be parts of a larger mask that was cut along both dims.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
@@ -276,7 +279,7 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
     """Return the mask sizes ``(rows, columns)`` of all ranks, with sizes filled in for ranks without a mask.
 
-    Such a rank gets one row with a column for each of its own keys, if the masks of the other ranks have this form.
+    A rank without a mask gets one row with a column for each of its own keys. The other masks must have this form too.
 
     Raises:
         ValueError: The masks of the other ranks have another form, so the missing mask cannot be guessed.
@@ -292,9 +295,10 @@ def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     """Return a mask that hides nothing, for a rank without a mask.
 
     Args:
-        code: The result of :func:`_mask_code` on the other ranks: gives dtype, ``requires_grad`` and leading dims.
+        code: The result of :func:`_mask_code` on the other ranks, from which the mask gets its dtype,
+            ``requires_grad`` and leading dims.
         query: The query of this rank.
-        last: The numbers of rows and columns.
+        last: The numbers of rows and columns of the mask.
     """
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
@@ -314,15 +318,15 @@ def _with_broadcast_rows(
         sizes: The mask sizes ``(rows, columns)`` of all ranks.
 
     Returns:
-        The mask of this rank and the sizes of all ranks, both unchanged in any other case.
+        The mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
     """
     held = layout.sizes()
     without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]
     if not without or any(rows != 1 for own, (rows, _) in enumerate(sizes) if own not in without):
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
-        # If every rank holds at most one query, a mask of one row may be meant for all queries or for that one only, so
-        # leave it as it is.
+        # If every rank holds at most one query, a mask of one row may be meant for all queries or for that one only.
+        # The sizes do not tell which, so leave them as they are.
         return mask, sizes
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))

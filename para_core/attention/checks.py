@@ -32,7 +32,7 @@ def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
 def check(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> None:
-    """Raise ``ValueError`` for arguments that SDPA refuses, and for those that are not supported on several ranks."""
+    """Raise ``ValueError`` for arguments that SDPA refuses or that are not supported on several ranks."""
     if not (query.ndim == key.ndim == value.ndim >= 3):
         raise ValueError(
             f"query, key and value must have the same number of dims, [B, H, S, D]; got {_shapes(query, key, value)}."
@@ -70,7 +70,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
     """Whether two shapes are equal.
 
-    While tracing, lengths may depend on data; sizes whose comparison is then unknown count as equal.
+    While tracing, lengths may depend on data. Two sizes count as equal if the comparison cannot be decided then.
     """
     if len(shape) != len(other):
         return False
@@ -79,15 +79,16 @@ def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Conditions that a FlashAttention call puts on the lengths of the whole sequences.
+    """The lengths that a FlashAttention call requires of the whole sequences of queries and keys.
 
-    They are checked later, when the layouts of queries and keys are known.
+    The lengths are checked later than the other arguments, when the layouts of queries and keys are known.
 
     Args:
         name: Name of the calling function, for error messages.
-        lower_right: Whether the causal mask is aligned with the last query and the last key, as in FlashAttention.
-            SDPA's ``is_causal`` is aligned with the first ones, so both lengths must then be equal.
-        num_queries, num_keys: The lengths that the call states (``cu_seqlens``), or None if it states none.
+        lower_right: Whether the call is causal and aligns its mask with the last query and the last key, as
+            FlashAttention does. Over several ranks only SDPA's alignment with the first ones is supported, so both
+            lengths must then be equal.
+        num_queries, num_keys: The lengths that the call passes (``cu_seqlens``), or None if it passes none.
     """
 
     name: str
@@ -96,7 +97,7 @@ class LengthCheck:
     num_keys: int | None = None
 
     def check(self, num_queries: int, num_keys: int) -> None:
-        """Raise ``ValueError`` unless sequences of ``num_queries`` and ``num_keys`` tokens meet the conditions."""
+        """Raise ``ValueError`` if the call does not allow ``num_queries`` queries and ``num_keys`` keys in all."""
         for kind, told, total in (("query", self.num_queries, num_queries), ("key", self.num_keys, num_keys)):
             if told is not None and told != total:
                 raise ValueError(
@@ -112,7 +113,7 @@ class LengthCheck:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    """Raise ``ValueError`` for a mask with a wrong dtype or device, or whose leading dims do not broadcast to query's.
+    """Raise ``ValueError`` if the mask has a wrong dtype or device, or does not broadcast over batch and heads.
 
     The last two dims are not checked here, because they depend on the layouts.
     """
@@ -145,8 +146,8 @@ def refuse_dropout(dropout_p: float) -> None:
 def refuse_transforms() -> bool:
     """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
 
-    Otherwise return True, because Dynamo needs a constant result: while a graph is traced, this runs once, inside the
-    transforms that are traced.
+    Otherwise return True. Dynamo runs this function once, while tracing, and needs a result that it can treat as a
+    constant.
     """
     interpreter = innermost_transform()
     kind = None if interpreter is None else interpreter.key()

@@ -14,15 +14,15 @@ from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of tokens of query and of key that a digest reads.
+# The largest number of tokens of query, and of key, whose values go into a digest one by one.
 _READ = 16
 
 
 def tokens_digest(query: Tensor, key: Tensor) -> int:
-    """Return a digest of some of this rank's tokens, to compare with those of other ranks.
+    """Return a digest of this rank's query and key, to compare with the digests of other ranks.
 
-    Return 0 if the comparison would prove nothing (there is one token, or all tokens are equal), or if the values
-    cannot be read (meta tensors, transforms, CUDA graph capture).
+    Return 0 if equal digests would prove nothing (there are fewer than two tokens, or all queries are equal), or if the
+    values cannot be read (meta tensors, ``torch.func`` transforms, CUDA graph capture).
     """
     if min(query.shape[-2], key.shape[-2]) < 2 or 0 in query.shape or query.is_meta:
         return 0
@@ -54,7 +54,7 @@ def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
             "parallel under UnifiedAttnMode.disable(). generate() does not shard: use propose_plan, or decode with "
             "cp.using(...)."
         )
-    # The result is correct, because attention to n copies of all keys equals attention to one.
+    # Only warn: the result is correct, because attention to n copies of all keys equals attention to one copy.
     logger.warning(
         "every rank holds the same %d tokens, and nothing was sharded: each of %d ranks computes all of them. Shard "
         "the inputs (x = cp.shard(x, dim=1)) and gather the output (cp.gather).",

@@ -1,8 +1,8 @@
 """Correct the lse of mask rows that hide every key with a finite number, such as ``finfo.min``, -1e9 or -10000.
 
-SDPA returns a mean of the values for such a row, because softmax ignores a number that is added to all scores. The lse
-of the row, however, is about this number, which is so large that float32 cannot represent the logarithm of the number
-of keys next to it. Merging by such an lse would give all ring blocks the same weight, whatever their lengths.
+SDPA returns a weighted mean of the values for such a row, because softmax ignores a number that is added to all scores.
+The lse of the row, however, is about this number, so that the logarithm of the number of keys is lost to rounding.
+Merging by such an lse would give all ring blocks the same weight, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# If the largest number in a row of the mask is lower than this, it is subtracted from the row.
+# If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted from the
+# row.
 _LOW = -1e3
-# If it is even lower than this, float32 cannot represent a score next to it: in SDPA, too, all keys have equal weights.
+# If it is lower than _ABSORBS, adding a score to it in float32 does not change it, so that all keys with this number
+# have equal weights, in SDPA as well.
 _ABSORBS = -(2.0**24)
 
 
@@ -23,8 +25,8 @@ _ABSORBS = -(2.0**24)
 class FiniteMaskedRows:
     """A float mask whose low rows, those that hide every key with a finite number, are corrected for merging by lse.
 
-    A row is *low* if its maximum is below -1000. A low row is *absorbed* if its maximum is below -2²⁴: float32 cannot
-    represent a score next to such a number, so all keys with this number have equal weights.
+    A row is *low* if its maximum is finite and below -1000. A low row is *absorbed* if its maximum is below -2²⁴:
+    adding a score to such a number in float32 does not change it, so all keys with this number have equal weights.
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows that are not absorbed are shifted so that their maximum is
@@ -39,20 +41,17 @@ class FiniteMaskedRows:
 
     @staticmethod
     def of(mask: Tensor | None) -> FiniteMaskedRows | None:
-        """Return a mask over all keys with its finite hidden rows corrected; None if it cannot have such rows.
-
-        These are masks that are None or bool, or that have one column for all keys.
-        """
+        """Return ``mask`` with its low rows corrected; None if ``mask`` is None, is bool or has one column."""
         if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
             return None
         highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)
-        level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 cannot represent -2²⁴.
+        level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 cannot represent _ABSORBS.
         absorbed = (level < _ABSORBS) & (level > float("-inf"))
         low = (level < _LOW) & (level >= _ABSORBS)
         return FiniteMaskedRows(torch.where(low, mask - highest, mask), torch.where(low, 0.0, highest), absorbed)
 
     def split(self, cut: Callable[[Tensor], list[Tensor]]) -> list[FiniteMaskedRows]:
-        """Return one instance for each part into which ``cut`` splits a tensor along its rows."""
+        """Split the rows with ``cut``, a function that splits one tensor, and return one instance for each part."""
         return [
             FiniteMaskedRows(*parts)
             for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)
@@ -77,8 +76,9 @@ class FiniteMaskedRows:
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in absorbed rows.
 
-        In an absorbed row with N visible keys each weight is 1 / N. The scores of these keys equal the row's maximum.
-        If the returned lse is this maximum, exp(scores - lse) is 1, and the factor 1 / N is moved into ``grad_out``.
+        In an absorbed row with N keys at the row's maximum, ``lse`` is log N, each of these keys has the weight 1 / N,
+        and its score equals the maximum. The returned lse is the maximum, so that exp(scores - lse) is 1, and the
+        returned gradient is grad_out / N.
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)

@@ -1,12 +1,12 @@
 """The exchange of tokens before and after one call of flex attention over a mesh.
 
-:func:`enter` gives a rank the heads that Ulysses assigns to it: of the queries of its Ulysses group, and of the keys
-and values of the whole sequence, gathered over the ring. Both are in the order of the sequence, so ``score_mod`` and
-``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` returns outputs to the ranks
-that hold the tokens.
+:func:`enter` returns the heads that Ulysses assigns to this rank, for the queries of its Ulysses group and for the keys
+and values of the whole sequence, which are gathered over the ring. Queries and keys are in the order of the sequence,
+so ``score_mod`` and ``mask_mod`` get the indices that they were written for, up to an offset. :func:`leave` sends
+outputs back to the ranks that hold the tokens.
 
-Both are differentiable operators, in eager code and in graphs. They take the call as JSON, like
-:mod:`para_core.attention.operator`.
+Both functions call differentiable operators, in eager code and in graphs. Like those of
+:mod:`para_core.attention.operator`, the operators take the specification of the call as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from para_core.distributed.mesh import SequenceMesh
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of the queries of its Ulysses group, and of all keys and values of the sequence.
 
-    Tokens are in the order of the sequence.
+    The results are ``[B, H_local, S, D]``, with the tokens in the order of the sequence.
 
     Args:
         query, key, value: ``[B, H, S_local, D]``, all heads of this rank's tokens, in the layouts of ``plan``.
@@ -38,7 +38,7 @@ def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tup
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return all heads of this rank's tokens, ``[B, H, S_local, D]``.
+    """Exchange outputs by the inverse of :func:`enter`; return all heads of this rank's tokens, ``[B, H, S_local, D]``.
 
     Args:
         out: This rank's heads of its Ulysses group's tokens, ``[B, H_local, S, D]``, in the order of the queries that
@@ -51,8 +51,8 @@ def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
 def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     """Return the positions of the queries that :func:`enter` returns, as ascending runs ``(start, length)``.
 
-    There is one run per segment, or two if the segment is balanced for a causal mask. Lengths may be symbolic, so they
-    are not compared.
+    There is one run if the group holds the whole sequence; otherwise one per segment, or two per segment that is
+    balanced for a causal mask. Lengths may be symbolic, so they are not compared.
     """
     # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.alone``) has a mesh
     # of one rank, but holds only one of ``layout.ranks`` parts.
@@ -95,7 +95,8 @@ def _key_order(plan: AttentionPlan) -> TokenOrder:
 def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
     """Return the replicated tokens of a ring rank's keys ``x``, ``[B, H, S_block, D]``.
 
-    After a Ulysses exchange they are the last tokens. With one Ulysses rank, tokens are in the order of the layout.
+    After a Ulysses exchange the replicated tokens are the last ones. With one Ulysses rank no exchange takes place, and
+    the tokens are in the order of the layout.
     """
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     if mesh.ulysses.size > 1:
@@ -104,8 +105,8 @@ def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
     return x[:, :, :0] if replicated is None else replicated
 
 
-# The functions below implement the operators. ``*call`` is the spec as text, its numbers, and the argument ``after``
-# that define_collective adds.
+# The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the argument
+# ``after`` that every operator of define_collective has.
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
@@ -118,7 +119,7 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
         query, key, value = plan.ulysses.start_enter((query, key, value))()
     query = _query_order(plan).arrange(query)
     blocks = [_key_order(plan).arrange(_all_gather_ring(x, plan)) for x in (key, value)]
-    # Return copies, because the result of an operator must not be a view of its input.
+    # Return copies, because the result of a custom operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 

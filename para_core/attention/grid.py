@@ -13,12 +13,12 @@ from para_core.distributed.layout import Run
 
 
 def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Return the ``(rows, columns)`` of the grid of ``ranks`` ring ranks that sends the fewest bytes.
+    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks in which the fewest bytes are sent.
 
-    It is assumed that there are as many keys as queries. Queries and their results are sent along a row, keys and
-    values along a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per token. If two grids send equally
-    many, the one with fewer columns is returned, because results are sent with their lse. A prime number of ranks forms
-    one column: every rank gets all keys and values, and no query is sent.
+    The function assumes as many keys as queries. Queries and their results are sent along a row, keys and values along
+    a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per token. If two grids send equally many, the one
+    with fewer columns is returned, because results are sent with their lse, which is not counted here. A prime number
+    of ranks forms one column: every rank gets all keys and values, and no query is sent.
 
     >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
     ((2, 2), (3, 2), (5, 1))
@@ -59,7 +59,7 @@ class GridPlan:
 
     @cached_property
     def row_runs(self) -> list[list[Run]]:
-        """For each other rank of the row, the positions of its queries in the order in which it holds them."""
+        """For each other rank of the row, the positions of its queries, as runs ``(start, length)``."""
         return [own_runs(self.spec.query_layout, self.spec.mesh, rank) for rank in self.row]
 
     @cached_property
@@ -77,14 +77,17 @@ class GridPlan:
 
     @cached_property
     def own_tiling(self) -> Tiling:
-        """The tiling of this rank's queries: step 0 is its own keys, step 1 the other keys of its column."""
+        """Which keys this rank's queries see at each step: 0 is its own keys, 1 the other ranks' keys of its column."""
         return self._tiling(
             own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
         )
 
     @cached_property
     def row_tiling(self) -> Tiling:
-        """The tiling of the row's other queries: step 0 is this rank's sharded keys, step 1 the column's other ones."""
+        """Which keys the queries of the row's other ranks see at each step.
+
+        Step 0 is this rank's sharded keys, step 1 the sharded keys of the other ranks of its column.
+        """
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 

@@ -21,12 +21,12 @@ class WireFormat(Protocol):
     """An encoding of tensors ``[B, H, S, D]`` in the buffer that is sent to other ranks."""
 
     def row_size(self, head_dim: int) -> int:
-        """Return the number of buffer elements that encode one token and head, ``[head_dim]``."""
+        """Return the number of buffer elements that encode one head of one token, a vector of ``head_dim`` elements."""
 
     def pack(self, tensors: list[Tensor], regions: list[int], numel: int) -> Tensor:
         """Return a buffer of ``numel`` elements that contains the encoded ``regions`` of ``tensors``.
 
-        ``regions`` are :class:`CopyRegion` values, flattened to integers.
+        ``regions`` are :class:`CopyRegion` values (what is copied where), flattened to one list of integers.
         """
 
     def unpack(self, buffer: Tensor, regions: list[int], sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -37,7 +37,7 @@ class WireFormat(Protocol):
 
 
 def wire_format(comm_dtype: torch.dtype | None) -> WireFormat | None:
-    """Return the format that rounds to ``comm_dtype``; None if it is None, so that tensors are sent unchanged."""
+    """Return the format that rounds tensors to ``comm_dtype``; None for None, with which they are sent unchanged."""
     if comm_dtype is None:
         return None
     wire: WireFormat = import_module(f"{_APPROXIMATE}.wire").RoundedWire(comm_dtype)
