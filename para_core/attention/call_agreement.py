@@ -124,8 +124,8 @@ class OwnPart(NamedTuple):
     rows: int  # Number of rows of the mask; -1 without a mask.
     columns: int  # Number of columns of the mask; -1 without a mask.
     flags: int
-    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 to skip this.
-    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 to skip this.
+    digest: int  # A digest of query and key, to detect that all ranks hold the same tokens; 0 if not checked.
+    mask_digest: int  # A digest of the mask's rows, to detect that all ranks have the same rows; 0 if not checked.
 
     @property
     def mask_code(self) -> int:
@@ -326,7 +326,7 @@ def _with_broadcast_rows(
         return mask, sizes
     if all(held[own] <= 1 for own in range(len(held))):
         # If every rank holds at most one query, a mask of one row may be meant for all queries or for that one only.
-        # The sizes do not tell which, so leave them as they are.
+        # The sizes do not tell which, so change nothing.
         return mask, sizes
     if rank in without and mask is not None:
         mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))

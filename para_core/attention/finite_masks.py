@@ -16,8 +16,8 @@ from torch import Tensor
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted from the
 # row.
 _LOW = -1e3
-# If it is lower than _ABSORBS, adding a score to it in float32 does not change it, so that all keys with this number
-# have equal weights, in SDPA as well.
+# A score that is added to a number lower than _ABSORBS is lost to rounding in float32. All keys with the same such
+# number therefore have equal weights, in SDPA as well.
 _ABSORBS = -(2.0**24)
 
 
@@ -26,7 +26,7 @@ class FiniteMaskedRows:
     """A float mask whose low rows, those that hide every key with a finite number, are corrected for merging by lse.
 
     A row is *low* if its maximum is finite and below -1000. A low row is *absorbed* if its maximum is below -2²⁴:
-    adding a score to such a number in float32 does not change it, so all keys with this number have equal weights.
+    a score that is added to such a number is lost to rounding in float32, so all keys with it have equal weights.
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows that are not absorbed are shifted so that their maximum is

@@ -77,16 +77,16 @@ class GridPlan:
 
     @cached_property
     def own_tiling(self) -> Tiling:
-        """Which keys this rank's queries see at each step: 0 is its own keys, 1 the other ranks' keys of its column."""
+        """The keys that this rank's queries see: at step 0 its own, at step 1 those of its column's other ranks."""
         return self._tiling(
             own_runs(self.spec.query_layout, self.spec.mesh), own_runs(self.spec.key_layout, self.spec.mesh)
         )
 
     @cached_property
     def row_tiling(self) -> Tiling:
-        """Which keys the queries of the row's other ranks see at each step.
+        """The keys that the queries of the row's other ranks see.
 
-        Step 0 is this rank's sharded keys, step 1 the sharded keys of the other ranks of its column.
+        At step 0 these are this rank's sharded keys, at step 1 those of the other ranks of its column.
         """
         own = sharded_runs(self.spec.key_layout, self.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)

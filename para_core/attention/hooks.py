@@ -37,7 +37,7 @@ class WireFormat(Protocol):
 
 
 def wire_format(comm_dtype: torch.dtype | None) -> WireFormat | None:
-    """Return the format that rounds tensors to ``comm_dtype``; None for None, with which they are sent unchanged."""
+    """Return the format that rounds tensors to ``comm_dtype``, or None if ``comm_dtype`` is None."""
     if comm_dtype is None:
         return None
     wire: WireFormat = import_module(f"{_APPROXIMATE}.wire").RoundedWire(comm_dtype)
