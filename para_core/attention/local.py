@@ -139,7 +139,7 @@ def continued_attention(
     backend: Backend | None = None,
     is_last: bool = False,
 ) -> None:
-    """Compute attention to ``key`` and merge the result into ``so_far`` in place. Autograd does not record this.
+    """Compute attention to ``key`` and merge the result into ``so_far`` in place, outside of autograd.
 
     The Triton kernel continues from ``so_far`` in one launch, which reads and writes the float32 partial result once.
     With any other backend, merging is one more launch.
@@ -204,7 +204,7 @@ def local_attention_backward(
         # mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
     problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-    # No fused backward can compute the gradient of a broadcast mask.
+    # Use the math backend for this, because no fused backward can compute the gradient of a broadcast mask.
     if mask_gradient:
         choice = MATH
     else:

@@ -67,7 +67,7 @@ class MaskReviews:
         """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the device.
 
         Args:
-            num_common: Number of rows that the masks of all ranks have at least. Must not change between calls with the
+            num_common: Number of rows that every rank's mask has at least. It must not change between calls with the
                 same mask.
         """
         owner, version = _identity(mask)

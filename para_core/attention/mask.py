@@ -146,9 +146,10 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
 
 
 def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """Exchange rows of a mask for heads: send this rank's rows, receive its own heads of its Ulysses group's rows.
+    """Exchange a mask's rows for heads in the Ulysses group.
 
-    This is a collective call, and differentiable.
+    ``mask`` has this rank's rows for all heads. The result has the rows of the whole group for this rank's heads. This
+    is a collective call, and differentiable.
     """
     layout, mesh = ulysses.query_layout, ulysses.mesh
     sharded, text = split_by_kind(mask, layout, mesh.rank)

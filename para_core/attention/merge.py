@@ -95,6 +95,6 @@ class Merged:
             torch.ops.para_core.merge_.default(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Set ``out`` and ``lse`` to the result of a kernel that merged one more partial result into them itself."""
+        """Replace the merged result by one into which a kernel has already merged one more partial result."""
         self.count += 1
         self.out, self.lse = out, lse

@@ -78,8 +78,8 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    # Do not raise for a plain torch.func.grad: it always builds a graph of the gradient, but nothing uses this graph
-    # unless a transform around it, or an input that requires a gradient, does.
+    # Do not raise for a plain torch.func.grad. It always builds a graph of the gradient, but this graph is used only if
+    # there is another transform around torch.func.grad, or if an input requires a gradient.
     innermost = innermost_transform()
     if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
         raise RuntimeError(

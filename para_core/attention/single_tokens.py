@@ -40,7 +40,7 @@ def read_single_tokens(
     Args:
         mask: The mask of this rank, or None.
         extents: The extents of its last two dims. Dims of size 1 are ``"broadcast"``.
-        digests: The digests of the masks, of all ranks whose mask has rows.
+        digests: The digests of the masks of those ranks whose mask has rows.
         spec: The specification of the call.
         rank: The index of this rank.
 

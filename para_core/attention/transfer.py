@@ -96,7 +96,7 @@ class _Steps(NamedTuple):
 
 
 class SlicedAllToAll:
-    """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets its slices.
+    """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets one slice of each tensor.
 
     If the slices of all tensors for a peer contain the same tokens, they are packed as one table with a row per token,
     otherwise one slice after the other. If the slices of all peers have equal sizes (``is_even``), the collective needs

@@ -154,7 +154,7 @@ class UlyssesPlan:
             layouts: The layout of each tensor.
             heads: For each tensor, the heads that each Ulysses rank computes.
             num_common: If not None, one more tensor with this number of replicated tokens is exchanged. From blocks to
-                local tensors, every rank gets all heads of it; in reverse, the contributions of all ranks are summed.
+                local tensors, every rank gets all heads; in reverse, the contributions of all ranks are summed.
             to_heads: Whether to exchange local tensors for blocks; otherwise the reverse.
             comm_dtype: The dtype to which tensors are rounded for sending (not exact); None to send them unchanged.
         """

@@ -74,12 +74,12 @@ def attend_block(
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the part of attention between the two Ulysses exchanges, to the keys of all ring ranks.
+    """Compute attention of this rank's queries and heads to the keys of all ring ranks, after the Ulysses exchange.
 
     Args:
         plan: The plan of the call.
-        query, key, value: This rank's tensors after the first exchange: all tokens of its Ulysses group with this
-            rank's heads, ``[B, H_local, S_block, D]``.
+        query, key, value: This rank's tensors after the exchange, with all tokens of its Ulysses group and the rank's
+            own heads. ``query`` is ``[B, H_local, S_block, D]``.
         mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
         heads: The heads that each Ulysses rank computes in this call.
         attn_func: Computes local attention in place of the backend, if it is not None.
