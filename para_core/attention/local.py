@@ -37,7 +37,7 @@ def local_attention(
     scale: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that no ``TorchFunctionMode`` intercepts.
+    """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that attention modes do not intercept.
 
     The function accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and
     ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than query heads

@@ -43,7 +43,7 @@ class SdpaCall(NamedTuple):
         return SdpaCall(query, key, value, attn_mask, *flags)
 
     def on_one_device(self) -> Tensor:
-        """Compute the call on this rank alone, with SDPA's ``aten`` operator, which no mode intercepts."""
+        """Compute the call on this rank alone, with SDPA's ``aten`` operator, which attention modes let through."""
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             *self[:6], scale=self.scale, enable_gqa=self.enable_gqa
         )

@@ -37,7 +37,8 @@ Unpack = Callable[[Tensor], Sequence[Tensor]]
 class _PeerView:
     """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of several uniform peers.
 
-    :meth:`see` creates it with ``narrow``, ``view``, ``permute`` and ``expand``, in this order.
+    These are peers with slices of equal size at equal distances. :meth:`see` creates the view with
+    ``narrow``, ``view``, ``permute`` and ``expand``, in this order.
 
     Args:
         narrows: The arguments of each ``narrow``.
