@@ -157,13 +157,13 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 def _settings(module: nn.Module) -> list[_Setting]:
     """Return the backend of each processor; empty if all processors call scaled_dot_product_attention."""
     # Read the dicts directly: getattr() is slow on the many modules that have no processor.
-    found: list[Any] = [vars(x).get("processor") or x._modules.get("processor") for x in module.modules()]
-    names = {_name_of(x._attention_backend) for x in found if hasattr(x, "_attention_backend")}
+    processors: list[Any] = [vars(x).get("processor") or x._modules.get("processor") for x in module.modules()]
+    names = {_name_of(x._attention_backend) for x in processors if hasattr(x, "_attention_backend")}
     return [] if names <= set(_SEEN) else _settings_by_path(module)
 
 
 def _settings_by_path(module: nn.Module) -> list[_Setting]:
-    found, by_heads, crossing = [], set(), set()
+    settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
     for pattern, attention in () if plan is None else plan.attention.items():
         if isinstance(attention, AttentionByHeads):
@@ -175,8 +175,8 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
     for path, submodule in module.named_modules():
         processor: Any = getattr(submodule, "processor", None)
         if path not in by_heads and hasattr(processor, "_attention_backend"):
-            found.append(_Setting(path, processor, _name_of(processor._attention_backend), path in crossing))
-    return found
+            settings.append(_Setting(path, processor, _name_of(processor._attention_backend), path in crossing))
+    return settings
 
 
 def _name_of(backend: Any) -> str:

@@ -246,8 +246,8 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
         values["middle"] = KeptKeys(float(middle.removeprefix("keys="))) if middle.startswith("keys=") else middle
         return AttentionSchedule(**values)
     except ValueError as error:
-        given = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
-        raise typer.BadParameter(f"{given}: {error}") from None
+        arguments = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
+        raise typer.BadParameter(f"{arguments}: {error}") from None
 
 
 def _read_cache(text: str | None) -> float | str | None:

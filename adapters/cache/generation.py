@@ -276,7 +276,7 @@ class PipelineCache:
 
     def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
         rows, threshold = rows_of(cache.readings), cache.threshold
-        asked = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
+        decisions = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
             self._warnings.warn(
                 f"{name}: residual",
@@ -292,18 +292,24 @@ class PipelineCache:
                 "remove_cache_from_pipe(pipe).",
                 CacheWarning,
             )
-        if not asked or threshold == 0.0:
+        if not decisions or threshold == 0.0:
             return
-        seen = [row.difference for row in asked if row.difference is not None and math.isfinite(row.difference)]
-        ranging = f"differences ranged from {min(seen):.4g} to {max(seen):.4g}" if seen else "no difference was finite"
-        if not any(row.hit for row in asked):
+        differences = [
+            row.difference for row in decisions if row.difference is not None and math.isfinite(row.difference)
+        ]
+        ranging = (
+            f"differences ranged from {min(differences):.4g} to {max(differences):.4g}"
+            if differences
+            else "no difference was finite"
+        )
+        if not any(row.hit for row in decisions):
             self._warnings.warn(
                 f"{name}: no hits",
                 f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. "
                 "Raise it.",
                 ThresholdWarning,
             )
-        elif all(row.hit for row in asked) and not any(row.verdict is Verdict.LIMIT for row in rows):
+        elif all(row.hit for row in decisions) and not any(row.verdict is Verdict.LIMIT for row in rows):
             self._warnings.warn(
                 f"{name}: only hits",
                 f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "

@@ -100,8 +100,8 @@ def _resolve(
         )
     caches: dict[str, BlockCache] = {}
     for model in models:
-        known = require_adapter(model.module, adapter)
-        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(model.component, {})}, known)
+        resolved = require_adapter(model.module, adapter)
+        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(model.component, {})}, resolved)
         check_cache(model, chosen)
         scheduled = getattr(pipe, "scheduler", None) is not None
         blocks = require_blocks(model.module, adapter)
@@ -138,14 +138,14 @@ def apply_cache_on_transformer(
     return apply_cache(transformer, require_blocks(module, adapter), **settings)
 
 
-def _options(function: str, given: Mapping[str, Any], known: Adapter) -> CacheOptions:
-    threshold = given.get("residual_diff_threshold")
+def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> CacheOptions:
+    threshold = options.get("residual_diff_threshold")
     chosen = options_of(
-        function, {**given, "residual_diff_threshold": known.threshold if threshold is None else threshold}
+        function, {**options, "residual_diff_threshold": adapter.threshold if threshold is None else threshold}
     )
     if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
-            f"rule {chosen.rule_name} was given without residual_diff_threshold; {known.threshold:g}, the "
+            f"rule {chosen.rule_name} was given without residual_diff_threshold; {adapter.threshold:g}, the "
             "default of these models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better "
             "one."
         )

@@ -90,10 +90,10 @@ def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)
-    zero, one = torch.zeros_like(gap), torch.ones_like(gap)
-    straight = torch.stack([one, -one, zero]) / safe
-    curve = (straight - torch.stack([zero, one, -one]) / safe_older) / (safe + safe_older)
-    newest = torch.stack([one, zero, zero])
+    zero, unit = torch.zeros_like(gap), torch.ones_like(gap)
+    straight = torch.stack([unit, -unit, zero]) / safe
+    curve = (straight - torch.stack([zero, unit, -unit]) / safe_older) / (safe + safe_older)
+    newest = torch.stack([unit, zero, zero])
     first = newest + (now - times[0]) * straight
     # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two residuals.
     second = first + (now - times[0]) / 2 * safe * curve

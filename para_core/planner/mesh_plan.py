@@ -88,9 +88,9 @@ class MeshPlan:
             return f"One rank takes {duration(best.seconds)} (predicted)."
         if 1 not in self.fewer:
             return f"{self.ranks} ranks take {duration(best.seconds)}; one rank does not have the memory."
-        one = self.fewer[1].seconds
-        speedup = f"{one / best.seconds:.2f} times as fast"
-        return f"{self.ranks} ranks take {duration(best.seconds)}, one takes {duration(one)}: {speedup} (predicted)."
+        alone = self.fewer[1].seconds
+        speedup = f"{alone / best.seconds:.2f} times as fast"
+        return f"{self.ranks} ranks take {duration(best.seconds)}, one takes {duration(alone)}: {speedup} (predicted)."
 
     def _way_out(self) -> str:
         """Return a sentence on what could run if no mesh does: more ranks, larger devices or a smaller result."""

@@ -356,8 +356,8 @@ def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, 
     parts = []
     for index in range(batch):
         mesh_dim = MeshDim("batch", batch, index, "", None)
-        given = [(name, of) for name, of in plan.batched.items() if name in arguments]
-        own = {name: own_samples(arguments[name], of, total, mesh_dim) for name, of in given}
+        batched = [(name, of) for name, of in plan.batched.items() if name in arguments]
+        own = {name: own_samples(arguments[name], of, total, mesh_dim) for name, of in batched}
         parts.append({**arguments, **own})
     return parts
 

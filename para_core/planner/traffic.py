@@ -325,12 +325,12 @@ def sent_in_rounds(
             with new input sizes is computed by all of them, unless the size of its output is known in advance.
         two_dims (`bool`): Whether Attention2D replaces the ring.
     """
-    batch, known, total = shape[0], set(), 0
+    batch, earlier, total = shape[0], set(), 0
     index = rank // (shape[1] * shape[2])
     for calls in rounds:
         for number, call in enumerate(calls):
-            shared = apart and batch > 1 and (call.foreseen or call.inputs in known)
-            known.add(call.inputs)
+            shared = apart and batch > 1 and (call.foreseen or call.inputs in earlier)
+            earlier.add(call.inputs)
             if shared and number % batch != index:
                 continue
             total += sent_in_call(call, shape, rank, two_dims=two_dims)

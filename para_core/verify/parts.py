@@ -103,11 +103,11 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
     """
     ranks = len(held)
     kinds = {(x.total, x.replicated, x.balanced, x.together): x for x in segments}
-    known = list(kinds.values())
+    candidates = list(kinds.values())
     orders: list[tuple[Segment, ...]] = [(Segment("all", total),)]
-    for length in range(1, min(len(known), _MOST_SEGMENTS) + 1):
-        orders += permutations(known, length)
-    for segment in known:
+    for length in range(1, min(len(candidates), _MOST_SEGMENTS) + 1):
+        orders += permutations(candidates, length)
+    for segment in candidates:
         if not segment.replicated and segment.total < total:
             rest = Segment("rest", total - segment.total, replicated=True)
             orders += [(segment, rest), (rest, segment)]
