@@ -207,7 +207,6 @@ def parts() -> dict[str, list[str]]:
 def main() -> None:
     """Measure, print and write."""
     parser = parser_of(__doc__)
-    parser.add_argument("--predict", action="store_true", help="predict again for what the JSON has as measured")
     parser.add_argument("--encode-first", action="store_true", help="measure a file of 50 prompts instead")
     args = parser.parse_args()
     if args.encode_first:
@@ -219,11 +218,10 @@ def main() -> None:
             ]
         print(*rows, write_results("encode_first", {"prompts": NUM_PROMPTS, "rows": rows}, "diffusers"), sep="\n")
         return
-    earlier = {(row["stack"], row["mesh"]): row for row in read_results("memory_check")["rows"]} if args.predict else {}
     rows = []
     for name, dims, fsdp in ROWS:
         mesh = (", ".join(f"{dim} {size}" for dim, size in dims.items()) or "one rank") + ", fsdp" * fsdp
-        own = earlier.get((name, mesh)) or measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
+        own = measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
         counted, foreseen = own["weights"] + own["allocated"], predicted(STACKS[name], dims, fsdp)
         row = {"stack": name, "mesh": mesh, "weights": own["weights"], "allocated": own["allocated"]}
         rows.append({**row, "predicted": foreseen, "error": foreseen / counted - 1})
