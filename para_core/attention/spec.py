@@ -81,9 +81,9 @@ class AttentionSpec:
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
         num_heads, num_kv_heads, *totals = numbers
-        query_kinds, key_kinds, options_text = fields["queries"], fields["keys"], fields["options"]
-        query_layout = _layout(totals[: len(query_kinds)], query_kinds, ranks)
-        key_layout = query_layout if key_kinds is None else _layout(totals[len(query_kinds) :], key_kinds, ranks)
+        query_kinds, key_kinds, options_text = fields["queries"].split(","), fields["keys"], fields["options"]
+        query_layout, of_keys = _layout(totals[: len(query_kinds)], query_kinds, ranks), totals[len(query_kinds) :]
+        key_layout = query_layout if key_kinds is None else _layout(of_keys, key_kinds.split(","), ranks)
         flags = (num_heads, num_kv_heads, fields["is_causal"], scale, AttnOptions.read(options_text), options_text)
         return AttentionSpec(query_layout, key_layout, mesh, *flags)
 
@@ -102,14 +102,21 @@ def _to_json(mesh: str, is_causal: bool, queries: str, keys: str | None, options
     return json.dumps({"mesh": mesh, "is_causal": is_causal, "queries": queries, "keys": keys, "options": options})
 
 
-# The JSON form has a letter for each kind of segment. The values are (replicated, balanced) of that kind.
-_KINDS = {"s": (False, False), "r": (True, False), "b": (False, True)}
-
-
 def _kinds(layout: SequenceLayout) -> str:
-    return "".join(["r" if segment.replicated else "b" if segment.balanced else "s" for segment in layout.segments])
+    """Return the kind of each segment: ``r`` replicated, ``b`` balanced, or the number of tokens that stay together.
+
+    >>> _kinds(SequenceLayout((Segment("text", 3, replicated=True), Segment("video", 10, together=5)), ranks=2))
+    'r,5'
+    """
+    kinds = [
+        "r" if segment.replicated else "b" if segment.balanced else str(segment.together) for segment in layout.segments
+    ]
+    return ",".join(kinds)
 
 
-def _layout(totals: Sequence[int], kinds: str, ranks: int) -> SequenceLayout:
-    segments = [Segment("", total, *_KINDS[kind]) for total, kind in zip(totals, kinds, strict=True)]
+def _layout(totals: Sequence[int], kinds: Sequence[str], ranks: int) -> SequenceLayout:
+    segments = [
+        Segment("", total, kind == "r", kind == "b", int(kind) if kind.isdecimal() else 1)
+        for total, kind in zip(totals, kinds, strict=True)
+    ]
     return SequenceLayout(tuple(segments), ranks)

@@ -207,7 +207,10 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     if len(layout.segments) != len(other.segments):
         return False
     pairs = zip(layout.segments, other.segments, strict=True)
-    return all(a.total == b.total and a.replicated == b.replicated and a.balanced == b.balanced for a, b in pairs)
+    return all(
+        (a.total, a.replicated, a.balanced, a.together) == (b.total, b.replicated, b.balanced, b.together)
+        for a, b in pairs
+    )
 
 
 def _run_operator(

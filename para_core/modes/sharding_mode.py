@@ -20,8 +20,9 @@ from para_core.distributed.sharding import gather_tokens, shard_tokens
 # The type of a length that is stored on a mode: an int while tracing, otherwise a tensor ``[length, 0]``. Dynamo treats
 # an int attribute of a mode as a constant and would recompile for every length, but it makes tensor sizes symbolic.
 Length = int | Tensor
-# The type of a layout that is stored on a mode: for each segment a tuple (name, total, replicated, balanced).
-TraceSafeLayout = tuple[tuple[str, Length, bool, bool], ...]
+# The type of a layout that is stored on a mode: for each segment a tuple (name, total, replicated, balanced,
+# together).
+TraceSafeLayout = tuple[tuple[str, Length, bool, bool, int], ...]
 
 
 class ShardingMode(TorchFunctionMode):
@@ -269,7 +270,7 @@ def _difference(records: list[Record]) -> str:
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:
     """Return ``segments`` as tuples to store on a mode, with lengths in a form that Dynamo makes symbolic.
 
-    :func:`segments_of` converts the result back. ``together`` of a segment is not stored.
+    :func:`segments_of` converts the result back.
     """
     traced = torch.compiler.is_compiling()
     return tuple(
@@ -279,6 +280,7 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
                 segment.total if traced else torch.empty((segment.total, 0), device=device_type),
                 segment.replicated,
                 segment.balanced,
+                segment.together,
             )
             for segment in segments
         ]
@@ -287,8 +289,5 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
 
 def segments_of(held: TraceSafeLayout) -> tuple[Segment, ...]:
     return tuple(
-        [
-            Segment(name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced)
-            for name, total, replicated, balanced in held
-        ]
+        [Segment(name, total.shape[0] if isinstance(total, Tensor) else total, *kind) for name, total, *kind in held]
     )

@@ -179,7 +179,7 @@ class PlannedAttention:
         return attentions[attention, segments]
 
     def _has_sharded_keys(self, attention: Attention) -> bool:
-        sharded = [name for name, _, replicated, _ in self.segments if not replicated]
+        sharded = [name for name, _, replicated, *_ in self.segments if not replicated]
         return bool(set(sharded) & set(attention.keys or attention.queries))
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:

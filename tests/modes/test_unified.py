@@ -625,3 +625,40 @@ def forget_modes():
 
 def test_nothing_keeps_a_mode_alive(rank_pool):
     assert rank_pool.run(forget_modes, 2) == [True, True]
+
+
+FRAMES = (Segment("text", 3, replicated=True), Segment("video", 25, together=5))  # 5 frames of 5 tokens
+
+
+def attend_by_frames(ring, ulysses, is_causal, compiled):
+    mode = UnifiedAttnMode(make_mesh(ring, ulysses), layout=SequenceLayout(FRAMES, ring * ulysses))
+    text, video = make_text_and_video()
+
+    def run(text, video):
+        with mode:
+            part = torch.cat(
+                [text, mode.shard(video, dim=2, sequence=SequenceLayout(FRAMES[1:], ring * ulysses))], dim=2
+            )
+            out = F.scaled_dot_product_attention(part * 2, part + 1, part - 1, is_causal=is_causal)
+            return part.shape[2], mode.gather(out, dim=2, sequence=SequenceLayout(FRAMES, ring * ulysses))
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    return run(text, video)
+
+
+def make_text_and_video():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 4, segment.total, 8, generator=generator) for segment in FRAMES]
+
+
+@pytest.mark.parametrize(("is_causal", "compiled"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_frames_that_stay_together_equal_one_device(rank_pool, ring, ulysses, is_causal, compiled):
+    whole = torch.cat(make_text_and_video(), dim=2)
+    expected = F.scaled_dot_product_attention(whole * 2, whole + 1, whole - 1, is_causal=is_causal)
+    results = rank_pool.run(attend_by_frames, ring * ulysses, ring, ulysses, is_causal, compiled)
+    num_frames = (2, 1, 1, 1) if ring * ulysses == 4 else (3, 2)
+    assert [size for size, _ in results] == [3 + 5 * frames for frames in num_frames]
+    for _, out in results:
+        assert relative_error(out, expected) < 1e-5
