@@ -97,9 +97,7 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    # docker stop and systemd send SIGTERM. Handle it like Ctrl-C, even while models are being loaded.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _without_ray_messages(debug):
+    with _sigterm_like_ctrl_c(), _without_ray_messages(debug):
         try:
             serving.start(
                 pipeline,
@@ -129,6 +127,16 @@ def serve(
                 time.sleep(1)
         except KeyboardInterrupt:
             serving.stop()
+
+
+@contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM inside this context. docker stop and systemd send that signal."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class BlockAttention:
             out, lse = self._attn_func(*tensors, mask=mask, is_causal=tile.diagonal, scale=self._scale)
             finite_rows = self._finite_rows[piece]
             if finite_rows is not None and mask is not None:
-                lse = finite_rows.lse_of_tile(lse, mask, diagonal=tile.diagonal)
+                lse = finite_rows.lse_of_tile(lse, mask, tensors[1].shape[2], diagonal=tile.diagonal)
             self._merged[piece].add(out, lse)
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

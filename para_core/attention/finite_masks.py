@@ -29,8 +29,8 @@ class FiniteMaskedRows:
     a score that is added to such a number is lost to rounding in float32, so all keys with it have equal weights.
 
     Args:
-        mask: ``[B or 1, H or 1, S_q or 1, total]``. Low rows that are not absorbed are shifted so that their maximum is
-            0.
+        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Low rows that are not absorbed are shifted so that their
+            maximum is 0.
         highest: ``[B or 1, H or 1, S_q or 1, 1]``, the maximum of each row of ``mask`` after this shift.
         absorbed: Bool of the same shape as ``highest``, True for absorbed rows.
     """
@@ -41,8 +41,8 @@ class FiniteMaskedRows:
 
     @staticmethod
     def of(mask: Tensor | None) -> FiniteMaskedRows | None:
-        """Return ``mask`` with its low rows corrected; None if ``mask`` is None, is bool or has one column."""
-        if mask is None or mask.dtype == torch.bool or mask.shape[-1] == 1:
+        """Return ``mask`` with its low rows corrected; None if ``mask`` is None or bool."""
+        if mask is None or mask.dtype == torch.bool:
             return None
         highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)
         level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 cannot represent _ABSORBS.
@@ -57,7 +57,7 @@ class FiniteMaskedRows:
             for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)
         ]
 
-    def lse_of_tile(self, lse: Tensor, mask: Tensor, *, diagonal: bool) -> Tensor:
+    def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, diagonal: bool) -> Tensor:
         """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile).
 
         In absorbed rows this is the logarithm of the number of the tile's keys that have the row's maximum; other rows
@@ -65,12 +65,13 @@ class FiniteMaskedRows:
 
         Args:
             lse: ``[B, H, S_q]``, the lse that a backend computed.
-            mask: ``[B or 1, H or 1, S_q or 1, S_k]``, the mask of the tile's keys.
+            mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``, the mask of the tile's keys.
+            num_keys: S_k, the number of the tile's keys.
             diagonal: Whether query i sees only keys 0 … i of the tile.
         """
-        equal = mask == self.highest
+        equal = (mask == self.highest).expand(*mask.shape[:-1], num_keys)
         if diagonal:
-            equal = equal & equal.new_ones(lse.shape[-1], mask.shape[-1]).tril()
+            equal = equal & equal.new_ones(lse.shape[-1], num_keys).tril()
         return torch.where(self.absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
 
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,10 @@ def make_mask(low, kind):
         mask[0, :, :, 5:] = low
         mask[1] = low
         return mask[:, :, :1]
+    if kind == "one column":  # one number for all keys of a query
+        mask[:, :, 3] = low
+        mask[1, :, 9] = -1.5
+        return mask[..., :1]
     mask[:, :, 3] = low  # a query that sees nothing
     mask[0, :, 7, 2:] = low
     mask[1, :, 9, :6] = 2 * low if low > -1e30 else low  # two levels: only the higher one counts
@@ -57,7 +61,7 @@ def on_one_device(low, kind, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("kind", ["key padding", "rows"])
+@pytest.mark.parametrize("kind", ["key padding", "rows", "one column"])
 @pytest.mark.parametrize("low", LOW, ids=["finfo.min", "-1e9"])
 @pytest.mark.parametrize(("ring", "ulysses"), [mesh for mesh in MESHES if mesh in ((2, 1), (1, 2), (3, 1), (2, 2))])
 def test_rows_hidden_by_finite_masks_equal_one_device(rank_pool, ring, ulysses, low, kind, is_causal):
