@@ -42,6 +42,8 @@ from para_core.torch_internals import (
 )
 
 SDPA = F.scaled_dot_product_attention
+# The same function when a model calls the operator by its name in torch.ops.
+_SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
@@ -83,7 +85,7 @@ def intercept(
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
         ValueError: A FlashAttention call has an unsupported argument.
     """
-    if func is SDPA:
+    if func is SDPA or func is _SDPA_OPERATOR:
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
             return handler(call)

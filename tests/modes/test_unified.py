@@ -662,3 +662,24 @@ def test_frames_that_stay_together_equal_one_device(rank_pool, ring, ulysses, is
     assert [size for size, _ in results] == [3 + 5 * frames for frames in num_frames]
     for _, out in results:
         assert relative_error(out, expected) < 1e-5
+
+
+def attend_by_operator(ring, ulysses, compiled):
+    mode = UnifiedAttnMode(make_mesh(ring, ulysses))
+
+    def run(q, k, v):
+        with mode:
+            parts = [mode.shard(x, dim=2, sequence=mode.sequence(13)) for x in (q, k, v)]
+            with mode.using(mode.sequence(13)):
+                out = torch.ops.aten.scaled_dot_product_attention(*parts, is_causal=True)
+            return mode.gather(out, dim=2, sequence=mode.sequence(13))
+
+    return (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*make_qkv(13, 3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_operator_called_by_its_name_equals_one_device(rank_pool, ring, ulysses, compiled):
+    expected = F.scaled_dot_product_attention(*make_qkv(13, 3), is_causal=True)
+    for out in rank_pool.run(attend_by_operator, 2, ring, ulysses, compiled):
+        assert relative_error(out, expected) < 1e-5
