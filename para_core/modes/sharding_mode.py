@@ -289,5 +289,8 @@ def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLay
 
 def segments_of(held: TraceSafeLayout) -> tuple[Segment, ...]:
     return tuple(
-        [Segment(name, total.shape[0] if isinstance(total, Tensor) else total, *kind) for name, total, *kind in held]
+        [
+            Segment(name, total.shape[0] if isinstance(total, Tensor) else total, replicated, balanced, together)
+            for name, total, replicated, balanced, together in held
+        ]
     )
