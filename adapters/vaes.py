@@ -1,4 +1,8 @@
-"""Find the autoencoders of a pipeline. They run once per generation, so options place their weights separately."""
+"""Find the autoencoders of a pipeline.
+
+Autoencoders run once per generation, not once per step. The option ``vae_placement=`` therefore says where their
+weights are kept, apart from the options for the transformer's weights.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from para_core.adapters.components import VaePlacement
 from para_core.instance_patching import original_class, uncompiled
 
 VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
-# Methods by which pipelines call an autoencoder. Vocoders are called directly, but are not placed because they are
-# small.
+# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but vae_placement= does not
+# move these, because they are small.
 VAE_METHODS = ("encode", "decode")
 # Names of the autoencoders for sound, in pipelines that also generate sound.
 SOUND_VAES = ("audio_vae", "sound_tokenizer")

@@ -195,7 +195,7 @@ def run_task(task: GenerationTask, debug: bool) -> int:
 
 
 def _print_results(task: GenerationTask, report: RankReport, console: Console) -> None:
-    """Print which lines failed and why, and how many results were generated."""
+    """Print each line of the prompt file that failed, with the reason, and how many results were generated."""
     for problem in report.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(report.problems)
@@ -299,7 +299,10 @@ def _default_text_encoders(recipe: Recipe) -> str:
 
 
 def _mesh(task: GenerationTask) -> str:
-    """Return a phrase with the mesh that loading will choose, or with the rule of the choice if it is unpredictable."""
+    """Return a phrase with the sizes of the mesh that loading the pipeline will choose.
+
+    If the mesh cannot be predicted, the phrase says instead by which rule it will be chosen.
+    """
     try:
         pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
         sizes = foresee_mesh(pipe, task.recipe, task.ranks)

@@ -47,7 +47,10 @@ class Model:
 
 
 def can_be_given(name: str) -> bool:
-    """Whether a request may set the parameter ``name``: no tensor, no callback, and not set by the program itself."""
+    """Whether a request may set the parameter ``name`` of a pipeline's call.
+
+    A request may not set tensors, callbacks, or parameters that the command or server sets itself.
+    """
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 

@@ -213,7 +213,8 @@ def attention_kernel(
     value_dims = tl.arange(0, V)
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
-    # Load the partial result before the queries, because both pass through the same shared memory.
+    # Load the partial result before the queries, so that both can pass through the same shared memory, one after the
+    # other. Loaded after the queries, the partial result would need shared memory of its own.
     if CONTINUES:
         peak = tl.load(lse_so_far + lse_rows, mask=rows < num_queries, other=float("-inf")) * LOG2_E
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
@@ -257,8 +258,8 @@ def attention_kernel(
     if CONTINUES:
         peak -= lost
 
-    # Without ranges, a single range holds all keys. Only several ranges are visited in a loop at run time, because such
-    # a loop takes registers.
+    # If there are no ranges, a single range holds all keys. For a single range the number of iterations is the constant
+    # 1, so no loop is left at run time, because a loop around those over tiles takes registers.
     for index in range(num_ranges if MANY_RANGES else 1):
         first = 0
         last = num_keys

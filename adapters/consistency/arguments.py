@@ -149,7 +149,7 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif hasattr(value, "tobytes"):
-        # PIL images and numpy arrays have this method. The size of a PIL image is its shape.
+        # PIL images and numpy arrays have tobytes. A PIL image has no shape, so its size is taken instead.
         shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:

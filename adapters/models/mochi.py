@@ -37,8 +37,8 @@ MOCHI = Adapter(
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")},
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        # The model computes attention for each sample separately, because samples differ in their number of valid text
-        # tokens. Text is replicated.
+        # The plan has no rule for text, so each rank holds all text tokens. The model calls attention for one sample at
+        # a time, with the valid text tokens of this sample, whose number differs from sample to sample.
         joint_order=("video", "text"),
         batched=dict.fromkeys(
             ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "attention_kwargs"), 0

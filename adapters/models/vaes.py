@@ -19,10 +19,10 @@ class VaeAdapter:
     Args:
         vae: Name of the class.
         encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. Each is the
-            innermost method whose callers do not depend on the size of an image; with slicing, these callers also split
-            the batch. ``encode`` is None for a class that only decodes.
-        tiled: Names of the methods that split an image into tiles, call ``encode`` or ``decode`` on each tile, and
-            blend the results; empty without tiling.
+            innermost method inside which all decisions by the image's size are made, such as whether to tile. Methods
+            around it may only split the batch (slicing). ``encode`` is None for a class that only decodes.
+        tiled: Names of the methods that split an image into tiles, run the encoder or decoder on each tile, and blend
+            the results; empty without tiling.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
         windows: Whether the class is a diffusion decoder whose attention is limited to a window around each pixel.

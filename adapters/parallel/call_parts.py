@@ -1,4 +1,7 @@
-"""Session parts of parallelize_pipe that change a pipeline's call: wrapper, PipeFusion and attention schedule."""
+"""The changes that parallelize_pipe makes to a pipeline's call: wrapper, PipeFusion and attention schedule.
+
+Each change is a part of a *session*: all changes that are applied to one pipeline and undone together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from para_core.weights.pipefusion import PipeFusion
 
 @dataclass(frozen=True)
 class CallPart(Part):
-    """Session part that wraps the pipeline's ``__call__``."""
+    """The change by which parallelize_pipe wraps the pipeline's ``__call__``."""
 
     pipe: Any
     call: ParallelCall
@@ -43,7 +46,7 @@ class CallPart(Part):
 
 @dataclass(frozen=True)
 class PipeFusionPart(Part):
-    """Session part that turns on PipeFusion for the staged transformers."""
+    """The change by which parallelize_pipe turns on PipeFusion for the staged transformers."""
 
     call: ParallelCall
     transformers: Mapping[str, nn.Module]
@@ -59,7 +62,7 @@ class PipeFusionPart(Part):
 
 @dataclass(frozen=True)
 class SchedulePart(Part):
-    """Session part that chooses the attention backend of each denoising step from a schedule.
+    """The change by which parallelize_pipe sets the attention backend of each denoising step from a schedule.
 
     ``options`` are the attention options of the transformers; their ``backend`` is replaced at each step.
 

@@ -67,7 +67,7 @@ def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, bat
 
 @dataclass(frozen=True)
 class UnetPart(Part):
-    """Session part that shards the image rows of one UNet or ControlNet."""
+    """The change by which parallelize_pipe shards the image rows of one UNet or ControlNet."""
 
     run: UnetRun
     name = "the UNet"

@@ -253,13 +253,13 @@ def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
         raise TypeError(f"vae=True: {original_class(pipe).__name__} has no autoencoder pipe.vae. Leave vae=True out.")
     others = [part for name, part in vaes.items() if name != "vae"]
     others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
-    # A sound autoencoder without an adapter is left out: it is small, so every rank decodes everything.
+    # An audio autoencoder without an adapter is left out, so every rank decodes all the audio, which takes little time.
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
 
 
 @dataclass(frozen=True)
 class TimeoutPart(Part):
-    """Session part that sets the time-out of process groups."""
+    """The change by which parallelize_pipe sets the time-out of process groups."""
 
     groups: Collection[ProcessGroup]
     timeout: timedelta
@@ -280,7 +280,7 @@ class TimeoutPart(Part):
 
 @dataclass(frozen=True)
 class VaePart(Part):
-    """Session part that runs one autoencoder on all ranks."""
+    """The change by which parallelize_pipe runs one autoencoder on all ranks."""
 
     vae: nn.Module
     mesh: GuidedMesh

@@ -151,7 +151,7 @@ def resolve_transformer(
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """Session part that applies the plan of one transformer.
+    """The change that applies a plan to one transformer, as a part of a session of parallelize_pipe or alone.
 
     With a ``pipe`` mesh dim it also frees the transformer blocks of the other stages.
     """

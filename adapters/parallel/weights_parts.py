@@ -1,4 +1,7 @@
-"""Session parts of parallelize_pipe that place the weights of transformers, text encoders and autoencoders."""
+"""The changes by which parallelize_pipe places the weights of transformers, text encoders and autoencoders.
+
+Each change is a part of a *session*: all changes that are applied to one pipeline and undone together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from para_core.weights.group import timeout_of, weights_mesh
 
 @dataclass(frozen=True)
 class WeightsPart(Part):
-    """Session part that shards weights by ``method``; gathers sharded weights on every rank if ``method`` is None."""
+    """The change by which parallelize_pipe shards weights by ``method``, or gathers them if it is None."""
 
     pipe: Any
     mesh: GuidedMesh
@@ -52,7 +55,7 @@ class WeightsPart(Part):
 
 @dataclass
 class TextEncodersPart(Part):
-    """Session part that places the weights of the text encoders as ``placement`` says.
+    """The change by which parallelize_pipe places the weights of the text encoders as ``placement`` says.
 
     ``ranks`` are the global ranks of ``mesh``; only ``"fsdp"`` needs them.
     """
@@ -95,7 +98,7 @@ class TextEncodersPart(Part):
 
 @dataclass
 class VaePlacementPart(Part):
-    """Session part that keeps the autoencoders' weights in host memory.
+    """The change by which parallelize_pipe keeps the autoencoders' weights in host memory.
 
     With ``placement="first"`` only the first rank runs the autoencoders and sends their outputs to the others.
     """
@@ -123,7 +126,7 @@ class VaePlacementPart(Part):
 
 @dataclass
 class BlocksPart(Part):
-    """Session part that keeps the transformer blocks in host memory, except for the first ``resident`` ones."""
+    """The change by which parallelize_pipe keeps transformer blocks, except the first ``resident``, in host memory."""
 
     pipe: Any
     mesh: GuidedMesh

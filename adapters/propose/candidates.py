@@ -174,10 +174,12 @@ class ObservedRegion:
         return rules
 
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return a rule and its reason for each block parameter that must be split or counted with the tokens.
+        """Return a rule, and a reason for it, for each block parameter whose size or value grows with the tokens.
 
-        These parameters have an entry per token but are not computed from the tokens, such as position embeddings. The
-        keys are (module, parameter). Blocks of one list that need the same rule share the module name ``list.*``.
+        Such a parameter is not computed from the tokens: a tensor with an entry per token (a position embedding, for
+        example), an int that counts tokens, or a list of these. If a rule depends on the length of text, the text
+        parameter gets a :class:`Replicate` rule. The keys are (module, parameter). Blocks of one list that need the
+        same rule share the module name ``list.*``.
         """
         rules: dict[tuple[str, str], dict[str, ShardRule]] = {}
         blocks: dict[str, set[str]] = {}

@@ -173,7 +173,11 @@ def _with_text(
     examples: Sequence[Mapping[str, Any]],
     answers: Answers,
 ) -> Proposal | None:
-    """Return ``proposal`` with text sharded too; None unless its plan is exact with sharded and replicated text."""
+    """Return ``proposal`` with a plan that also shards text; None if no such plan is exact.
+
+    The plan must be exact in two checks: as it is, and changed by ``plan.with_replicated("text")``, because a user can
+    choose replicated text.
+    """
     text = of_start.text_parameter()
     if proposal.plan is None or text is None:
         return None

@@ -196,8 +196,8 @@ def _change_lora(
 ) -> Any:
     """Run ``call``, a method of ``module`` that changes loaded LoRAs.
 
-    The weights of freed blocks are on the meta device: changing them costs nothing, but peft must not read their
-    values.
+    The weights of other stages' blocks are on the meta device: changing these weights costs nothing, but peft must not
+    read their values.
     """
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with _on_all(mesh):
@@ -210,9 +210,9 @@ def _change_lora(
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Merge a LoRA into a freed block without peft's check for NaN, which would read its values.
+    """Merge a LoRA into a layer of another stage's block, whose weights this rank has freed, without a check for NaN.
 
-    The stage that holds the block does the check.
+    The check of peft would read the weights. The ranks that hold the block do the check.
     """
     bound = inspect.signature(call).bind(layer, *args, **kwargs)
     bound.arguments["safe_merge"] = False

@@ -1,4 +1,8 @@
-"""Find the text encoders of a pipeline. They run once per generation, so options place their weights separately."""
+"""Find the text encoders of a pipeline.
+
+Text encoders run once per generation, not once per step. The option ``text_encoders=`` therefore says where their
+weights are kept, apart from the options for the transformer's weights.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class AttnOptions:
 
     @property
     def by_position(self) -> bool:
-        """Whether the keys that a query sees depend on token positions, because of a block mask or kept keys."""
+        """Whether ``block_mask`` or ``kept_keys`` is set, so that a query's position decides which keys it sees."""
         return self.block_mask is not None or self.kept_keys is not None
 
     @property

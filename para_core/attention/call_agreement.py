@@ -141,7 +141,7 @@ class OwnPart(NamedTuple):
         return self.flags & _CAUSAL_CALLER != 0
 
 
-# The OwnPart of a call without a mask and without digests.
+# The OwnPart of a rank whose call has no mask, and which has not computed digests of its tokens.
 NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 
 

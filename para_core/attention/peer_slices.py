@@ -86,7 +86,11 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the steps of ``group`` with one more peer, whose runs are ``of_peer``; None if this peer does not fit."""
+    """Return the step of each run of ``group`` after the next peer has been added; None if it cannot be added.
+
+    The peer can be added if its runs ``of_peer`` have the same counts as those of ``group``, and begin one step after
+    those of the group's last peer. In a group of one peer the step of a run is still open: its count or 0.
+    """
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):
         possible = (count, 0) if group.number == 1 else (step,)

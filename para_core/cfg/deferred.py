@@ -119,9 +119,12 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Return a deferred tensor of the ``expected`` form.
+        """Return a deferred tensor that gets its data when the round ``of`` of model calls ends.
 
-        When the round ``of`` has ended, ``get()`` returns its data.
+        Args:
+            of: The round.
+            expected: The shape, strides, dtype and device of the tensor.
+            get: A function that returns the data; called only after the round has ended.
         """
         like = expected.like
         deferred: Deferred = make_wrapper_subclass(

@@ -52,7 +52,7 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """A description of the form. Equal forms have equal texts on all ranks, so ranks can compare them.
+        """The containers, shapes, dtypes and device types of the form as a string, by which ranks compare forms.
 
         Strides are left out, because results arrive on other ranks as contiguous tensors.
         """

@@ -1,4 +1,7 @@
-"""A mode for batch parallelism: each rank computes some samples of the batch, and the mode shards attention masks."""
+"""A mode for batch parallelism, in which each rank computes some samples of the batch.
+
+The mode changes attention masks only: each rank uses the part of a mask that belongs to its samples.
+"""
 
 from __future__ import annotations
 

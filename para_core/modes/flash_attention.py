@@ -89,7 +89,8 @@ def _attention_kind(operator: Operator) -> str | None:
         return None
     if namespace == "aten":
         # Let overloads pass: users call packets, while overloads are called by compiled graphs and by this package
-        # (by Disabled(), for example, to bypass outer modes). Let both forms of scaled_dot_product_attention pass.
+        # (by Disabled(), for example, to bypass outer modes). Let the packet of scaled_dot_product_attention pass, too,
+        # because modes handle it like F.scaled_dot_product_attention.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
     elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):

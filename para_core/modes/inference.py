@@ -44,9 +44,11 @@ def sequence_of_length(
         ordered: Whether the result of attention depends on the order of tokens, as with a mask or ``is_causal``.
 
     Raises:
-        ValueError: No segment or concatenation has this length on ``rank``; or the first that has this length conflicts
-            with another (see the module); or the order of the segments is unknown and matters. It always matters in a
-            concatenation with a replicated segment.
+        ValueError: No segment or concatenation has ``held`` tokens on ``rank``. Or the first that has (the match)
+            conflicts with another: both have equal lengths on some rank, but not on every rank or not in total. Or
+            ``ordered`` is True, and the match is a concatenation, or another has the same length on every rank. Or the
+            match is a concatenation with a replicated segment, which may be first or last. Or more than 4096
+            concatenations have equal lengths on some rank, too many to compare.
     """
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:

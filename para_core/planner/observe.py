@@ -257,10 +257,11 @@ class _ModelObserver(TorchFunctionMode):
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
     def _assign_joint_rows(self) -> None:
-        """Give products that belong to no segment the segments of an attention call's queries, if they have as many
-        rows.
+        """Replace the rows of a product without sharded tokens by the queries' segments of an equally long attention
+        call.
 
-        Such rows are the tokens of several segments, concatenated in an order that only the attention call shows.
+        Such a product computes a joint sequence. If the plan has rules for only some of the segments in it (none for
+        replicated text, for example), only the attention call shows of which segments it consists.
         """
         joint = {
             sum(x.total for x in operation.queries): operation.queries

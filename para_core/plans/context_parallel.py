@@ -1,4 +1,4 @@
-"""Apply a plan to a module with functions that have the names and arguments of those in diffusers and MindONE."""
+"""Functions that apply a plan to a module and remove it, with the names and arguments of diffusers and MindONE."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # The exchange within a Ulysses group wraps around: the group's first rank has received the group's last rows, which
-    # the next group needs, and its last rank the group's first rows, which the previous group needs. A second exchange,
-    # over the ring, passes these rows on.
+    # The exchange above wraps around within each Ulysses group. So the first rank of a group has received the last rows
+    # of its own group instead of the last rows of the previous group, and the last rank of a group has received the
+    # first rows of its own group instead of the first rows of the next group. An exchange over the ring replaces both.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)

@@ -244,9 +244,10 @@ class Fusion:
                 "under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # If the plan intercepts attention by a mode, that mode sees calls before the dispatcher does, so a second mode
-        # inside the first intercepts the attention of patches. Decide this once per call, not per patch, because
-        # has_compiled_parts looks at all modules.
+        # Decide how the attention of patches is intercepted: at the dispatcher, or by a mode in compiled blocks. If the
+        # plan itself intercepts attention by a mode (by_mode), patches need a mode as well, because the plan's mode
+        # sees calls before the dispatcher does. Decide once per call and not per patch, because has_compiled_parts
+        # looks at all modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
         self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))
