@@ -1,4 +1,7 @@
-"""Validate the arguments of parallelize_pipe and choose the session parts that apply them. Changes nothing."""
+"""Validate the arguments of parallelize_pipe, and choose the changes of the pipeline that they require.
+
+Nothing is changed here. The chosen changes are returned as the parts of a session, which applies them.
+"""
 
 from __future__ import annotations
 
@@ -132,9 +135,9 @@ def _parts_of_pipe(
     session: ParallelSession,
     autoencoders: list[nn.Module],
 ) -> list[Part]:
-    """Return the session parts that change the pipeline's call and its autoencoders.
+    """Return the parts of the session that change the pipeline's call and its autoencoders.
 
-    Empty on one rank, unless PipeFusion, offload or an attention schedule is on.
+    The list is empty on one rank, unless PipeFusion, offload or an attention schedule is on.
     """
     if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
         return []

@@ -13,7 +13,7 @@ from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorR
 from para_core.adapters.propose.starts import Lengths, Start, grown_dims
 from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
-# Name of the segment of text tokens, which these plans replicate.
+# Name of the segment of text tokens, which the candidate plans replicate.
 TEXT = "text"
 
 
@@ -159,7 +159,10 @@ class ObservedRegion:
         return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
 
     def _joined_inputs(self) -> dict[str, ShardRule]:
-        """Return a rule for each model argument with an entry per token that joins the tokens outside of submodules."""
+        """Return a split rule for each argument with an entry per token that the model itself combines with the tokens.
+
+        Arguments that only submodules combine with the tokens are left out.
+        """
         rules: dict[str, ShardRule] = {}
         for name in sorted(self.small.joined_inputs):
             pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
@@ -299,7 +302,7 @@ class ObservedRegion:
     def _attention(
         self, choice: Choice, ending: ModuleCall
     ) -> tuple[tuple[str, ...] | None, dict[str, tuple[Attention, ...]], list[str]]:
-        """Return the joint order, the attention rules of modules that differ from it, and the reasons.
+        """Return the joint order, the rules of modules whose attention differs from the joint order, and the reasons.
 
         The joint order is None if the lengths of an attention call fit no combination of segments.
         """

@@ -198,7 +198,7 @@ def _with_text(
 
 
 def _applies(reason: str, plan: Plan) -> bool:
-    """Whether ``plan`` still has the entry ``module(parameter)`` at the start of ``reason``, or ``reason`` has none."""
+    """Whether ``plan`` has the entry ``module(parameter)`` that ``reason`` begins with; True if it names no entry."""
     name = PARAMETER_NAME.fullmatch(reason.partition(": ")[0])
     return name is None or name[2] in plan.inner.get(name[1], {})
 

@@ -235,7 +235,7 @@ def _add_lora(
 def _stand_ins(stages: Stages) -> Iterator[None]:
     """Replace the weights of other stages' blocks by zeros on this rank's device inside the ``with`` block.
 
-    On exit, weights that were added to these blocks, or written, are freed.
+    On exit, weights of these blocks that were added or overwritten inside the ``with`` block are freed.
     """
     device = next(stages.blocks[stages.own.start].block.parameters()).device
     of_lora = {id(x) for x in lora_weights(stages.module)}

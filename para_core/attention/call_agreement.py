@@ -265,9 +265,10 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the masks are key masks: each has equal rows and covers its rank's own keys, and one hides a key.
+    """Whether the masks are key masks: each has equal rows and a column for each key of its rank, and one hides a key.
 
-    If no mask hides a key, the masks may also be parts of a larger mask that was cut along both dims.
+    Ranks without a mask, or with a mask of one row, are not checked. If no other mask hides a key, the masks may also
+    be parts of a larger mask that was cut along both dims.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(

@@ -21,8 +21,8 @@ from itertools import accumulate, chain, islice
 
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 
-# Maximum number of candidates that are compared because they have the same length on a rank. With more candidates
-# ValueError is raised.
+# Maximum number of candidates that are compared with the fitting one, all of which have its length on some rank. If
+# there are more, ValueError is raised.
 _MAX_COMPARED = 4096
 # Maximum number of sequences whose 2 ** n - 1 concatenations are all listed, for symbolic lengths or for a BlockMask.
 _MAX_SYMBOLIC = 8
@@ -85,8 +85,9 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
     If neither a segment nor a concatenation of segments has ``total`` tokens, return a layout of equal parts.
 
     Raises:
-        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has, whose order is
-            unknown; or there are more than 8 segments, which have too many concatenations to compare all of them.
+        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has ``total`` tokens,
+            because its order is unknown; or there are more than 8 segments, which have too many concatenations to
+            compare all of them.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(

@@ -211,7 +211,10 @@ class _ModelObserver(TorchFunctionMode):
         self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), tensor_split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
-        """Return the segments whose lengths add up to ``rows``; if there are none, tokens of no segment."""
+        """Return the segments whose lengths add up to ``rows``.
+
+        If there are none, return a single :class:`Tokens` of ``rows`` that belongs to no segment.
+        """
         if not self._counter.is_sharded:
             return (Tokens(rows, sharded=False, min_per_rank=1),)
         segments = self._segments.values()
