@@ -21,7 +21,7 @@ from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
-from para_core.fleet.modular import load_modular
+from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.recipe_checks import refuse_options
@@ -250,6 +250,21 @@ def test_transformer_is_quantized_as_by_diffusers(folders):
     assert not np.array_equal(expected, expected_pixels(folders("flux"), SIZE))
     images = call_pipe(build(Recipe(folders("flux"), quantize="int8")), [Request(SIZE, seed=3)]).images
     assert np.abs(pixels(images) - expected).max() <= 1
+
+
+class Layered:
+    """A modular pipeline that generates several layers for each image, like QwenImageLayered."""
+
+    def __init__(self, pipe):
+        self._blocks, self.components = pipe._blocks, {}
+
+    def __call__(self, output, **fields):
+        return [["first", "second"], ["third"]]
+
+
+def test_layers_of_an_image_are_results_of_their_own(folders):
+    pipe = Layered(open_modular(folders("qwen-image")))
+    assert call_modular(pipe, {"prompt": "a"}).images == ["first", "second", "third"]
 
 
 def test_transformers_of_any_name_are_quantized_as_by_diffusers(tmp_path):
