@@ -152,7 +152,7 @@ class Disabled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA:
+        if func is SDPA or func is _SDPA_OPERATOR:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding checkpoint to
         # itself, and it would report a softmax as attention that was computed by hand.

@@ -664,6 +664,20 @@ def test_frames_that_stay_together_equal_one_device(rank_pool, ring, ulysses, is
         assert relative_error(out, expected) < 1e-5
 
 
+def attend_by_disabled_operator():
+    with UnifiedAttnMode(make_mesh(1, 2)) as mode:
+        parts = [mode.shard(x, dim=2) for x in make_qkv(13, 3)]
+        mode.gather(F.scaled_dot_product_attention(*parts), dim=2)
+        with UnifiedAttnMode.disable():
+            out = torch.ops.aten.scaled_dot_product_attention(*parts)
+    return parts, out
+
+
+def test_operator_called_by_its_name_is_hidden_by_disable(rank_pool):
+    for parts, out in rank_pool.run(attend_by_disabled_operator, 2):
+        assert relative_error(out, F.scaled_dot_product_attention(*parts)) < 1e-6
+
+
 def attend_by_operator(ring, ulysses, compiled):
     mode = UnifiedAttnMode(make_mesh(ring, ulysses))
 
