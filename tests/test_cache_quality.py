@@ -19,6 +19,8 @@ from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
 from zoo.flux import grammar
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 STEPS = 6
 

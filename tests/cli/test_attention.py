@@ -15,6 +15,8 @@ from para_core.fleet.model_index import find_tiny_flux
 from para_core.fleet.recipe import Recipe, approximations
 from tests.attention.fake_libraries import libraries_installed
 
+pytestmark = pytest.mark.slow
+
 TINY_WAN = Path(__file__).parents[2] / "zoo/video/pipeline"
 
 

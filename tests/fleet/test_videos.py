@@ -14,7 +14,10 @@ from para_core.fleet.limits import Limits
 from tests.fleet.test_openai import client, picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
+]
 LIMITS = Limits(pixels=1280 * 720 * 129)
 
 

@@ -18,6 +18,8 @@ from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 from tests.kernels.interpreted import interpreted
 
+pytestmark = pytest.mark.slow
+
 # Error factor of Triton's interpreter: it truncates float32 to bfloat16, and a GPU rounds.
 BFLOAT16_IS_TRUNCATED = 2.5
 

@@ -21,6 +21,8 @@ from para_core.kernels.attention_hopper import takes
 from tests.kernels.attention_cases import by_formula, check_lse, error, make, ranges
 from tests.kernels.interpreted import interpreted
 
+pytestmark = pytest.mark.slow
+
 CASE = ConfigKey(90, 64, False, "long", "hopper")
 
 

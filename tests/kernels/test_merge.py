@@ -16,6 +16,8 @@ from para_core.distributed.collectives import LIBRARY
 from para_core.kernels import merge, merge_reference
 from tests.kernels.launches import by_use, on_each_arch
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -15,6 +15,8 @@ from tests.kernels.launches import by_use, on_each_arch
 from tests.kernels.test_exchange import for_ranks
 from tests.pairwise import long_beyond_pairs
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("eight", [torch.int8, FLOAT8], ids=str)

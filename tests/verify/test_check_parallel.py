@@ -14,6 +14,8 @@ from para_core.adapters.models.flux import FLUX_PLAN
 from para_core.instance_patching import WrapperPriority, wrap_method
 from zoo.tiny.transformers.registry import MODELS
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     def __init__(self, *, centred=False):

@@ -33,7 +33,7 @@ from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES
 
 # Mochi asks for an autocast that the CPU does not have.
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]
 
 STEPS = 9
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}

@@ -10,6 +10,8 @@ from para_core.adapters import propose_plan
 from para_core.plans.region import apply_plan
 from para_core.verify.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 MESHES = [(1, 2), (3, 1), (2, 2)]

@@ -37,6 +37,8 @@ from tests.adapters.propose.outside import (
 )
 from zoo.tiny.random_weights import fill
 
+pytestmark = pytest.mark.slow
+
 
 def assert_exact(model, proposal, inputs, **options):
     assert proposal.plan is not None, str(proposal)
