@@ -17,6 +17,7 @@ from para_core.adapters.vaes import vaes_of
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
 from para_core.adapters.weights.text_encoders import encoders_with_blocks, text_encoders_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.modular import has_modular_index, is_modular, load_modular
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
@@ -37,7 +38,10 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = _mesh(recipe, device) if ranks > 1 else None
+    mesh: Any = _mesh(recipe, device) if ranks > 1 else None
+    if not dist.is_initialized():
+        # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
+        mesh = one_guided_rank(device)
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
     text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
     if weights is not None and not recipe.lora and not has_modular_index(recipe.model):

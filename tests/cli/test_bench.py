@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import para_core.cli.measurement
 from benchmarks.harness import counted_traffic
-from para_core.adapters import AttentionSchedule
+from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
 from para_core.cli.measurement import _seconds, count_run, timed_run
@@ -206,6 +206,17 @@ def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
 
 
 @pytest.mark.long
+def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
+    # Ranks of a launcher make the reference before their process group.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    schedule = AttentionSchedule(KeptKeys(0.5), first=1, last=1)
+    for options in ({"cache": 0.1}, {"backend": schedule}, {"comm_dtype": "int8"}):
+        recipe = Recipe(str(TINY_FLUX), mesh=(("ring", 2),), **options)
+        reference = make_reference(recipe, Request(FIELDS))
+        assert reference.bound is None
+        assert np.isfinite(reference.pixels).all()
+
+
 def test_two_ranks_are_compared_and_profiled(tmp_path):
     out, traces = tmp_path / "figures.json", tmp_path / "traces"
     assert bench("--runs", "1", "--ranks", "2", "--check", "--out", str(out), "--profile", str(traces)) == 0
