@@ -205,7 +205,6 @@ def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
     assert second["relative error"] in (None, first["relative error"])
 
 
-@pytest.mark.long
 def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
     # Ranks of a launcher make the reference before their process group.
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -217,6 +216,7 @@ def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
         assert np.isfinite(reference.pixels).all()
 
 
+@pytest.mark.long
 def test_two_ranks_are_compared_and_profiled(tmp_path):
     out, traces = tmp_path / "figures.json", tmp_path / "traces"
     assert bench("--runs", "1", "--ranks", "2", "--check", "--out", str(out), "--profile", str(traces)) == 0
