@@ -64,8 +64,8 @@ QWEN_IMAGE_21 = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image", after_replicated=True)},
         joint_order=("prompt", "image"),
         attention={
-            # The module computes the prompt in pieces, each of which attends to itself and to earlier pieces. Every
-            # rank computes all pieces and caches their keys.
+            # The module computes the prompt in pieces. A piece attends to itself and to earlier pieces. Every rank
+            # computes all pieces and caches their keys.
             "transformer_blocks.*.attn": OneForEach(
                 "segments",
                 each=Attention(("piece",), ("prompt",)),

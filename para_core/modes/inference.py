@@ -34,7 +34,7 @@ _MAX_LISTED = 3
 def sequence_of_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Return the layout of the segment, or of the concatenation of segments, of which ``rank`` holds ``held`` tokens.
+    """Return the layout of the segment, or concatenation of segments, whose part on ``rank`` has ``held`` tokens.
 
     Args:
         held: Number of tokens on ``rank``.

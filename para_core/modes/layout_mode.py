@@ -221,7 +221,7 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a query or key of which this rank holds ``held`` tokens.
+        """Return the layout of a query or key whose part on this rank has ``held`` tokens.
 
         This is the explicit layout of the mode if there is one, else the layout of the sharded sequences that fit. If
         no sequence was sharded, all ranks are assumed to hold equal parts.

@@ -5,6 +5,7 @@ from functools import partial
 from math import ceil
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from para_core.attention.attention_options import AttnOptions, KeptKeys
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import Segment, SequenceLayout
-from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error
@@ -249,3 +250,11 @@ def make_mode(options):
 def test_what_does_not_fit_is_an_error(rank_pool, options, message):
     with pytest.raises(RankPoolError, match=message):
         rank_pool.run(make_mode, 2, options)
+
+
+def test_share_may_be_a_number_of_numpy():
+    outs = []
+    for share in (0.5, np.float32(0.5)):
+        with torch.no_grad(), SparseKVAttnMode(one_rank("cpu"), share=share, window=4):
+            outs.append(F.scaled_dot_product_attention(*Case(13, 3).qkv()))
+    assert torch.equal(*outs)
