@@ -361,21 +361,3 @@ def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
         ),
         default=0.0,
     )
-
-
-def as_dict(row: MeshPrediction) -> dict[str, Any]:
-    """Return ``row`` as a dict that can be written as JSON."""
-    step = {name: getattr(row.step, name) for name in ("products", "attention", "other", "communication", "host")}
-    return {
-        "mesh": str(row),
-        "seconds": row.seconds,
-        "seconds per step": {"total": row.step.total, **step},
-        "text encoder": row.encoder,
-        "autoencoder": row.decoder,
-        "bytes sent per step": row.sent,
-        "bytes held": row.memory,
-        "bytes in host memory": row.host_memory,
-        "problem": row.problem,
-        "why": row.why,
-        "call": row.call,
-    }
