@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
-from para_core.planner.launch_counter import LaunchCounter, tensors_in
+from para_core.planner.run_counter import LaunchCounter, tensors_in
 from para_core.planner.traffic import (
     CallWork,
     CountedAttention,

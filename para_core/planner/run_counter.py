@@ -1,7 +1,8 @@
-"""A counter of the operators that this process launches, and of the bytes it sends, while a model or pipeline runs."""
+"""Counters of launches, bytes and memory, while a model or pipeline runs on this process."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.planner.launch_counter import NO_LAUNCH, is_view, tensors_in
-from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
+from para_core.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    call_kernel,
+    group_named,
+    pytree,
+    schema_of,
+    storage_id,
+)
 
-# Two more operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
-_NO_LAUNCH = {*NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
+# These operators launch nothing on a device, although they are not views: allocations and a reshape.
+_NO_LAUNCH = {
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+# Neither do these: the first only chooses a kernel, and a wait only makes the stream wait.
+_NO_LAUNCH_IN_RUN = {*_NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # The number of kernels that each of these operators launches on CUDA. The operators inside them are not counted,
 # because there are such operators only on the CPU.
@@ -32,6 +51,54 @@ _WHOLE = {
     "para_core::group_moments": 2,
     "para_core::group_normalized": 1,
 }
+
+
+class LaunchCounter(TorchDispatchMode):
+    """A mode that counts launches, the bytes that they read and write, and the peak bytes of tensors in memory.
+
+    A launch is an operator that is neither a view nor an allocation. :attr:`moved` (bytes read and written) and
+    :attr:`peak` are lists of two numbers: bytes while :attr:`is_sharded` is True, and bytes otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches, self.moved, self.peak = 0, [0, 0], [0, 0]
+        self.is_sharded = self.in_attention = False
+        self._held = [0, 0]
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        operands = tensors_in((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        bin_, name = int(not self.is_sharded), schema_of(func).name
+        results = tensors_in(out)
+        self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
+        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not is_view(func)
+        if is_launch and not self.in_attention:
+            self.launches += 1
+            if name not in _PRODUCTS:
+                # An expanded tensor covers fewer bytes of memory than its ``nbytes``.
+                self.moved[bin_] += sum(
+                    min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in (*operands, *results)
+                )
+        return out
+
+    def _hold(self, results: Sequence[Tensor], operands: set[int], bin_: int) -> None:
+        for x in results:
+            storage = x.untyped_storage()
+            key = storage_id(storage)
+            if key not in self._storages and key not in operands:
+                self._storages.add(key)
+                weakref.finalize(storage, self._free, key, storage.nbytes(), bin_)
+                self._held[bin_] += storage.nbytes()
+        if sum(self._held) > sum(self.peak):
+            self.peak = list(self._held)
+
+    def _free(self, key: int, size: int, bin_: int) -> None:
+        self._storages.discard(key)
+        self._held[bin_] -= size
 
 
 class RunCounter(TorchDispatchMode):
@@ -63,7 +130,7 @@ class RunCounter(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(_dispatches_itself(type_) for type_ in types):
+        if any(getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ for kind in types):
             # Let the tensor subclass run the operator. The operators that it calls on its inner tensors then arrive in
             # this method.
             return NotImplemented
@@ -80,7 +147,7 @@ class RunCounter(TorchDispatchMode):
                     return call_kernel(func, operands[0].device.type if operands else "cpu", args, kwargs)
             finally:
                 self._counted_outside -= sent is not None
-        if name not in _NO_LAUNCH and not is_view(func):
+        if name not in _NO_LAUNCH_IN_RUN and not is_view(func):
             self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
         return func(*args, **kwargs)
 
@@ -90,8 +157,14 @@ class RunCounter(TorchDispatchMode):
         return f"{self.launches} launches: {', '.join(parts)}"
 
 
-def _dispatches_itself(type_: type) -> bool:
-    return type_ is not Tensor and getattr(type_, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+def tensors_in(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether ``func`` returns a view of an argument; False for in-place operators, which return what they write."""
+    aliases = [returned.alias_info for returned in schema_of(func).returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
@@ -100,11 +173,10 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     Return None if ``func`` is not a collective, or only exchanges records between CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
-    if namespace == "para_core" and name in ("all_to_all", "all_gather"):
-        x, sizes = args[0], args[1]
-        if name == "all_gather":
-            return int(x.nbytes) * (len(sizes) - 1)
-        return _to_others(x, sizes, group_named(args[3]))
+    if namespace == "para_core" and name == "all_gather":
+        return int(args[0].nbytes) * (len(args[1]) - 1)
+    if namespace == "para_core" and name == "all_to_all":
+        return _to_others(args[0], args[1], group_named(args[3]))
     if namespace == "c10d":
         return _sent_by_c10d(name, args)
     if namespace == "_c10d_functional":
