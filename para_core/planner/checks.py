@@ -1,23 +1,34 @@
-"""Checks of ``para_core.doctor`` on each rank by itself: versions, memory, backends, and speed of device and host."""
+"""Checks of ``para_core.doctor``, and the report to which they add what they found.
+
+Each check is a collective call, and adds a :class:`Finding`, and for the planner its measured figures, to a report.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from para_core.planner.hardware import Device, gpu_at_hand
-from para_core.planner.report import BROKEN, CHANGE, Finding, Ranks
+from para_core.distributed.mesh import MeshDim, guided_mesh
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.planner.hardware import LINKS, Device, gpu_at_hand
 from para_core.triton_support import has_triton
 
+OK, CHANGE, BROKEN = "ok", "change", "broken"
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -27,7 +38,77 @@ _BACKENDS = {
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
-def versions(ranks: Ranks) -> Finding:
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, which is a line of the doctor's table.
+
+    Args:
+        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
+        advice (`str`): Advice on what to change; empty if there is none.
+    """
+
+    name: str
+    found: str
+    verdict: str = OK
+    advice: str = ""
+
+
+@dataclass
+class DoctorReport:
+    """The results of all checks, and the measured figures for ``plan_mesh(measured=...)``."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, found: str, advice: str = "", *, broken: bool = False) -> None:
+        """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
+        self.findings.append(Finding(name, found, BROKEN if broken else CHANGE if advice else OK, advice))
+
+    @property
+    def broken(self) -> bool:
+        return any(finding.verdict == BROKEN for finding in self.findings)
+
+    def table(self) -> str:
+        width = max(len(finding.name) for finding in self.findings)
+        lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.found}" for finding in self.findings]
+        advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
+        return "\n".join([*lines, "", "What to change:" if advice else "Nothing to change.", *advice])
+
+    def write(self, path: Path) -> None:
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "doctor": self.figures,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, in rank order. This is a collective call."""
+        values = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    def known_device(self) -> Device | None:
+        """Return the planner's figures for this rank's GPU; None on a CPU, or if the planner does not know the GPU."""
+        try:
+            return gpu_at_hand(self.device) if self.device.type == "cuda" else None
+        except ValueError:
+            return None
+
+
+def versions(ranks: Ranks, report: DoctorReport) -> None:
     """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
     own = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -38,15 +119,15 @@ def versions(ranks: Ranks) -> Finding:
     text = ", ".join(f"{name} {version}" for name, version in own.items())
     every = ranks.gathered(own)
     different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
-    if different:
-        rank = next(rank for rank, other in enumerate(every) if other != own)
-        others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
-        advice = f"install the same {', '.join(different)} on all hosts."
-        return Finding("versions", f"{text}; rank {rank}: {others}", BROKEN, advice)
-    return Finding("versions", text)
+    if not different:
+        return report.add("versions", text)
+    rank = next(rank for rank, other in enumerate(every) if other != own)
+    others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
+    advice = f"install the same {', '.join(different)} on all hosts."
+    return report.add("versions", f"{text}; rank {rank}: {others}", advice, broken=True)
 
 
-def memory(ranks: Ranks) -> Finding:
+def memory(ranks: Ranks, report: DoctorReport) -> None:
     """Check that all ranks have the same kind of device, and that a GPU has at least 80 % of its memory free."""
     name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
     if ranks.device.type == "cuda":
@@ -59,19 +140,19 @@ def memory(ranks: Ranks) -> Finding:
     names = sorted({device for device, _, _ in every})
     rank = min(range(len(every)), key=lambda rank: every[rank][1])
     _, least, of = every[rank]
-    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
+    advice = ""
     if len(names) > 1:
         advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
-        return Finding("device", text, CHANGE, advice)
-    if ranks.device.type == "cuda" and least < 0.8 * of:
-        return Finding("device", text, CHANGE, f"another process holds memory on rank {rank}'s GPU: see nvidia-smi.")
-    return Finding("device", text)
+    elif ranks.device.type == "cuda" and least < 0.8 * of:
+        advice = f"another process holds memory on rank {rank}'s GPU: see nvidia-smi."
+    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
+    report.add("device", text, advice)
 
 
-def backends(ranks: Ranks) -> Finding:
-    """Return a finding that lists the SDPA backends that accept a plain call in the ranks' dtype.
+def backends(ranks: Ranks, report: DoctorReport) -> None:
+    """List the SDPA backends that accept a plain call in the ranks' dtype.
 
-    On a GPU, the finding gives advice if neither flash nor cuDNN is among them, or if Triton is not installed.
+    On a GPU, give advice if neither flash nor cuDNN is among them, or if Triton is not installed.
     """
     query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
     accepted = []
@@ -82,15 +163,12 @@ def backends(ranks: Ranks) -> Finding:
         except RuntimeError:
             continue
         accepted.append(name)
-    text = ", ".join(accepted) + f" ({str(ranks.dtype).removeprefix('torch.')})"
-    if ranks.device.type != "cuda":
-        return Finding("backends", text)
-    if not {"flash", "cuDNN"} & set(accepted):
+    advice = ""
+    if ranks.device.type == "cuda" and not {"flash", "cuDNN"} & set(accepted):
         advice = "neither flash nor cuDNN attention runs on this GPU: install a torch built for it."
-        return Finding("backends", text, CHANGE, advice)
-    if not has_triton():
-        return Finding("backends", text, CHANGE, "install triton for the kernels that merge and pack.")
-    return Finding("backends", text)
+    elif ranks.device.type == "cuda" and not has_triton():
+        advice = "install triton for the kernels that merge and pack."
+    report.add("backends", ", ".join(accepted) + f" ({str(ranks.dtype).removeprefix('torch.')})", advice)
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 10, rounds: int = 5) -> float:
@@ -112,48 +190,134 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
     return statistics.median(seconds)
 
 
-def speed(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure the speed of a large matrix product and of an attention call on the slowest rank.
-
-    Returns:
-        The finding, and a dict with the keys ``"products"`` and ``"attention"``, in floating-point operations per
-        second.
-    """
+def speed(ranks: Ranks, report: DoctorReport) -> None:
+    """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
     size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
     matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
     query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
-    product = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
+    products = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
     attention = 4.0 * query.numel() * tokens
     attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
-    slowest = min(ranks.gathered((product, attention)))
-    text = f"{slowest[0] / 1e12:.3g} TFLOP/s in products, {slowest[1] / 1e12:.3g} in attention, on the slowest rank"
-    figures = {"products": slowest[0], "attention": slowest[1]}
-    device = device_of(ranks)
-    if device is not None and slowest[0] < 0.6 * device.products * device.of_products:
+    products, attention = min(ranks.gathered((products, attention)))
+    text = f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
+    device, advice = ranks.known_device(), ""
+    if device is not None and products < 0.6 * device.products * device.of_products:
         usual = f"{device.products * device.of_products / 1e12:.0f} TFLOP/s"
         advice = f"a {device.name} reaches {usual}: check its clocks, power limit and temperature."
-        return Finding("device speed", text, CHANGE, advice), figures
-    return Finding("device speed", text), figures
+    report.add("device speed", text, advice)
+    report.figures.update(products=products, attention=attention)
 
 
-def device_of(ranks: Ranks) -> Device | None:
-    """Return the planner's figures for this rank's GPU; None on a CPU, or for a GPU that the planner does not know."""
-    try:
-        return gpu_at_hand(ranks.device) if ranks.device.type == "cuda" else None
-    except ValueError:
-        return None
-
-
-def host(ranks: Ranks) -> tuple[Finding, dict[str, Any]]:
-    """Measure how long the host takes to launch one operator on the slowest rank.
-
-    Returns:
-        The finding, and the dict ``{"launch": seconds}``.
-    """
+def host(ranks: Ranks, report: DoctorReport) -> None:
+    """Measure how long the host takes to launch one operator, in seconds on the slowest rank."""
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
-    text = f"{1e6 * launch:.1f} µs per launch, on the slowest rank"
-    if launch > 15e-6:
-        advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
-        return Finding("host", text, CHANGE, advice), {"launch": launch}
-    return Finding("host", text), {"launch": launch}
+    slow = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
+    report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", slow if launch > 15e-6 else "")
+    report.figures["launch"] = launch
+
+
+def _attend(qkv: Sequence[Tensor]) -> Tensor:
+    query, key, value = qkv
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Check attention over all ranks against float64 on one device.
+
+    The numbers of tokens and heads are not divisible by the number of ranks.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads = 64 * ranks.size + 1, ranks.size + 1
+    exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
+    exact = _attend(exact_qkv)
+    qkv = [x.to(ranks.device, ranks.dtype) for x in exact_qkv]
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        result = cp.gather(_attend([cp.shard(x, dim=2) for x in qkv]), dim=2)
+    errors = [float((out.cpu().double() - exact).norm() / exact.norm()) for out in (result, _attend(qkv))]
+    meshed, single = zip(*ranks.gathered(errors), strict=True)
+    worst, alone = max(meshed), min(single)
+    text = f"error {worst:.1e}, of one device {alone:.1e} (against float64; {heads} heads, {tokens} tokens)"
+    wrong = not worst <= 2 * alone + (1e-6 if ranks.dtype == torch.float32 else 1e-3)
+    advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
+    report.add("attention over the mesh", text, advice if wrong else "", broken=wrong)
+
+
+def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Measure an attention call over the mesh with so few tokens that only host time and latency count.
+
+    The seconds are those of the slowest rank.
+    """
+    query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
+        call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
+    seconds = max(ranks.gathered(call))
+    report.add("host per attention call", f"{1e6 * seconds:.0f} µs, with the latency of its exchanges")
+    report.figures["call"] = seconds
+
+
+def links(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step."""
+    rows = report.figures["mesh dims"] = []
+    for dim in guided_mesh(mesh).dims:
+        if dim.size == 1 or dim.group is None:
+            continue
+        _, in_ring = _exchange(ranks, dim, ring=True)
+        latency, bandwidth = _exchange(ranks, dim, ring=False)
+        rows.append(
+            {
+                "mesh dim": dim.name,
+                "size": dim.size,
+                "latency": latency,
+                "bytes per second": in_ring,
+                "all-to-all bytes per second": bandwidth,
+            }
+        )
+        text = (
+            f"latency {1e6 * latency:.0f} µs; a rank sends {bandwidth / 1e9:.3g} GB/s in an all-to-all, "
+            f"{in_ring / 1e9:.3g} GB/s in a ring ({dim.size} ranks)"
+        )
+        report.add(f"mesh dim {dim.name}", text, advice_on_bandwidth(bandwidth, ranks.known_device()))
+
+
+def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
+    """Return advice if ``bandwidth`` is below half of what links between such devices reach; else ``""``."""
+    link = None if device is None else LINKS[device.link]
+    usual = 0.0 if link is None else link.all_to_all or link.bandwidth
+    if link is None or bandwidth >= 0.5 * usual:
+        return ""
+    return (
+        f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether "
+        "NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is set. Between hosts use the mesh dim that sends least: batch, or "
+        "ring; see plan_mesh."
+    )
+
+
+def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
+    """Return the seconds of a small exchange (the latency), and the bytes per second of a large exchange.
+
+    Both are those of the slowest rank.
+
+    Args:
+        ring: Whether the exchange is a ring step, in which each rank sends to the next rank only. Otherwise it is an
+            all-to-all.
+    """
+    distances = range(1, 2 if ring else dim.size)
+
+    def timed(sent: int) -> float:
+        outgoing, incoming = [0] * dim.size, [0] * dim.size
+        for distance in distances:
+            outgoing[(dim.index + distance) % dim.size] = max(1, sent // len(distances))
+            incoming[(dim.index - distance) % dim.size] = max(1, sent // len(distances))
+        data = torch.empty(sum(outgoing), dtype=torch.uint8, device=ranks.device)
+        result = torch.empty(sum(incoming), dtype=torch.uint8, device=ranks.device)
+        dist.barrier(dim.group)
+        return seconds_of(
+            lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=dim.group), ranks.device, repeats=5
+        )
+
+    large = 64 << 20 if ranks.device.type == "cuda" else 1 << 20
+    latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
+    # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
+    # difference negative.
+    return latency, large / (seconds - latency if seconds > 2 * latency else seconds)

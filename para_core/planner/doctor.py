@@ -16,12 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.planner.checks import backends, host, memory, speed, versions
-from para_core.planner.mesh_checks import exactness, host_per_call, links
-from para_core.planner.report import BROKEN, OK, DoctorReport, Finding, Ranks
+from para_core.planner.checks import (
+    DoctorReport,
+    Finding,
+    Ranks,
+    backends,
+    exactness,
+    host,
+    host_per_call,
+    links,
+    memory,
+    speed,
+    versions,
+)
 
 # The process group has this timeout in seconds, so that a missing rank is reported instead of hanging the check.
 _TIMEOUT = 60.0
@@ -85,38 +94,36 @@ def _join(*, on_cpu: bool) -> Ranks:
 def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
     """Run all checks one after the other, and return the report. This is a collective call."""
     report = DoctorReport()
-    _try(report, "versions", lambda: report.findings.append(versions(ranks)))
-    _try(report, "device", lambda: report.findings.append(memory(ranks)))
-    _try(report, "backends", lambda: report.findings.append(backends(ranks)))
-    _try(report, "device speed", lambda: _note(report, speed(ranks)))
-    _try(report, "host", lambda: _note(report, host(ranks)))
+    _try(report, "versions", versions, ranks, report)
+    _try(report, "device", memory, ranks, report)
+    _try(report, "backends", backends, ranks, report)
+    _try(report, "device speed", speed, ranks, report)
+    _try(report, "host", host, ranks, report)
     if ranks.size == 1:
-        report.findings.append(
-            Finding("mesh", "one rank", OK, "launch it with torchrun to measure what connects ranks")
-        )
+        advice = "launch it with torchrun to measure what connects ranks"
+        report.findings.append(Finding("mesh", "one rank", advice=advice))
         return report
-    meshes: list[DeviceMesh] = []
     # With an even number of at least 4 ranks, a ring of 2 gives both mesh dims several ranks, so that both are
     # measured.
     default = 2 if ranks.size >= 4 and ranks.size % 2 == 0 else 1
     sizes = {"max_ring_dim_size": default if ring is None else ring}
-    _try(report, "mesh", lambda: meshes.append(init_context_parallel_mesh(ranks.device.type, **sizes)))
-    if meshes:
-        mesh = meshes[0]
-        shape = " × ".join(map(str, mesh.mesh.shape))
-        report.findings.append(Finding("mesh", f"batch × ring × ulysses = {shape}"))
-        _try(report, "attention over the mesh", lambda: report.findings.append(exactness(ranks, mesh)))
-        _try(report, "host per attention call", lambda: _note(report, host_per_call(ranks, mesh)))
-        _try(report, "links", lambda: links(ranks, mesh, report))
+    mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, **sizes)
+    if mesh is not None:
+        report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
+        _try(report, "attention over the mesh", exactness, ranks, report, mesh)
+        _try(report, "host per attention call", host_per_call, ranks, report, mesh)
+        _try(report, "links", links, ranks, report, mesh)
     return report
 
 
-def _try(report: DoctorReport, name: str, check: Callable[[], Any]) -> None:
+def _try(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``check(*args, **kwargs)``. If it raises, add a broken finding to ``report``, and return None."""
     try:
-        check()
+        return check(*args, **kwargs)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        report.findings.append(Finding(name, f"{type(error).__name__}: {first}", BROKEN, _advice(name, str(error))))
+        report.add(name, f"{type(error).__name__}: {first}", _advice(name, str(error)), broken=True)
+        return None
 
 
 def _advice(name: str, error: str) -> str:
@@ -127,9 +134,3 @@ def _advice(name: str, error: str) -> str:
     if "out of memory" in error:
         return "free device memory: nvidia-smi lists the processes that hold it."
     return f"{name} does not work on this machine: {error.strip()[:300]}"
-
-
-def _note(report: DoctorReport, result: tuple[Finding, dict[str, Any]]) -> None:
-    finding, figures = result
-    report.findings.append(finding)
-    report.figures.update(figures)

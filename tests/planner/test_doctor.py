@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.planner import checks, doctor, mesh_checks
-from para_core.planner.checks import versions
+from para_core.planner import checks, doctor
+from para_core.planner.checks import BROKEN, CHANGE, OK, DoctorReport, Finding, Ranks, exactness, versions
 from para_core.planner.doctor import examine
 from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
-from para_core.planner.mesh_checks import exactness
-from para_core.planner.report import BROKEN, CHANGE, OK, DoctorReport, Finding, Ranks
 from tests.planner.gpus import gpu_named
 from tests.tiny import cpu_mesh
 
@@ -27,6 +25,14 @@ def in_short():
     return mock.patch.object(checks.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
 
 
+def finding_of(check, *args):
+    """Return the one finding that ``check(this_rank(), report, *args)`` adds to a report."""
+    report = DoctorReport()
+    check(this_rank(), report, *args)
+    (finding,) = report.findings
+    return finding
+
+
 def examine_all():
     with in_short():
         report = examine(this_rank())
@@ -36,13 +42,13 @@ def examine_all():
 def examine_with_wrong_attention():
     """Examine the mesh while the attention of one rank is slightly wrong."""
     mesh = cpu_mesh(1, 2)
-    attend = mesh_checks._attend
+    attend = checks._attend
 
     def wrong(qkv):
         return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
 
-    with mock.patch.object(mesh_checks, "_attend", wrong):
-        return exactness(this_rank(), mesh)
+    with mock.patch.object(checks, "_attend", wrong):
+        return finding_of(exactness, mesh)
 
 
 def examine_with_other_versions():
@@ -50,7 +56,7 @@ def examine_with_other_versions():
         return f"2.{11 + dist.get_rank()}.0"
 
     with mock.patch("importlib.metadata.version", version):
-        return versions(this_rank())
+        return finding_of(versions)
 
 
 def examine_without_a_mesh():
@@ -137,10 +143,11 @@ def test_bad_doctor_options_are_refused_at_once(arguments, words, capsys):
 
 def test_a_slow_link_says_what_is_usual():
     ranks = Ranks(0, 2, torch.device("cuda", 0), torch.bfloat16)
+    report = DoctorReport()
     with gpu_named("NVIDIA H100 80GB HBM3"):
-        slow, usual = (
-            mesh_checks._judge_bandwidth("mesh dim ring", "", bandwidth, ranks) for bandwidth in (5e9, 300e9)
-        )
+        for bandwidth in (5e9, 300e9):
+            report.add("mesh dim ring", "", checks.advice_on_bandwidth(bandwidth, ranks.known_device()))
+    slow, usual = report.findings
     assert slow.verdict == CHANGE and re.search(r"nvlink4 .*370 GB/s", slow.advice)
     assert usual.verdict == OK
 
