@@ -139,65 +139,31 @@ _BLOG = (
 _VAE = f"convolutions: Wan's decoder in 2.72 s on one GB200, {_BLOG}"
 # Bytes per second of a copy from pinned host memory over PCIe 5 with 16 lanes.
 _PCIE5 = 45e9
+_H100, _A100 = f"{_NVIDIA}/h100/; {_FA3}", f"{_NVIDIA}/a100/; {_FA2}"
+_B200, _GB200 = f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}", f"{_NVIDIA}/gb200-nvl72/; {_VAE}"
+_H20, _L20 = f"{_TECHPOWERUP}/h20.c4133", f"{_TECHPOWERUP}/l20.c4206"
 # The positional arguments of each Device are name, products, memory, bandwidth, multiprocessors, link, of_products,
 # of_attention and of_convolutions.
-DEVICES = {
-    x.name: x
-    for x in (
-        Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h100/; {_FA3}"),
-        Device(
-            "H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h100/; {_FA3}"
-        ),
-        Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h200/; {_FA3}"),
-        Device(
-            "H20",
-            148e12,
-            96e9,
-            4.0e12,
-            78,
-            "nvlink4",
-            0.9,
-            0.8,
-            host_bandwidth=_PCIE5,
-            source=f"{_TECHPOWERUP}/h20.c4133",
-        ),
-        Device("A100", 312e12, 80e9, 2.04e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
-        Device("A100 40GB", 312e12, 40e9, 1.555e12, 108, "nvlink3", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
-        Device("A100 PCIe", 312e12, 80e9, 1.935e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
-        Device("A100 40GB PCIe", 312e12, 40e9, 1.555e12, 108, "pcie4", 0.8, 0.65, source=f"{_NVIDIA}/a100/; {_FA2}"),
-        Device(
-            "B200",
-            2.25e15,
-            180e9,
-            8e12,
-            148,
-            "nvlink5",
-            0.72,
-            0.65,
-            0.1,
-            host_bandwidth=_PCIE5,
-            source=f"{_NVIDIA}/dgx-b200/; {_FA4}; {_VAE}",
-        ),
-        Device(
-            "GB200",
-            2.5e15,
-            186e9,
-            8e12,
-            148,
-            "nvlink5",
-            0.72,
-            0.65,
-            0.094,
-            host_bandwidth=_PCIE5,
-            source=f"{_NVIDIA}/gb200-nvl72/; {_VAE}",
-        ),
-        Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=f"{_TECHPOWERUP}/l20.c4206"),
-        Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),
-        Device("RTX 4090", 165e12, 24e9, 1.008e12, 128, "pcie4 via host", 0.9, 0.85, source=_ADA),
-        # CPUs differ too much for a prediction of seconds. These assumed figures only serve to compare meshes.
-        Device("CPU", 1e11, 16e9, 2e10, 1, "gloo", source="assumed"),
-    )
-}
+# fmt: off
+_DEVICES = (
+    Device("H100", 989e12, 80e9, 3.35e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=_H100),
+    Device("H100 PCIe", 756e12, 80e9, 2.0e12, 114, "pcie5", host_bandwidth=_PCIE5, source=_H100),
+    Device("H200", 989e12, 141e9, 4.8e12, 132, "nvlink4", host_bandwidth=_PCIE5, source=f"{_NVIDIA}/h200/; {_FA3}"),
+    Device("H20", 148e12, 96e9, 4.0e12, 78, "nvlink4", 0.9, 0.8, host_bandwidth=_PCIE5, source=_H20),
+    Device("A100", 312e12, 80e9, 2.04e12, 108, "nvlink3", 0.8, 0.65, source=_A100),
+    Device("A100 40GB", 312e12, 40e9, 1.555e12, 108, "nvlink3", 0.8, 0.65, source=_A100),
+    Device("A100 PCIe", 312e12, 80e9, 1.935e12, 108, "pcie4", 0.8, 0.65, source=_A100),
+    Device("A100 40GB PCIe", 312e12, 40e9, 1.555e12, 108, "pcie4", 0.8, 0.65, source=_A100),
+    Device("B200", 2.25e15, 180e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.1, host_bandwidth=_PCIE5, source=_B200),
+    Device("GB200", 2.5e15, 186e9, 8e12, 148, "nvlink5", 0.72, 0.65, 0.094, host_bandwidth=_PCIE5, source=_GB200),
+    Device("L20", 119.5e12, 48e9, 0.864e12, 92, "pcie4", 0.85, 0.7, source=_L20),
+    Device("L40S", 362e12, 48e9, 0.864e12, 142, "pcie4", 0.6, source=f"{_NVIDIA}/l40s/"),
+    Device("RTX 4090", 165e12, 24e9, 1.008e12, 128, "pcie4 via host", 0.9, 0.85, source=_ADA),
+    # CPUs differ too much for a prediction of seconds. These assumed figures only serve to compare meshes.
+    Device("CPU", 1e11, 16e9, 2e10, 1, "gloo", source="assumed"),
+)
+# fmt: on
+DEVICES = {device.name: device for device in _DEVICES}
 
 _NCCL_TESTS = "https://github.com/NVIDIA/nccl-tests/issues"
 _NCCL = f"NCCL reaches 80 % of a line's rate, its maintainer says: {_NCCL_TESTS}/212"
@@ -220,8 +186,8 @@ LINKS = {
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# The generation of each device's links. It is used if the user names a link without its generation, such as "nvlink".
-# Devices that are missing here have the _DEFAULT_GENERATION.
+# The generation of each device's links, for a link that the user names without it, such as "nvlink". Devices that are
+# missing here have the _DEFAULT_GENERATION.
 _GENERATIONS = {
     "nvlink": {
         **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),
@@ -340,28 +306,21 @@ def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -
     if not isinstance(content, dict):
         content = {}
     if "doctor" in content:
-        return _from_doctor(content["doctor"], str(path), device, link, host)
+        figures, source = content["doctor"], str(path)
+        if figures.get("products"):
+            device = replace(device, products=figures["products"], of_products=1.0, source=source)
+        if figures.get("attention"):
+            device = replace(device, of_attention=figures["attention"] / device.products, source=source)
+        if figures.get("launch"):
+            host = replace(host, launch=figures["launch"], source=source)
+        slowest = min(figures.get("mesh dims", []), key=lambda x: float(x["bytes per second"]), default=None)
+        if slowest is not None:
+            bandwidth, in_all_to_all = slowest["bytes per second"], slowest["all-to-all bytes per second"]
+            link = Link(f"{link.name}, measured", slowest["latency"], bandwidth, in_all_to_all, source)
+        return device, link, host
     if content.get("section") == "attention" or any("TFLOP/s" in row for row in content.get("rows", [])):
         best = max(float(row["TFLOP/s"]) for row in content["rows"] if row.get("TFLOP/s"))
         return replace(device, of_attention=best * 1e12 / device.products, source=str(path)), link, host
     raise ValueError(
         f"{path} is neither a file that python -m para_core.doctor wrote, nor attention.json of make gpu-check."
     )
-
-
-def _from_doctor(
-    figures: dict[str, Any], path: str, device: Device, link: Link, host: Host
-) -> tuple[Device, Link, Host]:
-    if figures.get("products"):
-        device = replace(device, products=figures["products"], of_products=1.0, source=path)
-    if figures.get("attention"):
-        device = replace(device, of_attention=figures["attention"] / device.products, source=path)
-    if figures.get("launch"):
-        host = replace(host, launch=figures["launch"], source=path)
-    slowest = min(figures.get("mesh dims", []), key=lambda x: float(x["bytes per second"]), default=None)
-    if slowest is not None:
-        bandwidth = slowest["bytes per second"]
-        link = Link(
-            f"{link.name}, measured", slowest["latency"], bandwidth, slowest["all-to-all bytes per second"], path
-        )
-    return device, link, host
