@@ -74,17 +74,15 @@ class LiveDeferred:
         # Drop the weak references, because swap_tensors refuses tensors that have any.
         self._refs.clear()
         for x in alive:
-            value = x.value().detach() if x.is_ready else _lost(x)
+            if x.is_ready:
+                value = x.value().detach()
+            else:
+                fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
+                value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
             # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a Deferred that has
             # its data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
-
-
-def _lost(x: Deferred) -> Tensor:
-    """Return a tensor like ``x`` filled with NaN (0 if the dtype has no NaN), because ``x`` never got its data."""
-    fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
-    return torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
 
 
 class PendingRound(Protocol):
@@ -164,7 +162,8 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = _known_values((args, kwargs or {}))
+        # Replace the tensors whose round is over by their data.
+        args, kwargs = pytree.tree_map_only(Deferred, lambda x: x.value() if x.of.is_over else x, (args, kwargs or {}))
         if _can_wait(func, args, kwargs):
             deferred = _deferred(func, args, kwargs)
             if deferred is not None:
@@ -180,10 +179,6 @@ def materialize(tree: Any) -> Any:
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
-
-
-def _known_values(tree: Any) -> Any:
-    return pytree.tree_map_only(Deferred, lambda x: x.value() if x.of.is_over else x, tree)
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
@@ -220,7 +215,9 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten(outputs)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    operation = DeferredOp(func, *_copied((args, kwargs)))
+    operation = DeferredOp(
+        func, *pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), (args, kwargs))
+    )
     first.of.later.append(operation)
     deferred = [
         Deferred.make(first.of, Expected(leaf, first.device), partial(operation.leaf, index))
@@ -244,7 +241,3 @@ def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
         # Either the operator has no meta kernel, or the shapes of its results depend on data, or the arguments are
         # invalid. The caller then runs the operator on data, which raises the right error for invalid arguments.
         return None
-
-
-def _copied(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), tree)

@@ -180,7 +180,8 @@ class Guidance:
         args, kwargs = materialize((args, kwargs))
         # Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left
         # out, because they change from step to step.
-        key = (id(model), *[_signature(x) for x in leaves if isinstance(x, (Tensor, bool, str))])
+        inputs = [x for x in leaves if isinstance(x, (Tensor, bool, str))]
+        key = (id(model), *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs])
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
         form = self._forms.get(key)
@@ -195,7 +196,11 @@ class Guidance:
                 actual, computed = _computed(model, compute, args, kwargs)
                 if key in self._unverified and actual.text != form.text:
                     self._mispredicted.add(key)
-                    raise RuntimeError(_misprediction(model, form, actual))
+                    raise RuntimeError(
+                        f"CFG parallelism predicted that {type(model).__name__} returns {form.text}; it returned "
+                        f"{actual.text}. Call the pipeline again: all ranks then compute the first call, and no "
+                        "prediction is needed. Or use a mesh without a 'batch' dim."
+                    )
             except Exception as error:
                 # If the form is unverified, the ranks compare their records when the round ends, so keep the error
                 # until then, to raise it on all ranks. Otherwise there is no such comparison, and only this rank raises
@@ -258,31 +263,21 @@ class Guidance:
 
         The ranks exchange them as bytes in one all-gather.
         """
-        distributed = [call for call in calls if call.owner is not None]
+        of_ranks = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
+        distributed = [call for of_rank in of_ranks for call in of_rank]
         if not distributed:
             return [call.leaves for call in calls]
-        sizes = [
-            sum(x.num_bytes for call in distributed if call.owner == rank for x in call.expected)
-            for rank in range(self._dim.size)
-        ]
-        own = [tensor_bytes(x) for call in distributed if call.owner == self._dim.index for x in call.leaves]
+        sizes = [sum(x.num_bytes for call in of_rank for x in call.expected) for of_rank in of_ranks]
+        own = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
         empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
-        received = list(all_gather(torch.cat([empty, *own]), sizes, 0, self._dim).split(sizes))
-        results = []
-        for call in calls:
-            leaves = list(call.leaves)
-            if call.owner is not None:
-                num_bytes = [x.num_bytes for x in call.expected]
-                *parts, received[call.owner] = received[call.owner].split(
-                    [*num_bytes, received[call.owner].numel() - sum(num_bytes)]
-                )
-                # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
-                leaves = [
-                    part.clone().view(x.like.dtype).view(x.like.shape)
-                    for part, x in zip(parts, call.expected, strict=True)
-                ]
-            results.append(leaves)
-        return results
+        received = all_gather(torch.cat([empty, *own]), sizes, 0, self._dim)
+        parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))
+        # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
+        results = {
+            id(call): [next(parts).clone().view(x.like.dtype).view(x.like.shape) for x in call.expected]
+            for call in distributed
+        }
+        return [results.get(id(call), call.leaves) for call in calls]
 
 
 def _computed(
@@ -302,15 +297,3 @@ def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form
     leaves, spec = pytree.tree_flatten(output)
     tensors = [x for x in leaves if x is not None]
     return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors
-
-
-def _misprediction(model: Any, predicted: _Form, actual: _Form) -> str:
-    return (
-        f"CFG parallelism predicted that {type(model).__name__} returns {predicted.text}; it returned {actual.text}. "
-        "Call the pipeline again: all ranks then compute the first call, and no prediction is needed. Or use a mesh "
-        "without a 'batch' dim."
-    )
-
-
-def _signature(x: Tensor | bool | str) -> Any:
-    return x if isinstance(x, (bool, str)) else (tuple(x.shape), x.dtype, x.device)
