@@ -59,7 +59,9 @@ class BatchParallelAttnMode(ShardingMode):
         if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
             return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
-            refuse_dropout(_multi_head_dropout(*args, **kwargs))
+            dropout_p = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
+            training = args[13] if len(args) > 13 else kwargs.get("training", True)
+            refuse_dropout(dropout_p if training else 0.0)
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:
@@ -84,9 +86,3 @@ class BatchParallelAttnMode(ShardingMode):
             f"attn_mask {list(mask.shape)} is for {mask.shape[0]} samples; expected 1, {held} (this rank's)"
             f"{expected and ' or '}{expected}."
         )
-
-
-def _multi_head_dropout(*args: Any, dropout_p: float = 0.0, training: bool = True, **_: Any) -> float:
-    """Return the dropout probability of a call of ``F.multi_head_attention_forward``; 0.0 if not ``training``."""
-    dropout_p = args[10] if len(args) > 10 else dropout_p
-    return dropout_p if (args[13] if len(args) > 13 else training) else 0.0

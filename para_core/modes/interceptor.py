@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
-from para_core.modes.attention_by_hand import is_softmax
 from para_core.modes.flash_attention import (
     FLASH_OPERATORS,
     OPERATOR_TYPES,
@@ -44,8 +43,9 @@ from para_core.torch_internals import (
 SDPA = F.scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 _SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
-UNFLATTEN = Tensor.unflatten
+_UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
+_SOFTMAX = frozenset({torch.softmax, F.softmax, Tensor.softmax})
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
@@ -91,7 +91,7 @@ def intercept(
             return handler(call)
         with _DISPATCH_KEY.excluded():  # This mode handles the call, so the dispatcher must not intercept it again.
             return handler(call)
-    if func is UNFLATTEN and torch.compiler.is_compiling():
+    if func is _UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace Tensor.unflatten under a mode, because this Python method calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
@@ -123,11 +123,19 @@ def intercept(
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Return ``func(*args, **kwargs)`` without interception.
 
-    While Dynamo traces, ``torch.unflatten`` replaces ``Tensor.unflatten``, which Dynamo cannot trace under a mode.
+    While Dynamo traces, ``torch.unflatten`` replaces ``Tensor.unflatten``, as in :func:`intercept`.
     """
-    if func is UNFLATTEN and torch.compiler.is_compiling():
+    if func is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
+
+
+def is_softmax(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is ``torch.softmax``, ``F.softmax`` or ``Tensor.softmax``."""
+    try:
+        return func in _SOFTMAX
+    except TypeError:  # Some callables are not hashable.
+        return False
 
 
 class Disabled(TorchFunctionMode):
@@ -244,10 +252,6 @@ def outer_attention(call: SdpaCall) -> Tensor:
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
 
 
-def _dispatched(*args: Any, **kwargs: Any) -> Tensor:
-    return _handle_dispatched(SdpaCall(*args, **kwargs))
-
-
 def _handle_dispatched(call: SdpaCall) -> Tensor:
     # Check the tracing context too, because in torch 2.11 is_compiling() is False while a compiler backend traces.
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
@@ -285,7 +289,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
 _DISPATCH_KEY = SpareDispatchKey(
     "TESTING_ONLY_GenericMode",
     {
-        ("aten", "scaled_dot_product_attention"): _dispatched,
+        ("aten", "scaled_dot_product_attention"): lambda *args, **kwargs: _handle_dispatched(SdpaCall(*args, **kwargs)),
         **{operator: _kernel_of(*operator) for operator in (*FLASH_OPERATORS, *OTHER_OPERATORS)},
     },
 )

@@ -23,9 +23,16 @@ from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
-from para_core.modes.attention_by_hand import is_softmax, scores_of_own_tokens
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
-from para_core.modes.interceptor import SDPA, THREAD_STATE, Disabled, call_original, intercept, unintercepted
+from para_core.modes.interceptor import (
+    SDPA,
+    THREAD_STATE,
+    Disabled,
+    call_original,
+    intercept,
+    is_softmax,
+    unintercepted,
+)
 from para_core.modes.layout_mode import ExplicitLayouts, LayoutMode
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
@@ -113,8 +120,9 @@ class UnifiedAttnMode(LayoutMode):
                 f"{type(self).__name__} got a mesh whose {self._single_dim!r} dim has {size} ranks; expected 1. Use "
                 "UnifiedAttnMode for both at once."
             )
-        self._attn_func = unintercepted(attn_func)
-        self._attention = self._make_attention()
+        self._attention = MeshAttention(
+            self._mesh, self._layouts, self._options, assume_equal=assume_equal, attn_func=unintercepted(attn_func)
+        )
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = False
@@ -122,11 +130,6 @@ class UnifiedAttnMode(LayoutMode):
         self._computed_by_hand = False
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has stored.
         self._is_resumed = False
-
-    def _make_attention(self) -> MeshAttention:
-        return MeshAttention(
-            self._mesh, self._layouts, self._options, assume_equal=self._assume_equal, attn_func=self._attn_func
-        )
 
     def _note_state(self) -> None:
         layouts = () if self._explicit is None else self._explicit
@@ -240,13 +243,27 @@ class UnifiedAttnMode(LayoutMode):
             # here can the mode notice attention inside a checkpoint.
             bind_checkpoint(self, self.bound)
         if not torch.compiler.is_compiling() and is_softmax(func):
-            mesh = self._mesh
-            by_hand = scores_of_own_tokens(args, kwargs or {}, segments_of(self._known), mesh.rank, mesh.ranks)
-            self._computed_by_hand = self._computed_by_hand or by_hand
+            self._note_softmax(args, kwargs or {})
         fail = self._attention.raise_everywhere
         return intercept(
             self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail
         )
+
+    def _note_softmax(self, args: Sequence[Any], kwargs: Any) -> None:
+        """Note a softmax over scores ``[..., S_local, S_local]``, with which a model computes attention by hand.
+
+        ``S_local`` is the number of tokens that this rank holds of one sharded segment, or of all segments.
+        """
+        scores = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if not isinstance(scores, Tensor) or scores.ndim < 3 or dim not in (-1, scores.ndim - 1):
+            return
+        rows, columns = scores.shape[-2:]
+        segments = segments_of(self._known)
+        sizes = [segment.size(self._mesh.rank, self._mesh.ranks) for segment in segments]
+        sharded = [size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated]
+        if sharded and rows == columns and rows in (*sharded, sum(sizes)):
+            self._computed_by_hand = True
 
     def _flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         self.intercepted = True
