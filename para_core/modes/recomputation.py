@@ -7,6 +7,7 @@ of ``torch.utils.checkpoint``, which is plain Python, so the function is bound a
 - ``use_reentrant=True``: when the checkpoint enters ``no_grad``. The function is found on the Python stack.
 - ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that the
   checkpoint registered.
+- In a diffusers model under a plan: at the model's own checkpoint function, which :func:`recomputed_under` replaces.
 
 Written for torch 2.13 (``torch/utils/checkpoint.py``). If another version renames the variables of the reentrant
 checkpoint, an error tells the user to bind the function with ``cp.bound``.
@@ -15,9 +16,12 @@ checkpoint, an error tells the user to bind the function with ``cp.bound``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from para_core.torch_internals import (
@@ -97,3 +101,55 @@ def _frame_of(hooks: Any) -> Any:
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)
+
+
+@contextmanager
+def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
+    """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
+
+    Affects the checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if ``bind``
+    is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.
+    """
+    checkpointing = _checkpointing(module) if bind is not None else []
+    for submodule, checkpoint in checkpointing:
+        submodule._gradient_checkpointing_func = _bind_first(bind, checkpoint)
+    try:
+        yield
+    finally:
+        for submodule, checkpoint in checkpointing:
+            submodule._gradient_checkpointing_func = checkpoint
+
+
+def refuse_checkpointing(module: nn.Module) -> None:
+    """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled.
+
+    Plans with linear attention or halos need this check, because the recomputation in the backward intercepts attention
+    only, and would miss the sums over ranks and the halo exchange.
+    """
+    if _checkpointing(module):
+        raise RuntimeError(
+            f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
+            "which would be missing where the backward computes its blocks again. Call "
+            "disable_gradient_checkpointing(), or train on one rank."
+        )
+
+
+def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Return the submodules with activation checkpointing on, each with its checkpoint function.
+
+    Returns an empty list if gradients are disabled or while tracing.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return []
+    return [
+        (submodule, submodule._gradient_checkpointing_func)
+        for submodule in module.modules()
+        if getattr(submodule, "gradient_checkpointing", False)
+    ]
+
+
+def _bind_first(bind: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(bind(function), *args, **kwargs)
+
+    return run

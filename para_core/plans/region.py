@@ -37,9 +37,8 @@ from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask
 from para_core.modes.flex_detection import uses_flex_attention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
-from para_core.modes.recomputation import is_in_backward
+from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
 from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.checkpointing import recomputed_under, refuse_checkpointing
 from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.heads import HeadExchange
 from para_core.plans.kv_cache import PAST, CachesOfCall
