@@ -47,7 +47,7 @@ from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta, override_timeouts
 from para_core.instance_patching import original_class
-from para_core.modes.flex_detection import uses_flex_attention
+from para_core.modes.flex_attention import uses_flex_attention
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:

@@ -123,16 +123,16 @@ class _Blocks:
         row_block, key_block = mask.BLOCK_SIZE
         columns = -(-mask.seq_lengths[1] // key_block)
         partial, full = _dense(mask, columns)
-        positions = positions_of(rows, partial.device)
-        aligned = len(rows) == 1 and rows[0][0] % row_block == 0
-        of_positions = _at_positions(mask.mask_mod, rows, positions)
-        self.mask_mod = (
-            of_positions if aligned else _and_blocks(of_positions, partial | full, positions, mask.BLOCK_SIZE)
-        )
+        whole_mod, position = mask.mask_mod, position_of_row(rows, partial.device)
+        indices = torch.arange(num_rows, device=partial.device)
+        positions = position(indices)
+        self.mask_mod = lambda b, h, q, k: whole_mod(b, h, position(q), k)
+        if len(rows) > 1 or rows[0][0] % row_block != 0:
+            self.mask_mod = _and_blocks(self.mask_mod, partial | full, positions, mask.BLOCK_SIZE)
         # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
         number = max(1, -(-num_rows // row_block))
         touched = torch.zeros(number, partial.shape[-2], device=partial.device)
-        touched[torch.arange(num_rows, device=partial.device) // row_block, positions // row_block] = 1.0
+        touched[indices // row_block, positions // row_block] = 1.0
         some = touched @ (partial | full).float() > 0
         all_full = touched @ (~full).float() == 0 if num_rows else torch.zeros_like(some)
         self.partial = _ordered(some & ~all_full)
@@ -167,16 +167,17 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, indices
 
 
-def positions_of(rows: Sequence[Run], device: torch.device) -> Tensor:
-    """Return the positions that the runs ``(start, length)`` in ``rows`` cover, as one int64 tensor ``[S]``."""
-    return torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
+def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function from the index of a query row on this rank to its position in the sequence.
 
-
-def _at_positions(mask_mod: MaskMod, rows: Sequence[Run], positions: Tensor) -> MaskMod:
-    if len(rows) == 1:
-        start = rows[0][0]
-        return lambda b, h, q, k: mask_mod(b, h, q + start, k)
-    return lambda b, h, q, k: mask_mod(b, h, positions[q], k)
+    Args:
+        rows: The positions of the rows of this rank, as ascending runs ``(start, length)``.
+    """
+    if len(rows) <= 1:
+        start = rows[0][0] if rows else 0
+        return lambda q: q + start
+    positions = torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
+    return lambda q: positions[q]
 
 
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.attention.attention_options import AttnOptions
@@ -31,18 +32,36 @@ from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.consistency import check_consistent, signature
-from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
-from para_core.modes.block_masks import ShardedMaskMod, layout_id, positions_of
+from para_core.instance_patching import original_class
+from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row
 from para_core.torch_internals import DisableTorchFunction
 
 # If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask hides
 # nothing, so its lengths are not compared with those of the sequence.
 _NO_BLOCKS = 1 << 30
 
+# A model whose code has one of these names uses flex attention.
+_NAMES = frozenset({"flex_attention", "create_block_mask", "create_mask", "BlockMask"})
+
 _OPTIONS = AttnOptions()
 _OPTIONS_TEXT = _OPTIONS.as_text()
+
+
+class _Call(NamedTuple):
+    """The arguments of the operator of ``flex_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    mask: tuple[Any, ...]
+    scale: float
+    kernel_options: dict[str, Any]
+    score_buffers: tuple[Any, ...] = ()
+    mask_buffers: tuple[Any, ...] = ()
 
 
 class FlexOverMesh:
@@ -77,34 +96,30 @@ class FlexOverMesh:
         if torch.compiler.is_compiling():
             if in_eager_code:
                 return operator(*_with_noted_mask(args), **kwargs)
-            return self._traced(operator, *args, **kwargs)
+            return self._traced(operator, _Call(*args, **kwargs))
         if in_eager_code:
-            return self._run(operator, *args, **kwargs)
+            return self._run(operator, _Call(*_with_noted_mask(args)))
         return operator(*args, **kwargs)
 
-    def _run(self, operator: Callable[..., Any], *args: Any) -> Any:
-        query, key, value, score_mod, mask, scale, kernel_options, *buffers = _with_noted_mask(args)
+    def _run(self, operator: Callable[..., Any], call: _Call) -> Any:
         talk = not self._assume_equal
         if talk:
             self._mesh.check_alive()
         try:
-            key, value = _in_batch(query, key, value)
-            self._check(query, key, value)
-            plan = self._plan(query, key)
+            call, plan = self._planned(call)
         except (TypeError, ValueError, RuntimeError) as error:
             self._raise_everywhere(error)
-        self._check_mask(mask, plan, query)
+        self._check_mask(call.mask, plan)
         if talk:
-            expected = _signature(query, key, value, mask, plan, scale, kernel_options)
-            check_consistent(expected, self._mesh, explain=difference_of_lengths)
-        return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options, *buffers)
+            check_consistent(_signature(call, plan), self._mesh, explain=difference_of_lengths)
+        return _run_operator(operator, call, plan)
 
     def _raise_everywhere(self, error: Exception) -> NoReturn:
         if not self._assume_equal:
             check_consistent(error, self._mesh)
         raise error
 
-    def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan, query: Tensor) -> None:
+    def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan) -> None:
         lengths = plan.spec.query_layout.total, plan.spec.key_layout.total
         if _has_no_blocks(mask) or not (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
             return
@@ -119,30 +134,21 @@ class FlexOverMesh:
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
 
-    def _traced(
-        self,
-        operator: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Callable[..., Tensor],
-        mask: tuple[Any, ...],
-        scale: float,
-        kernel_options: dict[str, Any],
-    ) -> Any:
-        key, value = _in_batch(query, key, value)
-        self._check(query, key, value)
-        plan = self._plan(query, key)
-        if not _has_no_blocks(mask) and (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
-            mod, lengths = mask[-1], (plan.spec.query_layout.total, plan.spec.key_layout.total)
+    def _traced(self, operator: Callable[..., Any], call: _Call) -> Any:
+        call, plan = self._planned(call)
+        query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
+        if not _has_no_blocks(call.mask) and (query_layout.sharded or key_layout.sharded):
+            mod, lengths = call.mask[-1], [query_layout.total, key_layout.total]
             if not isinstance(mod, ShardedMaskMod):
-                return _refused(query, value, _NOT_SHARDED, [mask[0], mask[1], *lengths])
-            if not (_alike(mod.query_layout, plan.spec.query_layout) and _alike(mod.key_layout, plan.spec.key_layout)):
-                return _refused(query, value, _OTHER_SEQUENCE, [*lengths])
-            mask = (*mask[:-1], mod.of_rows)
-        return _run_operator(operator, plan, query, key, value, score_mod, mask, scale, kernel_options)
+                return _refused(call, _NOT_SHARDED, [call.mask[0], call.mask[1], *lengths])
+            if not (_alike(mod.query_layout, query_layout) and _alike(mod.key_layout, key_layout)):
+                return _refused(call, _OTHER_SEQUENCE, lengths)
+            call = _Call(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
+        return _run_operator(operator, call, plan)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _planned(self, call: _Call) -> tuple[_Call, AttentionPlan]:
+        """Return ``call`` with key and value expanded to the batch size of the query, and the plan of the call."""
+        query, key, value = call[:3]
         if self._chooses_keys:
             raise RuntimeError(
                 "flex_attention under attention that chooses keys itself (BlockSparseAttnMode, SparseKVAttnMode or "
@@ -154,13 +160,13 @@ class FlexOverMesh:
                 f"query, key and value of flex_attention over several ranks must have one dtype; got {query.dtype}, "
                 f"{key.dtype} and {value.dtype}."
             )
-
-    def _plan(self, query: Tensor, key: Tensor) -> AttentionPlan:
+        if key.shape[0] != query.shape[0]:
+            key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
         query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
         mesh = needed_mesh(self._mesh, key_layout, _OPTIONS)
         heads = query.shape[1], key.shape[1]
         spec = AttentionSpec(query_layout, key_layout, mesh, *heads, options=_OPTIONS, options_text=_OPTIONS_TEXT)
-        return AttentionPlan(spec)
+        return _Call(query, key, value, *call[3:]), AttentionPlan(spec)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -196,13 +202,6 @@ def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
     return mask[-3] >= _NO_BLOCKS and mask[-2] >= _NO_BLOCKS  # type: ignore[no-any-return]
 
 
-def _in_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return key and value expanded to the batch size of the query, as flex attention broadcasts them."""
-    if key.shape[0] == query.shape[0]:
-        return key, value
-    return key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-
-
 def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     if len(layout.segments) != len(other.segments):
         return False
@@ -213,139 +212,93 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     )
 
 
-def _run_operator(
-    operator: Callable[..., Any],
-    plan: AttentionPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_buffers: tuple[Any, ...] = (),
-    mask_buffers: tuple[Any, ...] = (),
-) -> Any:
-    by_token = query.stride(1) < query.stride(2)
-    batch, num_queries = query.shape[0], query.shape[2]
-    query, key, value = enter(query, key, value, plan)
-    first_head, heads = Segment("heads", plan.spec.num_heads).runs(
-        plan.spec.mesh.ulysses.index, plan.spec.mesh.ulysses.size
-    )[0]
-    rows = query_rows(plan.spec.query_layout, plan.spec.mesh)
+def _run_operator(operator: Callable[..., Any], call: _Call, plan: AttentionPlan) -> Any:
+    spec, ulysses = plan.spec, plan.spec.mesh.ulysses
+    query, key, value = enter(call.query, call.key, call.value, plan)
+    first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
     if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
-        results = _of_nothing(query, key, value)
+        # Give zeros, and -inf as lse and as maxima. The zeros have an autograd graph that leads to the inputs, whose
+        # gradients are 0.
+        zeros = query.new_zeros(*query.shape[:3], value.shape[3])
+        stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
+        results = add_autograd_dependency(zeros, [query, key, value]), stat, stat.clone()
     else:
-        of_query = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, key.device)
+        of_query = plan.heads.key_of_each_query(ulysses.index, key.device)
         if of_query is not None:
             key, value = key.index_select(1, of_query), value.index_select(1, of_query)
-        buffers = (score_buffers, mask_buffers) if score_buffers or mask_buffers else ()
+        score_mod, buffers = call.score_mod, call[7:] if any(call[7:]) else ()
+        position = position_of_row(query_rows(spec.query_layout, spec.mesh), query.device)
         # Outer modes must not see the operator, because they would distribute its heads over the ranks again.
         with DisableTorchFunction():
             results = operator(
                 query,
                 key,
                 value,
-                _shifted_score_mod(score_mod, first_head, rows, query.device),
-                _own_mask(mask, plan, first_head, heads, rows, query),
-                scale,
-                kernel_options,
+                # The user's function gets the indices of the head among all heads, and of the query in the sequence.
+                lambda score, b, h, q, k, *buffers: score_mod(score, b, h + first_head, position(q), k, *buffers),
+                _own_mask(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total),
+                call.scale,
+                call.kernel_options,
                 *buffers,
             )
     out, *stats = results
     out = leave(out, plan)
-    wanted = kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False)
+    options = call.kernel_options
+    wanted = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", False)
     own_stats = [
         leave(stat[..., None], plan)[..., 0].contiguous()
         if is_wanted
-        else stat.new_empty(batch, plan.spec.num_heads, num_queries)
+        else stat.new_empty(call.query.shape[0], spec.num_heads, call.query.shape[2])
         for stat, is_wanted in zip(stats, wanted, strict=False)
     ]
     # Like flex_attention, return the output with the memory order of the query: token by token, or head by head.
+    by_token = call.query.stride(1) < call.query.stride(2)
     return (out if by_token else out.contiguous(), *own_stats)
 
 
-def _of_nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return the operator's results for a call without heads, queries or keys: zeros, and -inf as lse and as maxima.
-
-    The zeros have an autograd graph that leads to the inputs, whose gradients are 0.
-    """
-    out = query.new_zeros(*query.shape[:3], value.shape[3])
-    stat = query.new_full(query.shape[:3], float("-inf"), dtype=torch.float32)
-    return add_autograd_dependency(out, [query, key, value]), stat, stat.clone()
-
-
 def _own_mask(
-    mask: tuple[Any, ...], plan: AttentionPlan, first_head: int, heads: int, rows: Sequence[Run], query: Tensor
+    mask: tuple[Any, ...],
+    first_head: int,
+    heads: int,
+    position: Callable[[Tensor], Tensor],
+    num_rows: int,
+    num_keys: int,
 ) -> tuple[Any, ...]:
     """Return the operator's ``mask`` argument for the heads, query rows and keys that this rank computes.
 
     Args:
         first_head, heads: The index of this rank's first head, and the number of its heads.
-        rows: The positions of the query rows, as runs ``(start, length)``.
-        query: The query ``[B, heads, S_rows, D]`` that this rank holds after the Ulysses exchange.
+        position: The :func:`position_of_row` of this rank's query rows.
+        num_rows, num_keys: Numbers of query rows of this rank, and of keys of the sequence.
     """
     *tensors, row_block, key_block, mask_mod = mask[2:]
     own = [
         x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
         for x in tensors
     ]
-    lengths: tuple[int, int] = (query.shape[2], plan.spec.key_layout.total)
-    if _has_no_blocks(mask):
-        lengths, mask_mod = (mask[0], mask[1]), _shifted_mask_mod(mask_mod, first_head, rows, query.device)
-    elif first_head:
-        mask_mod = _shifted_mask_mod(mask_mod, first_head, [], query.device)
-    return (*lengths, *own, row_block, key_block, mask_mod)
+    no_blocks = _has_no_blocks(mask)
+
+    def own_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *buffers: Tensor) -> Tensor:
+        out: Tensor = mask_mod(b, h + first_head, position(q) if no_blocks else q, k, *buffers)
+        return out
+
+    lengths = mask[:2] if no_blocks else (num_rows, num_keys)
+    return (*lengths, *own, row_block, key_block, own_mod if no_blocks or first_head else mask_mod)
 
 
-def _shifted_score_mod(
-    score_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
-) -> Callable[..., Tensor]:
-    """Return a function that converts this rank's head and row indices to global indices and calls ``score_mod``.
-
-    Args:
-        score_mod: The user's function. Its head index counts all heads, its query index the whole sequence.
-        head: The index of this rank's first head.
-        rows: The positions of the query rows of this rank, as runs ``(start, length)``.
-    """
-    if len(rows) <= 1:
-        start = rows[0][0] if rows else 0
-        return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, q + start, k, *buffers)
-    positions = positions_of(rows, device)
-    return lambda score, b, h, q, k, *buffers: score_mod(score, b, h + head, positions[q], k, *buffers)
-
-
-def _shifted_mask_mod(
-    mask_mod: Callable[..., Tensor], head: int, rows: Sequence[Run], device: torch.device
-) -> Callable[..., Tensor]:
-    if len(rows) <= 1:
-        start = rows[0][0] if rows else 0
-        return lambda b, h, q, k, *buffers: mask_mod(b, h + head, q + start, k, *buffers)
-    positions = positions_of(rows, device)
-    return lambda b, h, q, k, *buffers: mask_mod(b, h + head, positions[q], k, *buffers)
-
-
-def _signature(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: tuple[Any, ...],
-    plan: AttentionPlan,
-    scale: float,
-    kernel_options: dict[str, Any],
-) -> Any:
-    tensors = {"query": query, "key": key, "value": value}
+def _signature(call: _Call, plan: AttentionPlan) -> Any:
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
     return signature(
         {
             "operator": "flex_attention",
             **{f"{name} without its length": [*x.shape[:2], x.shape[3]] for name, x in tensors.items()},
             "query lengths per rank": plan.spec.query_layout.sizes(),
             "key lengths per rank": plan.spec.key_layout.sizes(),
-            "dtype": str(query.dtype),
-            "device type": query.device.type,
-            "scale": scale,
-            "block_mask": "none" if _has_no_blocks(mask) else [*mask[:2], mask[-3], mask[-2]],
-            "outputs": [bool(kernel_options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")],
+            "dtype": str(call.query.dtype),
+            "device type": call.query.device.type,
+            "scale": call.scale,
+            "block_mask": "none" if _has_no_blocks(call.mask) else [*call.mask[:2], call.mask[-3], call.mask[-2]],
+            "outputs": [bool(call.kernel_options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")],
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
     )
@@ -363,7 +316,7 @@ _OTHER_SEQUENCE = (
 )
 
 
-def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
+def _refused(call: _Call, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
     """Add an operator to the traced graph that raises ValueError when the graph runs. Return uninitialized results.
 
     The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
@@ -371,8 +324,8 @@ def _refused(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> 
     Args:
         message: The message of the error, a format string that is filled with ``numbers``.
     """
-    out = torch.ops.para_core.refuse_flex_attention(query, value, message, numbers)
-    stat = query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
+    stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)
     return out, stat, stat
 
 
@@ -404,3 +357,21 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
             "tokens: make the mask over all tokens, and pass cp.shard(block_mask), or name it in the plan, "
             "SplitMask((segment,))."
         ) from error
+
+
+def uses_flex_attention(module: nn.Module) -> bool:
+    """Whether the code of ``module`` uses a name such as ``flex_attention`` or ``BlockMask``.
+
+    The code consists of the Python modules that define the classes of all submodules and of their attention processors.
+    Modules of torch are not searched.
+    """
+    parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
+    files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
+    return any(_names_flex_attention(sys.modules[name]) for name in files & {*sys.modules} if name[:6] != "torch.")
+
+
+def _names_flex_attention(file: ModuleType) -> bool:
+    own = [value for value in vars(file).values() if getattr(value, "__module__", None) == file.__name__]
+    functions = [value for x in own for value in (vars(x).values() if isinstance(x, type) else [x])]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    return any(not _NAMES.isdisjoint(names) for names in (vars(file), *[getattr(x, "co_names", ()) for x in codes]))

@@ -34,8 +34,7 @@ from para_core.instance_patching import (
 )
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
-from para_core.modes.flex_attention import explain_unsharded_mask
-from para_core.modes.flex_detection import uses_flex_attention
+from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
 from para_core.plans.apply_rules import RuleExecutor
