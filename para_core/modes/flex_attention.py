@@ -366,8 +366,9 @@ def uses_flex_attention(module: nn.Module) -> bool:
     Modules of torch are not searched.
     """
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
-    files = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
-    return any(_names_flex_attention(sys.modules[name]) for name in files & {*sys.modules} if name[:6] != "torch.")
+    names = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
+    files = [sys.modules.get(name) for name in names if not name.startswith("torch.")]
+    return any(file is not None and _names_flex_attention(file) for file in files)
 
 
 def _names_flex_attention(file: ModuleType) -> bool:

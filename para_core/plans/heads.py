@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -64,8 +64,12 @@ class HeadExchange:
         rank's tokens and all heads. Collective.
         """
         self._entered += 1
+        width = x.shape[2] // self._heads
         for dim, tokens, heads in self._steps:
-            x = _to_heads(x, tokens, heads, dim)
+            if dim.size > 1:
+                own = heads[dim.index] * width
+                shapes = [(x.shape[0], number, own) for number in tokens]
+                x = _exchange(x.split([number * width for number in heads], dim=2), shapes, 1, dim)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
@@ -82,8 +86,11 @@ class HeadExchange:
                 f"{', '.join(self.attention.projections)}; its plan expects all of them. Undo fused projections: "
                 "unfuse_qkv_projections()."
             )
+        width = x.shape[2] // self.own[1]
         for dim, tokens, heads in reversed(self._steps):
-            x = _to_tokens(x, tokens, heads, dim)
+            if dim.size > 1:
+                shapes = [(x.shape[0], tokens[dim.index], number * width) for number in heads]
+                x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x
 
     @contextmanager
@@ -124,48 +131,14 @@ class HeadExchange:
         return value
 
 
-def _to_heads(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """Exchange ``[B, S_local, H * D]`` for ``[B, S, H_local * D]`` over one mesh dim. Collective.
+def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim) -> Tensor:
+    """Send ``parts[i]`` to rank i of ``dim``, and return the parts of all ranks, concatenated along dim ``join``.
+    Collective.
 
     Args:
-        tokens: Number of tokens of each rank of ``dim``.
-        heads: Number of heads of each rank of ``dim``.
+        shapes: The shape of the part that each rank sends to this rank.
     """
-    if dim.size == 1:
-        return x
-    batch, width = x.shape[0], x.shape[2] // sum(heads)
-    parts = x.split([number * width for number in heads], dim=2)
-    own = heads[dim.index] * width
-    received = all_to_all(
-        torch.cat([part.flatten() for part in parts]),
-        [batch * tokens[dim.index] * number * width for number in heads],
-        [batch * number * own for number in tokens],
-        dim,
-    )
-    ends = list(accumulate([batch * number * own for number in tokens], initial=0))
-    whole = [
-        received.narrow(0, start, batch * number * own).view(batch, number, own)
-        for start, number in zip(ends, tokens, strict=False)
-    ]
-    return torch.cat(whole, dim=1)
-
-
-def _to_tokens(x: Tensor, tokens: list[int], heads: list[int], dim: MeshDim) -> Tensor:
-    """Exchange ``[B, S, H_local * D]`` for ``[B, S_local, H * D]`` over one mesh dim: undo :func:`_to_heads`."""
-    if dim.size == 1:
-        return x
-    batch, width = x.shape[0], x.shape[2] // heads[dim.index]
-    parts = x.split(tokens, dim=1)
-    own = tokens[dim.index]
-    received = all_to_all(
-        torch.cat([part.flatten() for part in parts]),
-        [batch * number * heads[dim.index] * width for number in tokens],
-        [batch * own * number * width for number in heads],
-        dim,
-    )
-    ends = list(accumulate([batch * own * number * width for number in heads], initial=0))
-    whole = [
-        received.narrow(0, start, batch * own * number * width).view(batch, own, number * width)
-        for start, number in zip(ends, heads, strict=False)
-    ]
-    return torch.cat(whole, dim=2)
+    sizes = [prod(shape) for shape in shapes]
+    sent = torch.cat([part.flatten() for part in parts])
+    received = all_to_all(sent, [part.numel() for part in parts], sizes, dim).split(sizes)
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=join)
