@@ -8,7 +8,6 @@ every rank. The ``DynamicCache`` of transformers is recognised by its attributes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from para_core.distributed.mesh import SequenceMesh
 PAST = "past of a key-value cache"
 
 
-@dataclass(frozen=True)
-class _Before:
-    """Keys and values of a cache layer before the call, ``[B, H, S, D]``; ``values`` is None if the layer is empty."""
-
-    keys: Tensor | None
-    values: Tensor | None
-
-
 class CachesOfCall:
     """A snapshot of the key-value caches among a call's arguments, taken before the call.
 
@@ -41,8 +32,10 @@ class CachesOfCall:
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
-        self._layers = {id(layer): _held(layer) for cache in _caches_in(arguments) for layer in cache.layers}
-        self.hold_tokens = any(before.values is not None for before in self._layers.values())
+        layers = [layer for cache in _caches_in(arguments) for layer in cache.layers]
+        # The keys and values of each layer before the call, [B, H, S, D]; None in a layer without tokens.
+        self._layers = {id(x): (getattr(x, "keys", None), getattr(x, "values", None)) for x in layers}
+        self.hold_tokens = any(isinstance(keys, Tensor) and keys.numel() > 0 for keys, _ in self._layers.values())
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
         """Complete the caches in place: replace the tokens that this rank appended during the call by the tokens that
@@ -70,8 +63,8 @@ class CachesOfCall:
                     "them it holds is not known. Call the model without a cache (use_cache=False)."
                 )
             for layer in cache.layers:
-                before = self._layers.get(id(layer), _Before(None, None))
-                if getattr(layer, "keys", None) is not before.keys:
+                before = self._layers.get(id(layer), (None, None))
+                if getattr(layer, "keys", None) is not before[0]:
                     _gather_layer(cache, layer, before, sharded[0], mesh)
 
 
@@ -86,16 +79,11 @@ def _caches_in(values: Iterable[Any]) -> list[Any]:
     return list(caches.values())
 
 
-def _held(layer: Any) -> _Before:
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not isinstance(keys, Tensor) or keys.numel() == 0:
-        return _Before(keys, None)
-    return _Before(keys, values)
-
-
-def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mesh: SequenceMesh) -> None:
-    past = 0 if before.values is None or before.keys is None else before.keys.shape[-2]
-    window = _window_of(layer)
+def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh) -> None:
+    past = before[0].shape[-2] if isinstance(before[0], Tensor) and before[0].numel() > 0 else 0
+    # The maximum number of tokens in a sliding-window layer; None if the layer keeps all tokens.
+    window = getattr(layer, "sliding_window", None)
+    window = None if window is None or getattr(layer, "record_past", False) else int(window) - 1
     sizes = segment.sizes(mesh.ranks)
     held = [past + size if window is None else min(past + size, window) for size in sizes]
     keys = layer.keys
@@ -108,29 +96,15 @@ def _gather_layer(cache: Any, layer: Any, before: _Before, segment: Segment, mes
     # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on all
     # ranks.
     added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
-    for name, old in (("keys", before.keys), ("values", before.values)):
+    width = mesh.ulysses.size
+    blocks = [added[first : first + width] for first in range(0, mesh.ranks, width)]
+    for name, old in zip(("keys", "values"), before, strict=True):
         part = getattr(layer, name)
-        whole = _gather_parts(part[..., part.shape[-2] - added[mesh.rank] :, :], added, mesh)
-        if past and old is not None:
+        block = part[..., part.shape[-2] - added[mesh.rank] :, :]
+        block = all_gather(block, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
+        whole = all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
+        if past:
             whole = torch.cat([old, whole], dim=-2)
         setattr(layer, name, whole if window is None else whole[..., -window:, :])
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += segment.total - sizes[mesh.rank]
-
-
-def _window_of(layer: Any) -> int | None:
-    """Return the maximum number of tokens in a sliding-window cache layer; None if the layer keeps all tokens."""
-    window = getattr(layer, "sliding_window", None)
-    return None if window is None or getattr(layer, "record_past", False) else int(window) - 1
-
-
-def _gather_parts(part: Tensor, sizes: Sequence[int], mesh: SequenceMesh) -> Tensor:
-    """Return the parts of all sequence ranks, concatenated along dim -2. Collective.
-
-    Args:
-        sizes: Number of tokens of each sequence rank.
-    """
-    width = mesh.ulysses.size
-    blocks = [list(sizes[first : first + width]) for first in range(0, mesh.ranks, width)]
-    block = all_gather(part, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
-    return all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
