@@ -4,8 +4,7 @@ heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -93,35 +92,29 @@ class HeadExchange:
                 x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x
 
-    @contextmanager
-    def own_heads(self, module: nn.Module) -> Iterator[None]:
-        """Set the module's number of heads to the number of this rank's heads inside the ``with`` block."""
-        setattr(module, self.attention.heads, self.own[1])
-        try:
-            yield
-        finally:
-            setattr(module, self.attention.heads, self._heads)
-
-    def own_caches(
-        self, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the module's ``args`` and ``kwargs``, with the key-value caches among them narrowed to this rank's
-        heads.
+    def run(
+        self, call: Callable[..., Any], module: nn.Module, parameters: Sequence[str], args: Any, kwargs: Any
+    ) -> Any:
+        """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its
+        key-value caches are narrowed to these heads.
 
         The narrowed tensors are views, so what the module writes reaches the caller's caches.
 
         Args:
             parameters: Names of the module's positional parameters.
         """
-        positional = list(args)
-        kwargs = dict(kwargs)
+        positional, named = list(args), dict(kwargs)
         for name, dim in self.attention.caches:
-            if name in kwargs:
-                kwargs[name] = self._own_views(kwargs[name], dim)
+            if name in named:
+                named[name] = self._own_views(named[name], dim)
             elif name in parameters[: len(positional)]:
                 index = parameters.index(name)
                 positional[index] = self._own_views(positional[index], dim)
-        return tuple(positional), kwargs
+        setattr(module, self.attention.heads, self.own[1])
+        try:
+            return call(module, *positional, **named)
+        finally:
+            setattr(module, self.attention.heads, self._heads)
 
     def _own_views(self, value: Any, dim: int) -> Any:
         if isinstance(value, Tensor):

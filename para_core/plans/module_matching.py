@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -84,31 +84,18 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
     A compiled submodule (``OptimizedModule``) keeps the name of the original submodule.
     """
-    parts = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
-    expression = "".join([parts.get(part, re.escape(part) + r"\.") for part in _with_last_index(module, pattern)])
+    parts = pattern.split(".")
+    for index, part in enumerate(parts):
+        if part == "-1":
+            parts[index] = str(len(list(module.get_submodule(".".join(parts[:index])).children())) - 1)
+    wildcards = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
+    expression = "".join([wildcards.get(part, re.escape(part) + r"\.") for part in parts])
     submodules: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         plain = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
         if plain not in submodules and re.fullmatch(expression, f"{plain}."):
             submodules[plain] = submodule
     return submodules
-
-
-def _with_last_index(module: nn.Module, pattern: str) -> list[str]:
-    """Return the dot-separated parts of ``pattern``, with each -1 replaced by the last index of its list."""
-    parts = pattern.split(".")
-    for index, part in enumerate(parts):
-        if part == "-1":
-            parts[index] = str(len(list(module.get_submodule(".".join(parts[:index])).children())) - 1)
-    return parts
-
-
-def is_at(module: nn.Module, name: str, submodule: nn.Module) -> bool:
-    """Whether ``submodule`` is still the submodule of ``module`` at the path ``name``."""
-    current: Any = module
-    for part in name.split("."):
-        current = getattr(uncompiled(current), part, None)
-    return current is submodule
 
 
 def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:

@@ -6,9 +6,9 @@ The module and its submodules are wrapped by :mod:`para_core.instance_patching`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from para_core.instance_patching import (
     ModuleTree,
     WrapperPriority,
     is_entry,
-    is_wrapped,
     unwrap,
     wrap_alike,
     wrap_method,
@@ -42,7 +41,7 @@ from para_core.plans.halo import add_halo, drop_halo
 from para_core.plans.heads import HeadExchange
 from para_core.plans.kv_cache import PAST, CachesOfCall
 from para_core.plans.linear import SumsOverRanks
-from para_core.plans.module_matching import ModuleRules, as_tuple, is_at, match_modules, parameters_of
+from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,
@@ -68,62 +67,57 @@ from para_core.user_warnings import WarningLog
 _KEY = "parallel"
 
 
+@dataclass(eq=False)
 class Region:
-    """A plan applied to one module, its attention settings, and the state of the module's current call."""
+    """A plan applied to one module, its attention settings, and the state of the module's current call.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        mesh: SequenceMesh,
-        batch: MeshDim | None,
-        require_equal: RequireEqual | None,
-        options: AttnOptions,
-        attn_func: AttnFunc | None,
-        cross_backend: Backend | None,
-        around: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self.plan, self.mesh, self.batch = plan, mesh, batch
-        self.attn_func = unintercepted(attn_func)
-        self.require_equal, self._around = require_equal, around
+    The fields are the arguments of :func:`apply_plan`.
+    """
+
+    module: InitVar[nn.Module]
+    plan: Plan
+    mesh: SequenceMesh
+    batch: MeshDim | None
+    require_equal: RequireEqual | None
+    options: AttnOptions
+    attn_func: AttnFunc | None
+    cross_backend: Backend | None
+    around: Callable[[], AbstractContextManager[None]]
+
+    def __post_init__(self, module: nn.Module) -> None:
+        self.attn_func = unintercepted(self.attn_func)
         # True while the caller has already verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # Keep a PreparedAttention for each pair of options, so that nothing is prepared or compiled again if earlier
-        # options return.
+        # By (options, cross_backend), so that nothing is prepared or compiled again if earlier options return.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
-        self.use(options, cross_backend)
-        self._has_encoders = any(
-            isinstance(submodule, (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention))
-            for submodule in module.modules()
-        )
+        self.use(self.options, self.cross_backend)
+        encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+        self._has_encoders = any(isinstance(submodule, encoders) for submodule in module.modules())
         # The dispatcher cannot intercept attention in fused encoder layers, nor in higher-order operators such as
         # flex_attention, which take Python functions. Modules with either need an attention mode.
         self._must_use_mode = self._has_encoders or uses_flex_attention(module)
-        attending = plan.attention.values()
-        # Cache parameters whose values differ between ranks, because each rank fills in the keys of its own heads. The
-        # comparison of arguments between ranks leaves these parameters out.
+        attending = self.plan.attention.values()
+        # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
             name for attention in attending if isinstance(attention, AttentionByHeads) for name, _ in attention.caches
         }
-        self._mixes_over_ranks = mesh.ranks > 1 and (
-            bool(plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
+        self._mixes_over_ranks = self.mesh.ranks > 1 and (
+            bool(self.plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
-        # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph does not
-        # look up _call_impl again, so it would bypass the wrapper. Therefore call_outer shards and gathers outside of
-        # the graph.
+        # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph would
+        # bypass the wrapper of _call_impl, so call_outer shards and gathers outside of the graph.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
-        # The wrapped submodules by name. attach() compares them with the model's current submodules, because loading a
-        # LoRA replaces some.
+        # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
         # torch.cond (which a cache adds) and again after it.
         self._interceptions: list[Interception] = []
-        self._executor = RuleExecutor(mesh, coarse_segments(plan))
+        self._executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
         self._continues = False
         # Holds the HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
@@ -133,12 +127,9 @@ class Region:
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
         """Use these attention options from the next call on.
 
-        A compiled module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
-
-        Args:
-            options: Attention options.
-            cross_backend: The backend for cross-attention, whether its keys are sharded or replicated. By default,
-                sharded keys use ``options.backend`` and replicated keys plain SDPA.
+        ``cross_backend`` is the backend for cross-attention, whether its keys are sharded or replicated. By default,
+        sharded keys use ``options.backend`` and replicated keys plain SDPA. A compiled module is compiled once for each
+        pair (``options``, ``cross_backend``), and keeps the graphs.
         """
         self.options, self.cross_backend = options, cross_backend
         self._cross = None if cross_backend is None else replace(options, backend=cross_backend)
@@ -168,11 +159,10 @@ class Region:
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
-            # Refuse arguments here, before a call that may be compiled, because Dynamo buries errors that are raised
-            # inside a graph.
+            # Refuse arguments before a call that may be compiled: Dynamo buries errors that are raised in a graph.
             self._refuse_arguments(module, args, kwargs)
             if not self.inputs_verified:
-                around = self._around
+                around = self.around
                 if self.require_equal is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
@@ -180,8 +170,6 @@ class Region:
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
                 return call(module, *args, **kwargs)
-            # The module was compiled before the plan was applied, so run its compiled graph, and shard and gather
-            # outside of the graph.
             return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -210,11 +198,9 @@ class Region:
         try:
             samples = None
             if self.batch is not None and self.batch.size > 1 and self.plan.batched:
-                args, kwargs, samples = own_arguments(
-                    self.plan, self.parameters, args, kwargs, self.batch, self._warnings
-                )
-                if samples is not None:
-                    self._sharing_samples.append(self.batch)
+                own = own_arguments(self.plan, self.parameters, args, kwargs, self.batch, self._warnings)
+                args, kwargs, samples = own
+                self._sharing_samples += [self.batch] if samples is not None else []
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.disabled_if(self._has_encoders), interception.entered():
                 inputs = [*args, *kwargs.values()]
@@ -226,9 +212,8 @@ class Region:
                     output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
-                # Compiled parts set `intercepted` as well, because a graph replays the attributes that were set while
-                # it was traced.
-                sharded = any(not segment.replicated for segment in self._executor.segments.values())
+                # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
+                sharded = any(not segment.replicated for segment in self.segments)
                 if self.mesh.ranks > 1 and sharded and not planned.intercepted[0]:
                     raise RuntimeError(
                         f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
@@ -249,41 +234,29 @@ class Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, wrapped so that in a backward it runs with the segments and the attention of the current
-        call.
-        """
+        """Return a wrapper of ``function`` that in a backward runs it with the segments and attention of this call."""
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not is_in_backward():
                 return function(*args, **kwargs)
-            with self._resumed(planned.within(planned.attending), segments):
-                return function(*args, **kwargs)
+            before = dict(self._executor.segments)
+            interception = Interception(planned.within(planned.attending), at_dispatcher=False)
+            self._interceptions.append(interception)
+            self._executor.segments.clear()
+            self._executor.segments.update(segments)
+            try:
+                with fused_encoder.disabled_if(self._has_encoders), interception.entered():
+                    return function(*args, **kwargs)
+            finally:
+                self._interceptions.pop()
+                self._executor.segments.clear()
+                self._executor.segments.update(before)
 
         return run
 
-    @contextmanager
-    def _resumed(self, planned: PlannedAttention, segments: Mapping[str, Segment]) -> Iterator[None]:
-        """Restore the state of an earlier call with these ``segments`` inside the ``with`` block."""
-        before = dict(self._executor.segments)
-        interception = Interception(planned, at_dispatcher=False)
-        self._interceptions.append(interception)
-        self._executor.segments.clear()
-        self._executor.segments.update(segments)
-        try:
-            with fused_encoder.disabled_if(self._has_encoders), interception.entered():
-                yield
-        finally:
-            self._interceptions.pop()
-            self._executor.segments.clear()
-            self._executor.segments.update(before)
-
     def may_use_dispatcher(self, module: nn.Module) -> bool:
-        """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode.
-
-        This requires eager code, gradients disabled, no compiled submodules, no active function modes, and no fused
-        encoder layers or flex_attention in the module.
-        """
+        """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
             return False
         # An active function mode sees calls before the dispatcher does, and could hide them from the dispatcher.
@@ -301,52 +274,42 @@ class Region:
                 )
 
     def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
-        """Start to intercept attention if one of ``rules``, which have just been applied, has split the tokens of a
-        segment.
-        """
+        """Start to intercept attention if one of the applied ``rules`` has split the tokens of a segment."""
         interception = self.interception
-        if interception is not None and any(
-            isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules
-        ):
+        split = any(isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules)
+        if interception is not None and split:
             past = [Segment(PAST, 0, replicated=True)] if self._continues else []
-            interception.planned.set_segments((*self._executor.segments.values(), *past))
+            interception.planned.set_segments((*self.segments, *past))
             interception.planned.active[0] = True
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names. Does nothing if these submodules are already wrapped and none of
-        them was replaced.
+        """Wrap the submodules that the plan names. Does nothing if they are already wrapped and none was replaced.
 
         Raises:
             ValueError: The plan names a module that does not exist.
         """
         if self._tree is not None and self._tree.is_unchanged():
             return
-        if self.submodules and all(is_at(module, name, submodule) for name, submodule in self.submodules.items()):
-            self._tree = ModuleTree(module)
-            return
         matches = match_modules(module, self.plan)
-        for submodule in self.submodules.values():
-            unwrap(submodule, _KEY)
-        self.submodules = {name: submodule for name, (submodule, _) in matches.items()}
-        groups: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
-        for submodule, rules in matches.values():
-            # Read the number of heads now, because during a call the attribute holds this rank's number only.
-            heads = getattr(submodule, rules.attention.heads) if isinstance(rules.attention, AttentionByHeads) else 0
-            groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
-        for (rules, parameters, heads), submodules in groups.items():
-            # Wrap __call__, so that the wrapper stays outside of the graph if the submodule is compiled, before or
-            # after it is wrapped.
-            hook = self._submodule_hook(rules, parameters, heads)
-            wrap_alike(submodules, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
+        submodules = {name: submodule for name, (submodule, _) in matches.items()}
+        if submodules != self.submodules:
+            for submodule in self.submodules.values():
+                unwrap(submodule, _KEY)
+            self.submodules = submodules
+            groups: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
+            for submodule, rules in matches.values():
+                # Read the number of heads now, because during a call the attribute holds this rank's number only.
+                by_heads = rules.attention if isinstance(rules.attention, AttentionByHeads) else None
+                heads = 0 if by_heads is None else getattr(submodule, by_heads.heads)
+                groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
+            for key, alike in groups.items():
+                # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
+                wrap_alike(alike, "__call__", _KEY, self._submodule_hook(*key), order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
         """Return the wrapper of a submodule, which applies ``rules`` during a call of the model and does nothing
-        otherwise.
-
-        Args:
-            parameters: Names of the parameters of the submodule.
-            heads: Number of heads of the submodule over all ranks; only used for :class:`AttentionByHeads`.
+        otherwise. ``heads`` is the number of heads over all ranks, if the plan entry is an :class:`AttentionByHeads`.
         """
         if rules.exchange is not None:
             return self._enter_heads if rules.exchange == "enter" else self._leave_heads
@@ -370,11 +333,10 @@ class Region:
                 sums.require_summed()
             else:
                 exchange = HeadExchange(attention, self._executor.segment(attention.segment), self.mesh, heads)
-                args, kwargs = exchange.own_caches(parameters, args, kwargs)
                 self._head_exchanges.append(exchange)
                 try:
-                    with interception.switched_off(), exchange.own_heads(module):
-                        output = call(module, *args, **kwargs)
+                    with interception.switched_off():
+                        output = exchange.run(call, module, parameters, args, kwargs)
                 finally:
                     self._head_exchanges.clear()
             interception.planned.intercepted[0] = True
@@ -408,15 +370,14 @@ class Region:
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
+    # A projection of an AttentionByHeads takes this rank's tokens, and returns all tokens of this rank's heads. The
+    # output projection takes the latter, and returns this rank's tokens.
+
     def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a projection on this rank's tokens, and return its output for all tokens and this rank's heads."""
         output = call(projection, *args, **kwargs)
         return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the output projection for this rank's tokens and all heads, given ``x`` for all tokens and this rank's
-        heads.
-        """
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
 
 
@@ -437,20 +398,17 @@ def apply_plan(
     gathered outputs.
 
     A plan that was applied before is replaced. On a mesh of one rank nothing is applied, unless ``options.backend``,
-    ``attn_func``, ``cross_backend`` or ``on_one_rank`` is given, or ``batch`` splits samples.
+    ``attn_func``, ``cross_backend`` or ``on_one_rank`` is given, or ``batch`` splits samples. Inside
+    :func:`~para_core.distributed.consistency.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
 
     Args:
         plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
         batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call; raises if they differ between ranks. Not called
-            inside :func:`~para_core.distributed.consistency.inputs_verified`.
-        options: Attention options.
+        require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
         attn_func: Computes local attention instead of SDPA.
-        cross_backend: The backend for cross-attention, as in :meth:`Region.use`.
-        on_one_rank: Whether to apply the plan on one rank as well, because :meth:`Region.use` may set other options
-            later.
-        around: Returns a context manager in which each eager call runs, entered after ``require_equal``. Not called
-            inside :func:`~para_core.distributed.consistency.inputs_verified`.
+        options, cross_backend: Attention options, and the backend for cross-attention, as in :meth:`Region.use`.
+        on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
+        around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
 
     Raises:
         ValueError: The plan names a module that does not exist.
@@ -459,9 +417,9 @@ def apply_plan(
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
     options = options or AttnOptions()
-    is_named = options.backend is not None or cross_backend is not None or attn_func is not None
-    is_default_attention = not is_named and not on_one_rank
-    if mesh.ranks == 1 and is_default_attention and (batch is None or batch.size == 1 or not plan.batched):
+    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
+    splits_samples = batch is not None and batch.size > 1 and bool(plan.batched)
+    if mesh.ranks == 1 and is_default_attention and not on_one_rank and not splits_samples:
         return
     region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around)
     region.attach(module)
@@ -474,20 +432,13 @@ def remove_plan(module: nn.Module) -> None:
     region = region_of(module)
     submodules = [] if region is None else list(region.submodules.values())
     for submodule in {*module.modules(), *submodules}:
-        if is_wrapped(submodule, _KEY):
-            unwrap(submodule, _KEY)
+        unwrap(submodule, _KEY)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
     """Return the mesh of the plan that is applied to ``module``; None without a plan."""
     region = region_of(module)
     return None if region is None else region.mesh
-
-
-def plan_options(module: nn.Module) -> AttnOptions | None:
-    """Return the attention options of the plan that is applied to ``module``; None without a plan."""
-    region = region_of(module)
-    return None if region is None else region.options
 
 
 def region_of(module: nn.Module) -> Region | None:

@@ -21,7 +21,7 @@ from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
 from para_core.fleet.recipe_checks import require_loras
 from para_core.fleet.request import Delivery, Request
 from para_core.fleet.work import Cancelled, Watch, generate, generate_batch
-from para_core.plans.region import plan_options
+from para_core.plans.region import region_of
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
 REQUEST = Request(FIELDS, seed=3)
@@ -40,7 +40,7 @@ def pixels(result):
 def result_of(recipe):
     pipe = build(recipe)
     if recipe.rotate_method is not None:
-        assert plan_options(pipe.transformer).rotate_method == recipe.rotate_method
+        assert region_of(pipe.transformer).options.rotate_method == recipe.rotate_method
     return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
 
 

@@ -18,7 +18,7 @@ from para_core.adapters.planner import default_mesh
 from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted, choose_mesh
 from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
-from para_core.plans.region import plan_options
+from para_core.plans.region import region_of
 from tests.planner.gpus import gpu_named
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
@@ -265,7 +265,7 @@ def run_as_planned():
     with planned, mock.patch.object(default_mesh.logger, "info") as info:
         pipe, explicit = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
     lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
-    methods = [plan_options(x.transformer).rotate_method for x in (pipe, explicit)]
+    methods = [region_of(x.transformer).options.rotate_method for x in (pipe, explicit)]
     return pipe(**flux_call()).images, methods, lines
 
 
