@@ -21,7 +21,7 @@ LAYERS = (
     ("para_core/attention",),
     ("para_core/modes",),
     ("para_core/plans",),
-    ("para_core/cfg", "para_core/stage_interface.py", "para_core/verify"),
+    ("para_core/cfg", "para_core/verify"),
     ("para_core/spatial", "para_core/weights", "para_core/cache"),
     ("para_core/api.py",),
     ("para_core/__init__.py",),

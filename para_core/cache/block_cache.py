@@ -44,9 +44,8 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent
 from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
-from para_core.plans.current_call import attention_is_skipped, ranks_sharing_samples
+from para_core.plans.current_call import attention_is_skipped, on_all_stages, ranks_sharing_samples
 from para_core.plans.region import mesh_of_plan
-from para_core.stage_interface import on_all_stages
 from para_core.torch_internals import function_mode_stack
 from para_core.user_warnings import CacheWarning, WarningLog
 

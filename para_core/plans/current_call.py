@@ -4,14 +4,20 @@ PipeFusion.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.instance_patching import wrapper
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.planned_attention import Interception
 from para_core.plans.region import region_of
 from para_core.torch_internals import function_mode_stack
+
+# The key of the wrappers of a model in pipeline stages (:mod:`para_core.weights.stages`).
+STAGES = "stages"
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
@@ -45,9 +51,18 @@ def attention_is_skipped(module: nn.Module) -> None:
     Without this, a call that shards tokens and never calls attention raises. A cache that skips all blocks calls no
     attention, and PipeFusion computes the attention of patches itself.
     """
-    interception = interception_of(module)
-    if interception is not None:
+    if (interception := interception_of(module)) is not None:
         interception.planned.intercepted[0] = True
     for mode in function_mode_stack():
         if isinstance(mode, UnifiedAttnMode):
             mode.intercepted = True
+
+
+def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
+    """Return the ``output`` of a transformer ``block`` of ``module``, sent to all ranks along the mesh dim ``pipe``.
+
+    This is a collective call. Each block is computed by one rank along ``pipe``; on the other ranks it returns its
+    input. If ``module`` has no pipeline stages, return ``output``.
+    """
+    stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
+    return output if stages is None else stages.on_all(block, output)

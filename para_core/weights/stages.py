@@ -28,9 +28,8 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
-from para_core.plans.current_call import attention_is_skipped
+from para_core.plans.current_call import STAGES, attention_is_skipped
 from para_core.plans.module_matching import parameters_of
-from para_core.stage_interface import STAGES
 from para_core.torch_internals import is_registered, pytree
 from para_core.weights.gradients import Gradients
 from para_core.weights.stand_ins import put_weight, weights_of
