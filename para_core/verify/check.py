@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,13 @@ from torch import Tensor, nn
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.published_plan import published_plan
-from para_core.verify.arguments import checked_module, checked_ranks, dims_of_plan, dims_of_tokens, lengths_to_check
 from para_core.verify.first_difference import Difference, first_difference
-from para_core.verify.model_inputs import ModelInputs
+from para_core.verify.model_inputs import ModelInputs, checked_module, checked_ranks, dims_of_plan, dims_of_tokens
 from para_core.verify.parts import largest_error, relative_error, tensors_in
 from para_core.verify.record import Recording
-from para_core.verify.runs import ParallelRun, RankRun, run_alone, run_parallel
+from para_core.verify.runs import Method, ParallelRun, run_alone, run_parallel
 from para_core.verify.virtual_ranks import device_of, first_error
 
-Method = Literal["ring", "ulysses"]
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
 # The default of ``tolerance``: the largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype of the model's
 # computation.
@@ -160,7 +159,10 @@ def check_parallel(
     if sum(option is not None for option in (dim, plan, forward)) > 1:
         raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
     if tolerance is None:
-        tolerance = _TOLERANCE.get(_dtype_of(module), 1e-4)
+        weight = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        tolerance = _TOLERANCE.get(dtype, 1e-4)
     model_inputs = ModelInputs(inputs, kwargs)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else published_plan(plan)
@@ -168,7 +170,8 @@ def check_parallel(
     else:
         dims = dims_of_tokens(module, model_inputs, dim) if forward is None else {}
     run = ParallelRun(plan=plan, forward=forward, dims=dims)
-    with torch.random.fork_rng(_rng_devices(module, model_inputs)):
+    device = device_of(module, model_inputs.leaves())
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _Checker(module, model_inputs, run, tolerance).check(numbers)
 
 
@@ -185,38 +188,30 @@ class _Checker:
         # The token dim of each sharded tensor, by its index in inputs.leaves(), and the number of tokens. If forward=
         # or a plan shards tensors inside the model, these are known only after the first run.
         self._dims: dict[int, int] = dict(run.dims)
-        self._total = run.total(inputs)
+        leaves = inputs.leaves()
+        self._total: int | None = next((leaves[index].shape[dim] for index, dim in run.dims.items()), None)
 
     def check(self, numbers: Sequence[int]) -> ParallelCheck:
-        cases: list[CheckedCase] = []
-        wrong: tuple[CheckedCase, ModelInputs] | None = None
-        for ranks in numbers:
-            # Check the full length first, because that run shows which inputs are sharded and so can be shortened.
-            for shorten in (False, True):
-                for method in _METHODS:
-                    case, inputs = self._case(method, ranks, shorten)
-                    if case is None:
-                        continue
-                    cases.append(case)
-                    if not (case.failure is None and case.error is not None and case.error <= self._tolerance):
-                        wrong = wrong or (case, inputs)
-        difference = None if wrong is None else self._first_difference(*wrong)
-        return ParallelCheck(self._name, tuple(cases), self._tolerance, difference, tuple(dict.fromkeys(self._notes)))
+        # Check the full length first, because that run shows which inputs are sharded and so can be shortened.
+        runs = [(method, ranks, shorten) for ranks in numbers for shorten in (False, True) for method in _METHODS]
+        cases = [case for run in runs if (case := self._case(*run)) is not None]
+        notes = tuple(dict.fromkeys(self._notes))
+        check = ParallelCheck(self._name, tuple([case for case, _ in cases]), self._tolerance, notes=notes)
+        wrong = next((case for case in cases if not check.is_exact(case[0])), None)
+        return check if wrong is None else replace(check, first_difference=self._first_difference(*wrong))
 
-    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase | None, ModelInputs]:
-        length = self._total
-        if shorten:
-            length = self._shorter_length(ranks)
-            if length is None:
-                return None, self._inputs
-        reference = self._reference(length if shorten else None)
+    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase, ModelInputs] | None:
+        """Return the result of one run, and the inputs of the run; None if there are no shorter inputs to run."""
+        length = self._shorter_length(ranks) if shorten else self._total
+        reference = None if shorten and length is None else self._reference(length if shorten else None)
         if reference is None:
-            return None, self._inputs
+            return None
         inputs, expected = reference
-        results = run_parallel(self._module, inputs, self._run, *_mesh(method, ranks))
-        if not shorten and self._total is None:
-            self._learn(results[0])
-            length = self._total
+        results = run_parallel(self._module, inputs, self._run, method, ranks)
+        if not shorten and self._total is None and results[0].sharded:
+            # Remember which inputs the first run has sharded, so that later runs can shorten these inputs.
+            self._total = length = results[0].sharded[0][2]
+            self._dims = {i: d for i, d, total in results[0].sharded if i is not None and total == length}
         failed = first_error([result.outcome for result in results])
         if failed is not None:
             rank, error = failed
@@ -232,14 +227,18 @@ class _Checker:
         return CheckedCase(method, ranks, length, largest), inputs
 
     def _shorter_length(self, ranks: int) -> int | None:
+        """Return a length shorter than all tokens, such that ``ranks`` divides one of both but not the other.
+
+        Return None if it is less than ``ranks``, because many models fail on an empty part; or if no input is sharded.
+        """
         if self._total is None or not self._dims:
             self._notes.append(
                 "the length was not varied: none of the inputs is sharded itself. Check again with inputs of another "
                 "size."
             )
             return None
-        lengths = lengths_to_check(self._total, ranks)
-        return lengths[1] if len(lengths) > 1 else None
+        shorter = self._total - (self._total % ranks or 1)
+        return shorter if shorter >= ranks else None
 
     def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]] | None:
         """Return the inputs cut to their first ``length`` tokens, and the output tensors of the unmodified model for
@@ -251,38 +250,24 @@ class _Checker:
         Returns:
             None if the model fails on the shorter inputs.
         """
-        if length not in self._references:
-            if length is None or self._total is None:
-                outcome = run_alone(self._module, self._inputs)
-                if outcome.error is not None:
-                    raise outcome.error
-                self._references[length] = self._inputs, tensors_in(outcome.output)
-            else:
-                self._references[length] = self._shorter_reference(self._total, length)
-        return self._references[length]
-
-    def _shorter_reference(self, total: int, length: int) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return the inputs, of ``total`` tokens, cut to their first ``length`` tokens, and the output tensors of the
-        unmodified model for these inputs; None if the model raises.
-        """
+        if length in self._references:
+            return self._references[length]
+        choices = [self._inputs]
+        if length is not None and self._total is not None:
+            cut = partial(self._inputs.shortened, self._dims, self._total, length)
+            choices = [cut(only_tokens=True), cut(only_tokens=False)]
         error = None
-        for only_tokens in (True, False):
-            inputs = self._inputs.shortened(self._dims, total, length, only_tokens=only_tokens)
+        for inputs in choices:
             outcome = run_alone(self._module, inputs)
             if outcome.error is None:
-                return inputs, tensors_in(outcome.output)
+                self._references[length] = inputs, tensors_in(outcome.output)
+                return self._references[length]
             error = error or outcome.error
+        if length is None and error is not None:
+            raise error
         self._notes.append(f"{length} tokens were not checked: the model alone fails: {error}")
+        self._references[length] = None
         return None
-
-    def _learn(self, result: RankRun) -> None:
-        """Remember which inputs the first run sharded, and the number of tokens, so that later runs can shorten these
-        inputs.
-        """
-        if result.sharded:
-            _, _, total = result.sharded[0]
-            self._total = total
-            self._dims = {i: d for i, d, length in result.sharded if i is not None and length == total}
 
     def _first_difference(self, case: CheckedCase, inputs: ModelInputs) -> Difference:
         alone = Recording()
@@ -291,7 +276,7 @@ class _Checker:
         if expected and largest_error(outcome.output, expected) > self._tolerance:
             reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
             return Difference("", self._name, reason)
-        results = run_parallel(self._module, inputs, self._run, *_mesh(case.method, case.ranks), record=True)
+        results = run_parallel(self._module, inputs, self._run, case.method, case.ranks, record=True)
         return first_difference(
             self._module,
             alone,
@@ -300,11 +285,6 @@ class _Checker:
             tolerance=self._tolerance,
             failure=case.failure,
         )
-
-
-def _mesh(method: Method, ranks: int) -> tuple[int, int]:
-    """Return (ring size, Ulysses size) of a mesh with all ``ranks`` along the dim that ``method`` names."""
-    return (ranks, 1) if method == "ring" else (1, ranks)
 
 
 def _error_of(
@@ -325,32 +305,14 @@ def _error_of(
         return f"the ranks return {numbers} tensors, and the model alone {len(expected)}."
     largest = 0.0
     of_ranks = [*zip(*outputs, strict=True)]
-    # A user's forward= may return only some of the output tensors, so look for the expected tensor with matching
-    # shapes.
-    wholes = expected if len(of_ranks) == len(expected) else [_fitting(parts, expected, segments) for parts in of_ranks]
-    for parts, whole in zip(of_ranks, wholes, strict=True):
-        error = None if whole is None else relative_error(parts, whole, segments)
+    for i, parts in enumerate(of_ranks):
+        # A user's forward= may return only some of the output tensors, so look for the first whose shape fits.
+        wholes = [expected[i]] if len(of_ranks) == len(expected) else expected
+        errors = (relative_error(parts, whole, segments) for whole in wholes)
+        error = next((error for error in errors if error is not None), None)
         if error is None:
             shapes = [list(part.shape) for part in parts]
             alone = [list(x.shape) for x in expected]
             return f"the ranks return {shapes}, which are no parts of what the model alone returns: {alone}."
         largest = max(largest, error)
     return largest
-
-
-def _fitting(parts: Sequence[Tensor], expected: Sequence[Tensor], segments: Any) -> Tensor | None:
-    return next((whole for whole in expected if relative_error(parts, whole, segments) is not None), None)
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    weight = next((x for x in module.parameters() if x.is_floating_point()), None)
-    if weight is None:
-        return torch.float32
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
-
-
-def _rng_devices(module: nn.Module, inputs: ModelInputs) -> list[torch.device]:
-    device = device_of(module, inputs.leaves())
-    return [device] if device.type == "cuda" else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from para_core.distributed.layout import Segment
 from para_core.instance_patching import original_class
 from para_core.verify.parts import relative_error, sharded_dim
-from para_core.verify.record import AttentionRecord, Digest, Event, Recording
+from para_core.verify.record import AttentionRecord, Event, Kind, Recording
 
 
 @dataclass(frozen=True)
@@ -65,29 +65,35 @@ def first_difference(
         tolerance: The largest relative error that counts as equal.
         failure: The error that ended the run on several ranks, or None.
     """
-    columns = _comparable([alone, *ranks])
+    describe = partial(_described, module, [alone, *ranks])
     running: list[str] = []
-    for row in zip(*columns, strict=False):
-        event, *parts = row
+    for event, *parts in zip(*_comparable([alone, *ranks]), strict=False):
         if any((part.kind, part.module) != (event.kind, event.module) for part in parts):
-            reason = "on several ranks other modules run, or in another order"
-            return _of(module, running, reason, alone, ranks, None)
+            return describe(running, "on several ranks other modules run, or in another order")
         error = _largest_error(event, parts, segments)
         if error > tolerance:
-            return _at(module, event, running, alone, ranks, error)
+            reason = _REASONS[event.kind].format(event.module or "the model")
+            return describe(running if event.kind == "call" else [event.module], reason, error)
         if event.kind == "call":
             running.append(event.module)
         elif event.kind == "return" and event.module in running:
             del running[running.index(event.module) :]
     if failure is not None:
         # If modules of a recording have not returned, its rank failed in the innermost one.
-        stopped = next((recording.running for recording in ranks if recording.running), [])
-        return _of(module, stopped, failure, alone, ranks, None)
-    reason = (
+        return describe(next((recording.running for recording in ranks if recording.running), []), failure)
+    return describe(
+        [],
         "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
-        "last, or in the lines of forward="
+        "last, or in the lines of forward=",
     )
-    return _of(module, [], reason, alone, ranks, None)
+
+
+_REASONS: dict[Kind, str] = {
+    "call": "what it gives {} differs, though all that ran before agrees: it mixes tokens, or counts them",
+    "return": "what it returns differs, though what it is given agrees: it mixes tokens, or counts them",
+    "attention": "the query, key or value that it attends with differs: look at positions (rotary embeddings)",
+    "attended": "its attention differs, though query, key and value agree: look at the mask",
+}
 
 
 def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
@@ -114,66 +120,36 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
         return 0.0
     largest = 0.0
     for i, whole in enumerate(event.digests):
-        if _is_mask(whole):
-            # Skip masks: a correct mask may have other numbers of rows or columns on a rank, and a wrong mask shows in
-            # the attention output.
+        # Skip tensors that may be masks [..., S_q, S_k]: a correct mask may have other numbers of rows or columns on a
+        # rank, and a wrong mask shows in the attention output.
+        shape, dtype = whole.shape, whole.dtype
+        if dtype == torch.bool and len(shape) >= 2:
             continue
-        error = _digest_error(whole, [part.digests[i] for part in parts], segments)
-        largest = max(largest, error or 0.0)
+        if len(shape) == 4 and shape[1] == 1 and dtype.is_floating_point:
+            continue
+        dim = sharded_dim([part.digests[i].shape for part in parts], shape)
+        if dim is not None:
+            # The dim is -1 if all shapes are equal. Then compare along dim 0, because any dim will do.
+            dim = max(dim, 0)
+            error = relative_error([part.digests[i].rows[dim] for part in parts], whole.rows[dim], segments)
+            largest = max(largest, error or 0.0)
     return largest
 
 
-def _is_mask(x: Digest) -> bool:
-    """Whether a tensor may be an attention mask ``[..., S_q, S_k]``: it is bool, or it is ``[B, 1, S_q, S_k]`` with a
-    floating-point dtype.
-    """
-    if x.dtype == torch.bool:
-        return len(x.shape) >= 2
-    return len(x.shape) == 4 and x.shape[1] == 1 and x.dtype.is_floating_point
-
-
-def _digest_error(whole: Digest, parts: Sequence[Digest], segments: Sequence[Segment]) -> float | None:
-    dim = sharded_dim([part.shape for part in parts], whole.shape)
-    if dim is None:
-        return None
-    # The dim is -1 if all shapes are equal. Then compare along dim 0, because any dim will do.
-    dim = max(dim, 0)
-    return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments)
-
-
-def _at(
+def _described(
     module: nn.Module,
-    event: Event,
-    running: Sequence[str],
-    alone: Recording,
-    ranks: Sequence[Recording],
-    error: float,
-) -> Difference:
-    if event.kind == "return":
-        reason = "what it returns differs, though what it is given agrees: it mixes tokens, or counts them"
-        return _of(module, [event.module], reason, alone, ranks, error)
-    if event.kind == "call":
-        called = event.module or "the model"
-        reason = f"what it gives {called} differs, though all that ran before agrees: it mixes tokens, or counts them"
-        return _of(module, running, reason, alone, ranks, error)
-    if event.kind == "attention":
-        reason = "the query, key or value that it attends with differs: look at positions (rotary embeddings)"
-    else:
-        reason = "its attention differs, though query, key and value agree: look at the mask"
-    return _of(module, [event.module], reason, alone, ranks, error)
-
-
-def _of(
-    module: nn.Module,
+    recordings: Sequence[Recording],
     running: Sequence[str],
     reason: str,
-    alone: Recording,
-    ranks: Sequence[Recording],
-    error: float | None,
+    error: float | None = None,
 ) -> Difference:
+    """Return the difference in the innermost of the ``running`` modules, with the facts that ``recordings`` give."""
     name = running[-1] if running else ""
     submodule = module.get_submodule(name)
-    calls = [_attention_of(name, recording) for recording in (alone, *ranks)]
+    calls = [
+        [event.attention for event in recording.events if event.module == name and event.attention is not None]
+        for recording in recordings
+    ]
     facts = []
     if calls[0]:
         facts.append(f"alone: {calls[0][0]}")
@@ -183,35 +159,19 @@ def _of(
     return Difference(name, original_class(submodule).__name__, reason, tuple(facts), error)
 
 
-def _attention_of(name: str, recording: Recording) -> list[AttentionRecord]:
-    return [
-        event.attention
-        for event in recording.events
-        if event.kind == "attention" and event.module == name and event.attention is not None
-    ]
-
-
 def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
     """Return settings of the module and of its config that may limit attention, such as windows, as lines of text."""
     facts = []
-    config = getattr(module, "config", None)
-    of_config = vars(config) if hasattr(config, "__dict__") else {}
-    for source, values in (("", vars(module)), ("config.", of_config)):
+    whole, held = (calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])) if all(calls) else (0, 0)
+    for source, values in (("", vars(module)), ("config.", getattr(getattr(module, "config", None), "__dict__", {}))):
         for name, value in values.items():
-            if ("window" in name or "causal" in name or name in ("layer_type", "attention_type")) and isinstance(
-                value, (bool, int, str, tuple)
-            ):
-                facts.append(f"{source}{name} = {value!r}{_beside_lengths(value, calls)}")
+            limits = "window" in name or "causal" in name or name in ("layer_type", "attention_type")
+            if limits and isinstance(value, (bool, int, str, tuple)):
+                fact = f"{source}{name} = {value!r}"
+                if type(value) is int and held <= value < whole:
+                    fact += f": not shorter than a rank's part ({held} tokens), but shorter than the sequence ({whole})"
+                facts.append(fact)
     return facts
-
-
-def _beside_lengths(value: Any, calls: Sequence[Sequence[AttentionRecord]]) -> str:
-    if type(value) is not int or not all(calls):
-        return ""
-    whole, held = calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])
-    if held <= value < whole:
-        return f": not shorter than a rank's part ({held} tokens), but shorter than the sequence ({whole})"
-    return ""
 
 
 def _advice(calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:

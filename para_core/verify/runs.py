@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,6 +19,9 @@ from para_core.plans.region import apply_plan
 from para_core.verify.model_inputs import ModelInputs
 from para_core.verify.record import Recording
 from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
+
+# The mesh dim over which ranks share attention.
+Method = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,6 @@ class ParallelRun:
     plan: Plan | None
     forward: Callable[..., Any] | None
     dims: Mapping[int, int]
-
-    def total(self, inputs: ModelInputs) -> int | None:
-        """Return the number of tokens of the first sharded tensor of ``inputs``; None if ``dims`` is empty."""
-        leaves = inputs.leaves()
-        return next((leaves[index].shape[dim] for index, dim in self.dims.items()), None)
 
 
 @dataclass
@@ -74,9 +72,7 @@ def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | Non
 
     def run(_: SequenceMesh) -> Any:
         own_inputs = inputs.copied()
-        with ExitStack() as stack:
-            if recording is not None:
-                stack.enter_context(recording.around(copied))
+        with nullcontext() if recording is None else recording.around(copied):
             return copied(*own_inputs.args, **own_inputs.kwargs)
 
     # Run in a thread of its own, as virtual ranks do. The recording hooks enter modes, which must not stay on in the
@@ -85,9 +81,9 @@ def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | Non
 
 
 def run_parallel(
-    module: nn.Module, inputs: ModelInputs, run: ParallelRun, ring: int, ulysses: int, *, record: bool = False
+    module: nn.Module, inputs: ModelInputs, run: ParallelRun, method: Method, ranks: int, *, record: bool = False
 ) -> list[RankRun]:
-    """Call a copy of ``module`` on each of ``ring × ulysses`` virtual ranks, and return the result of each rank.
+    """Call a copy of ``module`` on each of ``ranks`` virtual ranks, and return the result of each rank.
 
     Exceptions are not raised but part of the results.
 
@@ -95,45 +91,41 @@ def run_parallel(
         module: The unmodified model.
         inputs: The arguments of the call, which are copied for each rank.
         run: The settings of the run.
+        method: The mesh dim with all ranks.
         record: Whether to record the modules and attention calls of each rank.
     """
-    copies = [with_same_weights(module).eval() for _ in range(ring * ulysses)]
+    copies = [with_same_weights(module).eval() for _ in range(ranks)]
     results = [RankRun() for _ in copies]
 
+    def run_plan(copied: nn.Module, plan: Plan, mesh: SequenceMesh, own_inputs: ModelInputs, result: RankRun) -> Any:
+        def note() -> None:
+            under_way = segments_under_way(copied)
+            if under_way is not None:
+                result.note_segments(under_way[1])
+
+        result.recording.at_each_event = note
+        apply_plan(copied, plan, mesh)
+        return copied(*own_inputs.args, **own_inputs.kwargs)
+
+    def run_mode(copied: nn.Module, mesh: SequenceMesh, own_inputs: ModelInputs, result: RankRun) -> Any:
+        with _NotingMode(mesh, result, own_inputs) as cp, result.recording.notes_attention():
+            if run.forward is not None:
+                return run.forward(cp, copied, *own_inputs.args, **own_inputs.kwargs)
+            sharded = own_inputs.with_leaves(lambda i, leaf: cp.shard(leaf, run.dims[i]) if i in run.dims else leaf)
+            return copied(*sharded.args, **sharded.kwargs)
+
     def run_rank(mesh: SequenceMesh) -> Any:
-        copied, result = copies[mesh.rank], results[mesh.rank]
-        own_inputs = inputs.copied()
-        with ExitStack() as stack:
-            if record:
-                stack.enter_context(result.recording.around(copied))
+        copied, result, own_inputs = copies[mesh.rank], results[mesh.rank], inputs.copied()
+        with result.recording.around(copied) if record else nullcontext():
             if run.plan is not None:
-                return _run_plan(copied, run.plan, mesh, own_inputs, result)
-            return _run_mode(copied, run, mesh, own_inputs, result)
+                return run_plan(copied, run.plan, mesh, own_inputs, result)
+            return run_mode(copied, mesh, own_inputs, result)
 
     device = device_of(module, inputs.leaves())
-    outcomes = outcomes_on_virtual_ranks(run_rank, ring=ring, ulysses=ulysses, device=device)
+    outcomes = outcomes_on_virtual_ranks(run_rank, device=device, **{method: ranks})
     for result, outcome in zip(results, outcomes, strict=True):
         result.outcome = outcome
     return results
-
-
-def _run_plan(module: nn.Module, plan: Plan, mesh: SequenceMesh, inputs: ModelInputs, result: RankRun) -> Any:
-    def note() -> None:
-        under_way = segments_under_way(module)
-        if under_way is not None:
-            result.note_segments(under_way[1])
-
-    result.recording.at_each_event = note
-    apply_plan(module, plan, mesh)
-    return module(*inputs.args, **inputs.kwargs)
-
-
-def _run_mode(module: nn.Module, run: ParallelRun, mesh: SequenceMesh, inputs: ModelInputs, result: RankRun) -> Any:
-    with _NotingMode(mesh, result, inputs) as cp, result.recording.notes_attention():
-        if run.forward is not None:
-            return run.forward(cp, module, *inputs.args, **inputs.kwargs)
-        sharded = inputs.with_leaves(lambda i, leaf: cp.shard(leaf, run.dims[i]) if i in run.dims else leaf)
-        return module(*sharded.args, **sharded.kwargs)
 
 
 class _NotingMode(UnifiedAttnMode):
