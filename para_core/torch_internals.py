@@ -13,7 +13,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -148,16 +148,17 @@ def group_named(name: str) -> ProcessGroup:
     return group
 
 
-def register_group_name(name: str, group: ProcessGroup) -> None:
-    """Let functional collectives find ``group``, which torch.distributed did not create, by ``name``."""
+@contextmanager
+def registered_group_names(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
+    """Let functional collectives find ``groups``, which torch.distributed did not create, by name inside the ``with``
+    block.
+    """
     c10d: Any = torch._C._distributed_c10d
-    c10d._register_process_group(name, group)
-
-
-def unregister_group_name(name: str) -> None:
-    """Undo :func:`register_group_name`."""
-    c10d: Any = torch._C._distributed_c10d
-    c10d._unregister_process_group(name)
+    with ExitStack() as stack:
+        for name, group in groups.items():
+            c10d._register_process_group(name, group)
+            stack.callback(c10d._unregister_process_group, name)
+        yield
 
 
 def default_store() -> Any:

@@ -216,9 +216,8 @@ def test_set_pg_timeout_changes_the_timeout_of_a_group(world):
 def test_register_process_group_makes_a_group_known_by_name(world):
     """Without it ``check_parallel`` cannot run collectives of virtual ranks."""
     group = dist.ProcessGroup(0, 1)
-    internals.register_group_name("virtual", group)
-    assert internals.group_named("virtual") is group
-    internals.unregister_group_name("virtual")
+    with internals.registered_group_names({"virtual": group}):
+        assert internals.group_named("virtual") is group
     with pytest.raises(RuntimeError):
         internals.group_named("virtual")
 

@@ -42,13 +42,11 @@ def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Se
     if dim < 0:
         return _error([(part, whole) for part in parts])
     held = [part.shape[dim] for part in parts]
-    errors = [
-        _error(
-            [(part, whole.index_select(dim, at.to(whole.device))) for part, at in zip(parts, positions, strict=True)]
-        )
+    wholes = (
+        [whole.index_select(dim, at.to(whole.device)) for at in positions]
         for positions in held_positions(whole.shape[dim], held, segments)
-    ]
-    return min(errors, default=None)
+    )
+    return min((_error([*zip(parts, pieces, strict=True)]) for pieces in wholes), default=None)
 
 
 def largest_error(out: Any, expected: Any) -> float:
@@ -117,9 +115,8 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
             continue
         repeats = total // layout.total
         if [size * repeats for size in layout.sizes()] == list(held):
-            yield [_positions(layout, rank, repeats) for rank in range(ranks)]
-
-
-def _positions(layout: SequenceLayout, rank: int, repeats: int) -> Tensor:
-    once = torch.cat([torch.arange(start, start + length) for start, length in layout.runs(rank)])
-    return torch.cat([once + layout.total * i for i in range(repeats)])
+            starts = [i * layout.total for i in range(repeats)]
+            yield [
+                torch.cat([torch.arange(a + b, a + b + n) for a in starts for b, n in layout.runs(rank)])
+                for rank in range(ranks)
+            ]

@@ -56,11 +56,10 @@ class AttentionRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """The record of the start or the end of a module's call or of an attention call.
+    """The record of the start (``"call"``, ``"attention"``) or the end (``"return"``, ``"attended"``) of a module's
+    call or of an attention call, with digests of its inputs or outputs.
 
-    For a module, the kinds are ``"call"`` and ``"return"``, with digests of its inputs or outputs. For an attention
-    call, the kinds are ``"attention"``, with digests of query, key and value, and ``"attended"``, with the digest of
-    the output; ``module`` is then the innermost module that is running.
+    ``module`` is the module, or the innermost module that is running during the attention call.
     """
 
     kind: Kind

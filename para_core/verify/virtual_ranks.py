@@ -14,7 +14,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +26,7 @@ from para_core.distributed.mesh import SequenceMesh, mesh_of_groups
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
-from para_core.torch_internals import register_group_name, tree_leaves, tree_map, unregister_group_name
+from para_core.torch_internals import registered_group_names, tree_leaves, tree_map
 
 _NAMES = itertools.count()
 
@@ -233,12 +233,12 @@ def outcomes_on_virtual_ranks(
     ranks = _RankTurns(ring * ulysses)
     meshes, groups = _meshes(ring, ulysses, device.type, ranks)
     outcomes = [RankOutcome()] * len(meshes)
-    inherited = _Inherited(device)
+    inherited = _inherited(device)
 
     def run_rank(rank: int) -> None:
         ranks.turn.acquire()
         try:
-            with inherited.entered(), torch.no_grad():
+            with inherited(), torch.no_grad():
                 outcomes[rank] = RankOutcome(run(meshes[rank]))
         # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:
@@ -251,7 +251,7 @@ def outcomes_on_virtual_ranks(
         threading.Thread(target=contextvars.copy_context().run, args=(run_rank, rank), daemon=True)
         for rank in range(len(meshes))
     ]
-    with _registered(groups):
+    with registered_group_names({group.group_name: group for group in groups}):
         try:
             for thread in threads:
                 thread.start()
@@ -268,17 +268,12 @@ def first_error(outcomes: Sequence[RankOutcome]) -> tuple[int, Exception] | None
     A rank that failed only because another rank did (:class:`RanksDiffer`) is returned only if all failures are of this
     kind.
     """
+
+    def merely_waited(error: BaseException | None) -> bool:
+        return error is not None and (isinstance(error, RanksDiffer) or merely_waited(error.__cause__))
+
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-    causes = [(rank, error) for rank, error in errors if not _merely_waited(error)]
-    return next(iter([*causes, *errors]), None)
-
-
-def _merely_waited(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, RanksDiffer):
-            return True
-        error = error.__cause__
-    return False
+    return min(errors, key=lambda item: merely_waited(item[1]), default=None)
 
 
 def run_on_virtual_ranks(
@@ -340,45 +335,30 @@ def _meshes(
     """Return the mesh of each rank, and the process groups of all meshes."""
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
     ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
-    meshes: list[SequenceMesh] = []
-    groups: list[_LocalGroup] = []
-    for rank in range(ring * ulysses):
-        outer, inner = divmod(rank, ulysses)
-        of_ring = _LocalGroup(outer, rings[inner], device_type)
-        of_ulysses = _LocalGroup(inner, ulysses_groups[outer], device_type)
-        mesh = mesh_of_groups(of_ring, of_ulysses, device_type)
-        meshes.append(_VirtualMesh(**{field.name: getattr(mesh, field.name) for field in fields(mesh)}))
-        groups += [of_ring, of_ulysses]
-    return meshes, groups
+    groups = [
+        (_LocalGroup(outer, rings[inner], device_type), _LocalGroup(inner, ulysses_groups[outer], device_type))
+        for outer in range(ring)
+        for inner in range(ulysses)
+    ]
+    meshes = [mesh_of_groups(*pair, device_type) for pair in groups]
+    virtual = [_VirtualMesh(**{field.name: getattr(mesh, field.name) for field in fields(mesh)}) for mesh in meshes]
+    return [*virtual], [group for pair in groups for group in pair]
 
 
-@contextmanager
-def _registered(groups: Sequence[_LocalGroup]) -> Iterator[None]:
-    """Make the names of ``groups`` known to functional collectives inside the ``with`` block."""
-    with ExitStack() as stack:
-        for group in groups:
-            register_group_name(group.group_name, group)
-            stack.callback(unregister_group_name, group.group_name)
-        yield
-
-
-class _Inherited:
-    """The device, stream and autocast state of the thread that creates it, which new threads do not inherit.
-
-    :meth:`entered` applies this state in another thread.
+def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that in another thread enters the device, stream and autocast state of this thread, which new
+    threads do not inherit.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device_type = device.type
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._dtype = torch.get_autocast_dtype(device.type)
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        on_accelerator = accelerator is not None and accelerator.type == device.type
-        self._stream = torch.accelerator.current_stream(device) if on_accelerator else None
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    on_accelerator = accelerator is not None and accelerator.type == device.type
+    stream = torch.accelerator.current_stream(device) if on_accelerator else None
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)
-        with torch.autocast(self._device_type, self._dtype, enabled=self._autocast):
+    def entered() -> Iterator[None]:
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        with torch.autocast(device.type, dtype, enabled=enabled):
             yield
+
+    return entered
