@@ -53,11 +53,10 @@ class WrapperPriority(IntEnum):
     CACHE = auto()
     # Pipeline stages exchange gathered tensors, so they run outside the plan.
     STAGES = auto()
-    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the
-    # output.
     PATCH = auto()
     PLAN = auto()
-    # If a submodule returns all tokens, the patch is taken inside the plan, before the plan shards the output.
+    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the
+    # output.
     PATCH_OUTPUTS = auto()
     # The cache compares the sharded outputs of blocks, so the cached block runs inside the plan.
     CACHED_BLOCK = auto()
@@ -108,15 +107,8 @@ def wrap_alike(
 
     A graph that was compiled for one block of a model is then valid for its other blocks, too.
     """
-    # The keys are ids of classes, because a private class compares equal to its original class.
-    changed: dict[int, tuple[type, type]] = {}
     for instance in instances:
-        before = type(instance)
-        if id(before) not in changed:
-            _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
-            changed[id(before)] = (before, type(instance))
-        else:
-            instance.__class__ = changed[id(before)][1]
+        _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
 
 
 def unwrap(instance: Any, key: str) -> None:
@@ -169,20 +161,18 @@ def unwrapped_class(instance: Any) -> type:
 
 def _without_fsdp(cls: type) -> type:
     """Return the class from which FSDP2 has derived ``cls``; ``cls`` itself if FSDP2 did not make it."""
-
-    def of_fsdp(cls: type) -> bool:
-        return any(base.__module__.startswith("torch.distributed.fsdp") for base in (cls, *cls.__bases__))
-
-    return next(base for base in cls.__mro__ if not of_fsdp(base))
+    parents = {base: (base, *base.__bases__) for base in cls.__mro__}
+    return next(
+        base for base in parents if not any(x.__module__.startswith("torch.distributed.fsdp") for x in parents[base])
+    )
 
 
 @contextmanager
 def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
     """Remove all wrappers of ``instances`` inside the ``with`` block, and add them again afterwards.
 
-    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that it
-    derives the new class from the original class instead of the private class. The wrappers are then added to the new
-    class.
+    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that it does
+    not derive it from the private class. The wrappers are then added to the new class.
     """
     wrappers_of = [(instance, _wrappers(instance)) for instance in instances]
     try:
@@ -212,14 +202,7 @@ def is_compiled(module: Any) -> bool:
 
 def has_compiled_parts(module: Any) -> bool:
     """Whether ``module`` or a module inside it was compiled."""
-    modules = [module]
-    # The loop appends to the list that it iterates over. For over a thousand modules this is faster than
-    # module.modules().
-    for submodule in modules:
-        if is_compiled(submodule):
-            return True
-        modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
-    return False
+    return ModuleTree(module).has_compiled_parts()
 
 
 class ModuleTree:
@@ -230,7 +213,7 @@ class ModuleTree:
 
     def __init__(self, module: nn.Module) -> None:
         modules: list[nn.Module] = [module]
-        # The loop appends to the list that it iterates over.
+        # The loop appends to the list that it iterates over, which is faster than module.modules().
         for submodule in modules:
             modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
         self._states = [submodule.__dict__ for submodule in modules]
@@ -246,10 +229,7 @@ class ModuleTree:
         return self._children_now() == self._children
 
     def has_compiled_parts(self) -> bool:
-        """Whether the module or a module inside it is compiled now.
-
-        The result is only valid if :meth:`is_unchanged`.
-        """
+        """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""
         if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
             return True
         if not any(map(dict.__contains__, self._states, repeat("forward"))):
@@ -382,8 +362,7 @@ def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    enter.__name__ = method
-    enter.__doc__ = original.__doc__
+    enter.__name__, enter.__doc__ = method, original.__doc__
     # Set __wrapped__, so that inspect.signature returns the signature of the original method.
     enter.__wrapped__ = original
     enter._para_core_entry = True
@@ -398,8 +377,7 @@ def _dir_as_original(self: Any) -> list[str]:
 
 
 def _reduce_as_original(self: Any, protocol: Any) -> Any:
-    """Return the value of ``__reduce_ex__`` from which ``copy`` and ``pickle`` rebuild ``self`` with its original
-    class.
+    """Return the ``__reduce_ex__`` from which ``copy`` and ``pickle`` rebuild ``self`` with its original class.
 
     Raises:
         TypeError: The copy would lose a wrapper that does not permit plain copies.
