@@ -16,8 +16,7 @@ from rich.table import Table
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, flag, option
-from para_core.fleet.model_index import find_model
-from para_core.fleet.models import Model
+from para_core.fleet.models import Model, find_model
 from para_core.fleet.outputs import require_file, write_atomically
 
 if TYPE_CHECKING:
@@ -52,10 +51,9 @@ def bench(
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from para_core.cli.measurement import MeasurementJob, measure
-    from para_core.cli.ranks import count_ranks, quiet
-    from para_core.cli.signals import describe_signal, terminable
+    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
     from para_core.fleet.foresee import require_mesh_fits
-    from para_core.fleet.recipe_checks import refuse_options, require_loras
+    from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
     named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}

@@ -18,8 +18,7 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars, NoBars
-from para_core.cli.ranks import RankJob, RankReport, run_job
-from para_core.cli.signals import describe_signal, terminable
+from para_core.cli.ranks import RankJob, RankReport, describe_signal, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -30,11 +29,19 @@ from para_core.fleet.foresee import (
 )
 from para_core.fleet.loading import dtype_of
 from para_core.fleet.models import Model
-from para_core.fleet.names import choose_names, digest, digest_of, require_name
-from para_core.fleet.outputs import alone_in, choose_format, require_room, too_large, write_result
+from para_core.fleet.outputs import (
+    alone_in,
+    choose_format,
+    choose_names,
+    digest,
+    digest_of,
+    require_name,
+    require_room,
+    too_large,
+    write_result,
+)
 from para_core.fleet.prompts import Line, Problem, read_prompts
-from para_core.fleet.recipe import Recipe
-from para_core.fleet.recipe_checks import refuse_options, require_loras
+from para_core.fleet.recipe import Recipe, refuse_options, require_loras
 from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
 from para_core.fleet.work import Result
 

@@ -14,10 +14,8 @@ import typer
 from rich.console import Console
 
 from para_core.cli import options
-from para_core.cli.config_file import config_option
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
-from para_core.fleet.model_index import find_model
-from para_core.fleet.models import Kind, Model
+from para_core.fleet.models import Kind, Model, find_model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Request, make_request, read_size
 
@@ -54,14 +52,17 @@ def serve(
     warmup: Annotated[list[str] | None, option("Generate this size before serving.", "WxH", INPUT)] = None,
     cors: Annotated[list[str] | None, option("Site whose pages may use the server.", "ORIGIN", INPUT)] = None,
     request_log: Annotated[Path | None, option("JSON lines, one per request.", "FILE", INPUT)] = None,
-    config: Annotated[Path | None, config_option()] = None,
+    # Read before the other options, because it sets their defaults.
+    config: Annotated[
+        Path | None, option("YAML with the names of options.", "FILE", INPUT, is_eager=True, callback=_read_config)
+    ] = None,
     retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS)] = 0,
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet
     from para_core.fleet.limits import Limits
-    from para_core.fleet.recipe_checks import refuse_options, require_loras
+    from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
     api_key = os.environ.get(api_key_env) or None
@@ -193,3 +194,38 @@ def _pixels(size: str | None, kind: Kind) -> int:
     if not frames.isdecimal() or int(frames) < 1:
         raise typer.BadParameter(f"--max-size {size}: expected width x height, or width x height x frames.")
     return width * height * int(frames)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the values in the YAML file ``path``, by option names without dashes, the defaults of the command's options.
+
+    Raises:
+        typer.BadParameter: If the file cannot be read, or names an option that the command does not have.
+    """
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{path} has {values!r:.40}; expected lines such as 'port: 8000'.")
+    names = {
+        option.lstrip("-"): parameter
+        for parameter in context.command.params
+        for option in parameter.opts
+        if parameter.name != "config"
+    }
+    defaults: dict[str, Any] = {}
+    for name, value in values.items():
+        parameter = names.get(str(name).replace("_", "-"))
+        if parameter is None:
+            raise typer.BadParameter(f"{path} has {str(name)[:40]!r}; expected one of {', '.join(sorted(names))}.")
+        several = getattr(parameter, "multiple", False) and not isinstance(value, list)
+        defaults[str(parameter.name)] = [value] if several else value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path

@@ -20,7 +20,7 @@ class Line:
     Args:
         number (`int`): Number of the line, from 1.
         request (`Request`): The request.
-        digest (`str`): See :func:`~para_core.fleet.names.digest`.
+        digest (`str`): See :func:`~para_core.fleet.outputs.digest`.
         file (`str`): Name of the result's files, without suffix. If empty, they are named by the number.
     """
 

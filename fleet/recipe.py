@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
@@ -14,6 +15,7 @@ from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.backend_selection import EXACT_FORM, Backend
+from para_core.fleet.models import Model
 
 Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
@@ -208,3 +210,29 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "comm_dtype": recipe.comm_dtype,
     }
     return tuple(name for name, value in values.items() if value is not None)
+
+
+def require_loras(recipe: Recipe) -> None:
+    """Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist.
+
+    A LoRA that may be a Hub repository, ``owner/name``, is not checked.
+    """
+    for text in recipe.lora:
+        name, _ = read_lora(text)
+        path = Path(name)
+        is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
+        if is_file and not path.exists():
+            raise FileNotFoundError(
+                f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
+            )
+
+
+def refuse_options(model: Model, recipe: Recipe) -> None:
+    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs."""
+    if recipe.lora and not model.takes_loras:
+        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
+    if recipe.offload == "model" and model.modular:
+        raise ValueError(
+            f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "
+            "whole for classical ones only. Use --offload blocks, or --text-encoders offload."
+        )

@@ -22,8 +22,7 @@ from PIL import Image
 
 import para_core.cli.ranks
 from para_core.cli.app import app, run
-from para_core.fleet.names import digest
-from para_core.fleet.outputs import alone_in, encode, write_atomically
+from para_core.fleet.outputs import alone_in, digest, encode, write_atomically
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
