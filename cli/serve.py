@@ -70,7 +70,7 @@ def serve(
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
     from para_core.fleet import serving
     from para_core.fleet.group import ReplicaShape
-    from para_core.fleet.rank import Kept
+    from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.server import ServerOptions
 
     pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
@@ -90,11 +90,12 @@ def serve(
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, max_batch, loras)
     require_file(request_log)
-    replica_options = serving.ReplicaOptions(
+    replica_options = ReplicaOptions(
         choose_format(pipeline, format_),
         fps,
         room=None if memory is None else memory * 1e9,
-        kept=Kept(int(encoded_prompts * 1e9), 0 if loras is None else max_loras),
+        prompt_bytes=int(encoded_prompts * 1e9),
+        loras=0 if loras is None else max_loras,
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -106,7 +107,6 @@ def serve(
                 ReplicaShape(count_ranks(ranks, replicas), spread),
                 limits,
                 ServerOptions(
-                    choose_format(pipeline, format_),
                     replicas,
                     api_key,
                     fps,
@@ -117,9 +117,9 @@ def serve(
                     cors=tuple(cors or ()),
                     request_log=None if request_log is None else request_log.absolute(),
                 ),
+                replica_options,
                 host=host,
                 port=port,
-                replica_options=replica_options,
                 debug=debug,
             )
             address = f"[{host}]" if ":" in host else host

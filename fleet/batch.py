@@ -10,6 +10,7 @@ import ray
 from para_core.fleet.failures import ReplicaDied, RequestFailed
 from para_core.fleet.group import Replica, ReplicaShape, connect, require_cluster
 from para_core.fleet.prompts import Line, Problem
+from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.work import Result
 
@@ -38,7 +39,8 @@ def generate_lines(
     connected = connect(shape.ranks * replicas, debug=debug)
     try:
         require_cluster(shape, replicas)
-        fleet = [Replica(recipe, shape, format_=format_, fps=fps) for _ in range(min(replicas, len(lines)))]
+        options = ReplicaOptions(format_, fps)
+        fleet = [Replica(recipe, shape, options) for _ in range(min(replicas, len(lines)))]
         return asyncio.run(_generate_all(lines, fleet, write))
     finally:
         if connected:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
 from para_core.fleet.outputs import Output
-from para_core.fleet.rank import CONTROL, Answer, Kept, Rank
+from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
@@ -51,15 +51,11 @@ class ReplicaShape:
 class Replica:
     """A group of ranks that runs one pipeline, one request at a time."""
 
-    def __init__(
-        self, recipe: Recipe, shape: ReplicaShape, *, format_: str, fps: int, kept: Kept | None = None
-    ) -> None:
-        self._recipe, self._shape, self._kept = recipe, shape, kept
-        self._format, self._fps = format_, fps
+    def __init__(self, recipe: Recipe, shape: ReplicaShape, options: ReplicaOptions) -> None:
+        self._recipe, self._shape, self._options = recipe, shape, options
         self._placement: Any = None
         self._turn = asyncio.Lock()
         self.actors: Sequence[Any] = ()
-        self.mesh: dict[str, int] = {}
 
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them.
@@ -84,7 +80,7 @@ class Replica:
         try:
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
-            self.mesh = (await asyncio.gather(*[actor.join.remote(host, port) for actor in self.actors]))[0]
+            await asyncio.gather(*[actor.join.remote(host, port) for actor in self.actors])
         except ray.exceptions.RayError as error:
             await self.stop()
             raise RuntimeError(cause(error)) from error
@@ -97,7 +93,7 @@ class Replica:
             num_gpus=bundle.get("GPU", 0),
             max_restarts=0,
         )
-        return actor.remote(self._recipe, rank, self._shape.ranks, self._format, self._fps, self._kept)
+        return actor.remote(self._recipe, rank, self._shape.ranks, self._options)
 
     async def stop(self) -> None:
         """Kill all ranks at once, even in the middle of a step, and free their resources."""
@@ -177,13 +173,9 @@ class Replica:
                 progress(preview)
         return answers
 
-    async def memory(self, room: float | None) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted.
-
-        Args:
-            room: Bytes that the rank may hold. None for the memory of its device.
-        """
-        memory: Memory | None = await self.actors[0].memory.remote(self.mesh, room)
+    async def memory(self) -> Memory | None:
+        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+        memory: Memory | None = await self.actors[0].memory.remote()
         return memory
 
     async def alive(self) -> bool:

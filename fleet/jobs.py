@@ -1,21 +1,22 @@
-"""Accepted requests of a server, waiting or running: how many there may be, retries, cancellation and metrics."""
+"""Requests of a server, waiting or running: how many there may be, batches, retries, cancellation and metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.limits import Limits, RequestError
 from para_core.fleet.outputs import Output
-from para_core.fleet.request import Request
+from para_core.fleet.request import Request, batch_key
 from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -37,19 +38,9 @@ class Metrics:
         self.seconds = Histogram("request_seconds", "Seconds from accepting to answering.", buckets=buckets, **names)
         self.deaths = Counter("replica_deaths", "Requests whose replica died.", **names)
 
-    def mean_seconds(self) -> float:
-        """Return the mean duration in seconds of the requests that ended, 1 if none has."""
-        samples = {sample.name: sample.value for sample in next(iter(self.seconds.collect())).samples}
-        count = samples.get("para_core_request_seconds_count", 0)
-        return samples["para_core_request_seconds_sum"] / count if count else 1.0
-
-    def page(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return bytes(generate_latest(self.registry))
-
 
 class Backend(Protocol):
-    """Interface through which a server generates. :class:`~para_core.fleet.queue.RequestQueue` implements it."""
+    """Interface through which a server generates. :class:`RequestQueue` implements it."""
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
         """Run a request as soon as a replica is free, and return its result.
@@ -69,6 +60,117 @@ class Backend(Protocol):
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """A request that waits or runs.
+
+    Attributes:
+        progress: Called with the number of finished steps, and with each partial image.
+        answer: Future of the result. Its exception is one of :mod:`para_core.fleet.failures`.
+    """
+
+    id_: str
+    request: Request
+    progress: Callable[[int | Output], None]
+    answer: asyncio.Future[Result]
+
+
+class Replicas(Protocol):
+    """Interface of replicas that each run one batch at a time. :class:`para_core.fleet.serving.Front` implements it."""
+
+    async def run(self, batch: Sequence[QueuedRequest]) -> None:
+        """Run requests as one batch on a free replica, and set their answers.
+
+        Returns when the replica can take the next batch.
+        """
+
+    def cancel(self, id_: str) -> None:
+        """Cancel a running request after its current step."""
+
+    async def ready(self) -> int:
+        """Return the number of replicas that can answer."""
+
+
+class RequestQueue:
+    """Queue of requests for replicas: first come, first served.
+
+    Requests that differ only in prompt and seed may be generated as one batch.
+
+    Args:
+        slots (`int`): Number of replicas.
+        max_batch (`int`): Largest number of requests that are generated as one batch.
+        fits (`Callable`, *optional*): Returns whether requests fit into memory as one batch. Defaults to True.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        slots: int,
+        max_batch: int = 1,
+        fits: Callable[[Sequence[Request]], bool] = lambda requests: True,
+    ) -> None:
+        self._max_batch, self._fits = max_batch, fits
+        self._replicas, self._free = replicas, slots
+        self._waiting: list[QueuedRequest] = []
+        self._running: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
+        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
+        self._context = contextvars.copy_context()
+
+    async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
+        entry = QueuedRequest(id_, request, progress, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._dispatch()
+        return await asyncio.shield(entry.answer)
+
+    def cancel(self, id_: str) -> None:
+        for entry in self._waiting:
+            if entry.id_ == id_:
+                self._waiting.remove(entry)
+                entry.answer.set_exception(RequestCancelled("cancelled before its first step."))
+                return
+        if id_ in self._running:
+            self._context.copy().run(self._replicas.cancel, id_)
+
+    async def ready(self) -> int:
+        return await self._replicas.ready()
+
+    def _dispatch(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            batch = self._next_batch()
+            self._running.update(entry.id_ for entry in batch)
+            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
+            # that died is still restarted.
+            task = asyncio.get_running_loop().create_task(self._run(batch), context=self._context.copy())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _next_batch(self) -> list[QueuedRequest]:
+        """Remove from the queue and return the first request, and later requests that can be in the same batch."""
+        first = self._waiting.pop(0)
+        batch, key = [first], batch_key(first.request)
+        if self._max_batch > 1 and key is not None:
+            for entry in list(self._waiting):
+                together = [*(other.request for other in batch), entry.request]
+                if len(batch) < self._max_batch and batch_key(entry.request) == key and self._fits(together):
+                    self._waiting.remove(entry)
+                    batch.append(entry)
+        return batch
+
+    async def _run(self, batch: Sequence[QueuedRequest]) -> None:
+        try:
+            await self._replicas.run(batch)
+        finally:
+            for entry in batch:
+                if not entry.answer.done():
+                    entry.answer.set_exception(ReplicaDied("the replica ended without an answer."))
+            self._running.difference_update(entry.id_ for entry in batch)
+            self._free += 1
+            self._dispatch()
 
 
 @dataclass(eq=False)
@@ -97,9 +199,6 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self.metrics = Metrics()
 
-    def __contains__(self, id_: str) -> bool:
-        return id_ in self._jobs
-
     def __len__(self) -> int:
         return len(self._jobs)
 
@@ -108,7 +207,10 @@ class Jobs:
         room = self._replicas + self._limits.waiting
         if len(self._jobs) >= room:
             self.metrics.requests.labels("refused").inc()
-            seconds = max(1, round(self.metrics.mean_seconds() * self._limits.waiting / self._replicas))
+            sample = self.metrics.registry.get_sample_value
+            ended = sample("para_core_request_seconds_count")
+            mean = sample("para_core_request_seconds_sum") / ended if ended else 1.0
+            seconds = max(1, round(mean * self._limits.waiting / self._replicas))
             message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
@@ -164,9 +266,13 @@ class Jobs:
                     outcome = "cancelled"
                     raise RequestError(499, "client_left", "the client disconnected; cancelled.")
             error = job.task.exception()
-            outcome = "cancelled" if isinstance(error, RequestCancelled) else "failed"
+            if isinstance(error, RequestCancelled):
+                outcome = "cancelled"
+                raise RequestError(409, "cancelled", str(error))
+            if isinstance(error, RequestFailed):
+                raise RequestError(400, "refused_by_the_pipeline", str(error))
             if error is not None:
-                raise _response(error)
+                raise RequestError(500, "replica_died", f"{error} The replica is being restarted.")
             outcome = "done"
             return job.task.result()
         except asyncio.CancelledError:
@@ -208,11 +314,3 @@ class Jobs:
                 if tries_left == 0:
                     raise
         raise RuntimeError("the number of retries is negative.")
-
-
-def _response(error: BaseException) -> RequestError:
-    if isinstance(error, RequestCancelled):
-        return RequestError(409, "cancelled", str(error))
-    if isinstance(error, RequestFailed):
-        return RequestError(400, "refused_by_the_pipeline", str(error))
-    return RequestError(500, "replica_died", f"{error} The replica is being restarted.")

@@ -46,16 +46,24 @@ _LAUNCHER_NAMES = frozenset(
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Amounts of data that a rank keeps from one request to the next.
+class ReplicaOptions:
+    """Options of a replica, besides its recipe and shape.
 
     Args:
+        format_ (`str`): Format of results for requests that state none.
+        fps (`int`): Frames per second of videos.
+        room (`float`, *optional*): Bytes that a rank may hold, weights included. Defaults to the memory of its device.
         prompt_bytes (`int`): Bytes of host memory for cached outputs of text encoders. 0 disables the cache.
         loras (`int`): Largest number of LoRAs of requests that stay loaded. 0 refuses requests with a LoRA.
+        warmup (`tuple[Request, ...]`): Requests that a replica of a server generates before it is ready.
     """
 
+    format_: str
+    fps: int = 16
+    room: float | None = None
     prompt_bytes: int = 0
     loras: int = 0
+    warmup: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,10 @@ class Answer:
 class Rank:
     """Rank number ``rank`` of the ``ranks`` processes that run one pipeline together."""
 
-    def __init__(self, recipe: Recipe, rank: int, ranks: int, format_: str, fps: int, kept: Kept | None = None) -> None:
-        self._kept = kept or Kept()
+    def __init__(self, recipe: Recipe, rank: int, ranks: int, options: ReplicaOptions) -> None:
         self._encoded_prompts: EncodedPrompts | None = None
         self._loras: LoadedLoras | None = None
-        self._recipe, self._rank, self._ranks = recipe, rank, ranks
-        self._format, self._fps = format_, fps
+        self._recipe, self._rank, self._ranks, self._options = recipe, rank, ranks, options
         self._store: Any = None
         self._pipe: Any = None
         self._steps_done: dict[str, int] = {}
@@ -100,8 +106,8 @@ class Rank:
         self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
 
-    def join(self, host: str, port: int) -> dict[str, int]:
-        """Connect to the other ranks, load the pipeline, and return the sizes of its mesh dims. A collective call.
+    def join(self, host: str, port: int) -> None:
+        """Connect to the other ranks, and load the pipeline. A collective call.
 
         Args:
             host, port: Address of the first rank's store, see :meth:`open_store`.
@@ -112,20 +118,15 @@ class Rank:
             store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._rank, world_size=self._ranks, timeout=timeout)
         self._pipe = build(self._recipe)
-        if self._kept.prompt_bytes:
-            self._encoded_prompts = EncodedPrompts(self._pipe, self._kept.prompt_bytes)
-        if self._kept.loras:
-            self._loras = LoadedLoras(self._pipe, self._recipe, self._kept.loras, self._encoded_prompts)
-        return mesh_shape(self._pipe)
+        if self._options.prompt_bytes:
+            self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)
+        if self._options.loras:
+            self._loras = LoadedLoras(self._pipe, self._recipe, self._options.loras, self._encoded_prompts)
 
-    def memory(self, mesh: dict[str, int], room: float | None) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted.
-
-        Args:
-            mesh: Sizes of the mesh dims by name.
-            room: Bytes that the rank may hold. None for the memory of its device.
-        """
-        return predict_memory(self._pipe, self._recipe, mesh, bytes_of_device() if room is None else room)
+    def memory(self) -> Memory | None:
+        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+        room = bytes_of_device() if self._options.room is None else self._options.room
+        return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
     def generate(self, id_: str, request: Request) -> Answer:
         """Run one request. A collective call: all ranks of the replica are called with the same request."""
@@ -150,9 +151,8 @@ class Rank:
         self._previews.clear()
         try:
             self._use_lora(requests[0].lora)
-            results = generate_batch(
-                self._pipe, requests, self._recipe, format_=self._format, fps=self._fps, watch=watch
-            )
+            options = {"format_": self._options.format_, "fps": self._options.fps}
+            results = generate_batch(self._pipe, requests, self._recipe, **options, watch=watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
         except Cancelled as error:
             return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]

@@ -35,10 +35,9 @@ from para_core.fleet.work import Result
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the HTTP server itself. For those of its replicas see ``serving.ReplicaOptions``.
+    """Options of the HTTP server itself. For those of its replicas see ``rank.ReplicaOptions``.
 
     Args:
-        format_ (`str`): Format of results for requests that state none.
         replicas (`int`): Number of replicas.
         api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
             ``127.0.0.1`` or ``::1`` are accepted.
@@ -51,7 +50,6 @@ class ServerOptions:
         request_log (`Path`, *optional*): File to which each request is logged.
     """
 
-    format_: str
     replicas: int
     api_key: str | None = None
     fps: int = 16

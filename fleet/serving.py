@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -17,15 +16,14 @@ from ray import serve
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
+from para_core.fleet.jobs import QueuedRequest, RequestQueue
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
-from para_core.fleet.queue import QueuedRequest, RequestQueue
-from para_core.fleet.rank import Kept
+from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.server import Server, ServerOptions
-from para_core.fleet.work import Result
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
@@ -38,25 +36,6 @@ logger = logging.getLogger(__name__)
 Event = tuple[str, Any]
 
 
-@dataclass(frozen=True)
-class ReplicaOptions:
-    """Options of the replicas of a server.
-
-    Args:
-        format_ (`str`): Format of results for requests that state none.
-        fps (`int`): Frames per second of videos.
-        room (`float`, *optional*): Bytes that a rank may hold, weights included. Defaults to the memory of its device.
-        kept (`Kept`): Amounts of data that ranks keep from one request to the next.
-        warmup (`tuple[Request, ...]`): Requests that each replica generates before it is ready.
-    """
-
-    format_: str
-    fps: int = 16
-    room: float | None = None
-    kept: Kept = field(default_factory=lambda: Kept(prompt_bytes=2**30))
-    warmup: tuple[Request, ...] = ()
-
-
 class ReplicaDeployment:
     """A replica as a Ray Serve deployment. It runs one batch of requests at a time.
 
@@ -66,10 +45,10 @@ class ReplicaDeployment:
     async def __init__(  # type: ignore[misc]
         self, recipe: Recipe, shape: group.ReplicaShape, options: ReplicaOptions
     ) -> None:
-        self._replica = group.Replica(recipe, shape, format_=options.format_, fps=options.fps, kept=options.kept)
+        self._replica = group.Replica(recipe, shape, options)
         self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
         await self._replica.start()
-        self._memory = await self._replica.memory(options.room)
+        self._memory = await self._replica.memory()
         for request in options.warmup:
             await self._replica.generate(request)
         self._reporting = asyncio.ensure_future(self._report())
@@ -132,14 +111,23 @@ class ReplicaDeployment:
             await asyncio.sleep(_REPORT_SECONDS)
 
 
-class ServeReplicas:
-    """Implementation of :class:`para_core.fleet.queue.Replicas` by a handle of the Serve deployment."""
+class Front:
+    """The Ray Serve deployment that answers HTTP. It holds the server and its queue, and sends batches to replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
         self._handle: Any = None
         self._first_ranks: dict[str, Any] = {}
         self._cancelled: set[str] = set()
         self._reports: dict[str, float] = {}
+        queue = RequestQueue(self, options.replicas, options.max_batch, self._fits)
+        self._server = Server(queue, model, limits, options)
+        self._server.loading = True
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._server.app
+
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        return self._server.fits(requests)
 
     async def run(self, batch: Sequence[QueuedRequest]) -> None:
         """Run requests as one batch on a free replica, and set their answers.
@@ -152,27 +140,30 @@ class ServeReplicas:
         try:
             async for kind, value in self._handle.remote([(entry.id_, entry.request) for entry in batch]):
                 if kind == "begin":
-                    self._begin(batch, value)
+                    for entry in batch:
+                        self._first_ranks[entry.id_] = value
+                        if entry.id_ in self._cancelled:
+                            group.cancel(value, entry.id_)
                 elif kind == "step":
                     for entry in batch:
                         entry.progress(value)
                 else:
-                    for entry in batch:
+                    outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
+                    for entry, outcome in zip(batch, outcomes, strict=True):
                         self._first_ranks.pop(entry.id_, None)
-                    _set_answers(batch, [ReplicaDied(value)] * len(batch) if kind == "died" else value)
+                        if isinstance(outcome, Exception):
+                            entry.answer.set_exception(outcome)
+                        else:
+                            entry.answer.set_result(outcome)
         except Exception as error:
             died = ReplicaDied(f"the replica's actor ended: {group.cause(error)}")
-            _set_answers([entry for entry in batch if not entry.answer.done()], [died] * len(batch))
+            for entry in batch:
+                if not entry.answer.done():
+                    entry.answer.set_exception(died)
         finally:
             for entry in batch:
                 self._first_ranks.pop(entry.id_, None)
                 self._cancelled.discard(entry.id_)
-
-    def _begin(self, batch: Sequence[QueuedRequest], first_rank: Any) -> None:
-        for entry in batch:
-            self._first_ranks[entry.id_] = first_rank
-            if entry.id_ in self._cancelled:
-                group.cancel(first_rank, entry.id_)
 
     def cancel(self, id_: str) -> None:
         """Cancel a running request after its current step."""
@@ -185,44 +176,12 @@ class ServeReplicas:
         now = time.monotonic()
         return sum(now - last < _SILENT_SECONDS for last in self._reports.values())
 
-    def report(self, id_: str) -> None:
-        """Record the time of a replica's report that it lives."""
-        now = self._reports[id_] = time.monotonic()
-        self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
-
-
-def _set_answers(batch: Sequence[QueuedRequest], outcomes: Sequence[Result | Exception]) -> None:
-    for entry, outcome in zip(batch, outcomes, strict=False):
-        if isinstance(outcome, Exception):
-            entry.answer.set_exception(outcome)
-        else:
-            entry.answer.set_result(outcome)
-
-
-class Front:
-    """The Ray Serve deployment that answers HTTP. It holds the server, the queue, and a handle of the replicas."""
-
-    def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
-        self._replicas = ServeReplicas()
-        queue = RequestQueue(self._replicas, options.replicas, options.max_batch, self._fits)
-        self._server = Server(queue, model, limits, options)
-        self._server.loading = True
-
-    def _fits(self, requests: Sequence[Request]) -> bool:
-        return self._server.fits(requests)
-
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
         """Note that all ranks of replica ``id_`` are running. ``memory`` is the predicted memory of a rank."""
-        self._replicas.report(id_)
+        now = self._reports[id_] = time.monotonic()
+        self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
         self._server.set_memory(memory)
         self._server.loading = False
-
-    async def ready(self) -> int:
-        """Return the number of replicas that can answer."""
-        return await self._replicas.ready()
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return self._server.app
 
 
 def start(
@@ -231,10 +190,10 @@ def start(
     shape: group.ReplicaShape,
     limits: Limits,
     options: ServerOptions,
+    replica_options: ReplicaOptions,
     *,
     host: str,
     port: int,
-    replica_options: ReplicaOptions | None = None,
     debug: bool = False,
 ) -> None:
     """Start the server on Ray, and return when all replicas have loaded.
@@ -242,7 +201,6 @@ def start(
     Args:
         shape (`ReplicaShape`): Size and placement of each replica.
         host, port: Address on which Ray Serve listens.
-        replica_options (`ReplicaOptions`, *optional*): Defaults to those with the format and frame rate of ``options``.
         debug (`bool`): Whether to show Ray's log messages.
 
     Raises:
@@ -254,7 +212,6 @@ def start(
     if not debug:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
     replicas = options.replicas
-    replica_options = replica_options or ReplicaOptions(options.format_, options.fps)
     _require_free(host, port)
     group.connect(shape.ranks * replicas, debug=debug)
     group.require_cluster(shape, replicas)

@@ -88,7 +88,7 @@ class PlainBackend:
 
 @contextlib.contextmanager
 def plain_server(model: Model, limits: Limits, port: int) -> Iterator[None]:
-    server = Server(PlainBackend(model.name), model, limits, ServerOptions("png", 1))
+    server = Server(PlainBackend(model.name), model, limits, ServerOptions(1))
     web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run)
     thread.start()
@@ -107,10 +107,11 @@ def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks
 
     from para_core.fleet import serving
     from para_core.fleet.group import ReplicaShape
+    from para_core.fleet.rank import ReplicaOptions
 
     shape, recipe = ReplicaShape(ranks), Recipe(model.name)
-    options = {"options": ServerOptions("png", replicas), "host": HOST, "port": port}
-    serving.start(model, recipe, shape, limits, **options)
+    options = (ServerOptions(replicas), ReplicaOptions("png", prompt_bytes=2**30))
+    serving.start(model, recipe, shape, limits, *options, host=HOST, port=port)
     try:
         yield
     finally:

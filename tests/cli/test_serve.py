@@ -12,8 +12,8 @@ def started(monkeypatch):
     """Return the arguments of each call that would start the server."""
     calls = []
 
-    def start(model, recipe, shape, limits, options, **rest):
-        calls.append({"recipe": recipe, "limits": limits, "options": options, **rest})
+    def start(model, recipe, shape, limits, options, replica_options, **rest):
+        calls.append({"recipe": recipe, "limits": limits, "options": options, "replicas": replica_options, **rest})
         raise RuntimeError("stop here")
 
     monkeypatch.setattr(serving, "start", start)
@@ -31,8 +31,8 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
     assert (call["recipe"].weights, call["recipe"].timeout) == ("fsdp", 600)
     assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
-    assert [request.size for request in call["replica_options"].warmup] == ["64x64", "32x64"]
-    assert call["replica_options"].kept.prompt_bytes == 10**9
+    assert [request.size for request in call["replicas"].warmup] == ["64x64", "32x64"]
+    assert call["replicas"].prompt_bytes == 10**9
     assert call["options"].request_log == tmp_path / "log"
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core.fleet.loras import Lora, LoraFolder
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
-from para_core.fleet.rank import Kept, Rank
+from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request, batch_key
 
@@ -25,7 +25,7 @@ def request(prompt=PROMPTS[0], seed=0, lora=None, **fields):
 
 
 def make_rank(**kept):
-    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, "png", 16, Kept(**kept))
+    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, ReplicaOptions("png", **kept))
     rank.join("127.0.0.1", 0)
     return rank
 

@@ -27,6 +27,7 @@ from para_core.fleet.limits import Limits
 from para_core.fleet.loading import build
 from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
+from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.server import ServerOptions
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
+PLAIN = (Limits(), ServerOptions(1), ReplicaOptions("png"))
 PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
 
 
@@ -63,10 +65,10 @@ def server(model, recipe):
     limits = Limits(waiting=2, seconds=300)
     shape = group.ReplicaShape(ranks=2)
     options = {
-        "options": ServerOptions("png", 2, max_batch=2),
+        "options": ServerOptions(2, max_batch=2),
         "host": "127.0.0.1",
         "port": PORT,
-        "replica_options": serving.ReplicaOptions("png", room=6e7),
+        "replica_options": ReplicaOptions("png", room=6e7, prompt_bytes=2**30),
     }
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
@@ -113,9 +115,9 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     broken = Path(shutil.copytree(model.name, tmp_path / "broken"))
     weights = next((broken / "transformer").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT + 12}
+    model, recipe = find_model(str(broken)), Recipe(str(broken))
     with pytest.raises(RuntimeError, match="Unable to load weights"):
-        serving.start(find_model(str(broken)), Recipe(str(broken)), group.ReplicaShape(1), Limits(), **options)
+        serving.start(model, recipe, group.ReplicaShape(1), *PLAIN, host="127.0.0.1", port=PORT + 12)
     end_cluster()
 
 
@@ -182,18 +184,16 @@ def test_too_large_size_is_refused_by_planner(server):
 
 
 def test_second_server_is_refused(server, model, recipe):
-    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT + 11}
     before = rank_processes()
     with pytest.raises(RuntimeError, match="runs a para_core server already"):
-        serving.start(model, recipe, group.ReplicaShape(ranks=1), Limits(), **options)
+        serving.start(model, recipe, group.ReplicaShape(ranks=1), *PLAIN, host="127.0.0.1", port=PORT + 11)
     assert rank_processes() == before
     assert ask(None, method="GET", path="/health")[0] == 200
 
 
 def test_used_port_is_refused_before_replicas(server, model, recipe):
-    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT}
     with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
-        serving.start(model, recipe, group.ReplicaShape(ranks=2), Limits(), **options)
+        serving.start(model, recipe, group.ReplicaShape(ranks=2), *PLAIN, host="127.0.0.1", port=PORT)
 
 
 @pytest.mark.parametrize("fields", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
-from para_core.fleet.queue import RequestQueue
+from para_core.fleet.jobs import RequestQueue
 from para_core.fleet.request import Request
 from para_core.fleet.work import Result
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from para_core.fleet import rank as rank_module
-from para_core.fleet.rank import Rank
+from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Cancelled
@@ -40,7 +40,7 @@ def make_rank(monkeypatch, outcomes):
         return outcome
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    return Rank(Recipe(""), 0, 1, "png", 16)
+    return Rank(Recipe(""), 0, 1, ReplicaOptions("png"))
 
 
 def test_failed_request_is_answered_on_busy_device(monkeypatch):
@@ -106,10 +106,9 @@ KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOM
 def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
     at_build = {}
     monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
-    monkeypatch.setattr(rank_module, "mesh_shape", lambda pipe: {})
     with environment_restored():
         os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
-        Rank(Recipe(""), 0, 1, "png", 16).join("127.0.0.1", 0)
+        Rank(Recipe(""), 0, 1, ReplicaOptions("png")).join("127.0.0.1", 0)
     assert [name for name in launcher if name in at_build] == []
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
@@ -122,7 +121,7 @@ def local_rank_at_build():
     # The rank joins a group of its own, as a fresh actor does.
     index = dist.get_rank()
     ports = [None, None]
-    rank = Rank(Recipe("", timeout=30), index, 2, "png", 16)
+    rank = Rank(Recipe("", timeout=30), index, 2, ReplicaOptions("png"))
     dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
     dist.destroy_process_group()
     at_build = []
@@ -134,6 +133,5 @@ def local_rank_at_build():
     with environment_restored(), pytest.MonkeyPatch.context() as patched:
         os.environ["LOCAL_RANK"] = "5"
         patched.setattr(rank_module, "build", build)
-        patched.setattr(rank_module, "mesh_shape", lambda pipe: {})
         rank.join("127.0.0.1", ports[0])
     return at_build[0]

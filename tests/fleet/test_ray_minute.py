@@ -33,6 +33,7 @@ from para_core.cli.app import run
 from para_core.fleet import group, serving
 from para_core.fleet.limits import Limits
 from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.server import ServerOptions
 
@@ -83,9 +84,10 @@ def time_limit(cluster):
 def server(cluster):
     """Serve with one replica of two ranks."""
     model = find_model(None)
-    options = {"options": ServerOptions("png", 1), "host": "127.0.0.1", "port": PORT}
+    shape, options = group.ReplicaShape(ranks=2), (ServerOptions(1), ReplicaOptions("png", prompt_bytes=2**30))
+    recipe, address = Recipe(model.name, timeout=60), {"host": "127.0.0.1", "port": PORT}
     with within(SECONDS):
-        serving.start(model, Recipe(model.name, timeout=60), group.ReplicaShape(ranks=2), Limits(waiting=2), **options)
+        serving.start(model, recipe, shape, Limits(waiting=2), *options, **address)
     yield
     with within(SECONDS):
         serving.stop()

@@ -66,7 +66,7 @@ def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipe
     backend = backend or StandIn()
     backend.format_ = format_
     model = describe("", pipeline, {})
-    server = Server(backend, model, limits or Limits(), ServerOptions(format_, 1, api_key, **options))
+    server = Server(backend, model, limits or Limits(), ServerOptions(1, api_key, **options))
     backend.server = server
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
