@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import ray
 
@@ -50,30 +50,23 @@ def generate_lines(
 async def _generate_all(
     lines: Sequence[Line], replicas: Sequence[Replica], write: Callable[[Line, Result], None]
 ) -> list[Problem]:
-    queue = iter(lines)
-    problems = await asyncio.gather(*[_generate_queued(replica, queue, write) for replica in replicas])
-    return sorted((problem for of_replica in problems for problem in of_replica), key=lambda problem: problem.number)
+    queue, problems = iter(lines), list[Problem]()
 
+    async def generate_queued(replica: Replica) -> None:
+        await replica.start()
+        for line in queue:
+            try:
+                try:
+                    result = await replica.generate(line.request)
+                except ReplicaDied:
+                    await replica.restart()
+                    result = await replica.generate(line.request)
+                write(line, result)
+            except (RequestFailed, ReplicaDied) as error:
+                problems.append(Problem(line.number, str(error)))
+                if not replica.actors:
+                    await replica.restart()
+        await replica.stop()
 
-async def _generate_queued(
-    replica: Replica, queue: Iterator[Line], write: Callable[[Line, Result], None]
-) -> list[Problem]:
-    problems: list[Problem] = []
-    await replica.start()
-    for line in queue:
-        try:
-            write(line, await _generate_with_retry(replica, line))
-        except (RequestFailed, ReplicaDied) as error:
-            problems.append(Problem(line.number, str(error)))
-            if not replica.actors:
-                await replica.restart()
-    await replica.stop()
-    return problems
-
-
-async def _generate_with_retry(replica: Replica, line: Line) -> Result:
-    try:
-        return await replica.generate(line.request)
-    except ReplicaDied:
-        await replica.restart()
-        return await replica.generate(line.request)
+    await asyncio.gather(*map(generate_queued, replicas))
+    return sorted(problems, key=lambda problem: problem.number)

@@ -69,7 +69,7 @@ class Replica:
         self._placement = placement_group([bundle] * self._shape.ranks, strategy=strategy)
         seconds = self._recipe.timeout
         try:
-            await asyncio.wait_for(_await(self._placement.ready()), seconds)
+            await asyncio.wait_for(self._placement.ready(), seconds)
         except TimeoutError:
             await self.stop()
             raise RuntimeError(
@@ -149,7 +149,10 @@ class Replica:
             answers = await self._run(batch, progress)
             if len(batch) > 1 and all(answer.kind == "failed" for answer in answers):
                 answers = [(await self._run([entry], progress))[0] for entry in batch]
-        return [_outcome(answer) for answer in answers]
+        return [
+            RequestCancelled(x.reason) if x.kind == "cancelled" else x.result or RequestFailed(x.reason)
+            for x in answers
+        ]
 
     async def _run(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None
@@ -182,7 +185,7 @@ class Replica:
         """Whether the replica was started and none of its ranks has ended."""
         try:
             alive = [actor.process.options(concurrency_group=CONTROL).remote() for actor in self.actors]
-            return len(await asyncio.gather(*[_await(ref) for ref in alive])) > 0
+            return len(await asyncio.gather(*alive)) > 0
         except ray.exceptions.RayError:
             return False
 
@@ -203,12 +206,6 @@ class Replica:
                 for preview in await previews.remote(len(sent)):
                     sent.append(preview)
                     progress(preview)
-
-
-def _outcome(answer: Answer) -> Result | RequestFailed | RequestCancelled:
-    if answer.kind == "cancelled":
-        return RequestCancelled(answer.reason)
-    return RequestFailed(answer.reason) if answer.result is None else answer.result
 
 
 def cancel(first_rank: Any, id_: str) -> Any:
@@ -264,39 +261,32 @@ def connect(cpus: int, *, debug: bool) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    with _kept_handler(signal.SIGTERM):
-        _join_or_start(here, options)
+    with _kept_sigterm_handler():
+        try:
+            _start(**here)
+        except ValueError:  # Ray found a running cluster, and refuses num_cpus for it.
+            try:
+                ray.init(**options)
+            except ConnectionError as error:
+                address = os.environ.get("RAY_ADDRESS")
+                if address:
+                    raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
+                # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
+                _start(address="local", **here)
     return True
 
 
-def _join_or_start(here: dict[str, Any], options: dict[str, Any]) -> None:
-    try:
-        _start(**here)
-    except ValueError:  # Ray found a running cluster, and refuses num_cpus for it.
-        try:
-            ray.init(**options)
-        except ConnectionError as error:
-            address = os.environ.get("RAY_ADDRESS")
-            if address:
-                raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
-            # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
-            _start(address="local", **here)
-
-
 @contextmanager
-def _kept_handler(number: int) -> Iterator[None]:
-    """Restore this process's handler of a signal, which Ray replaces inside this context.
-
-    With Ray's handler of SIGTERM, Ray Serve would outlive this process.
-    """
-    before = signal.getsignal(number)
+def _kept_sigterm_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which Ray replaces in this context: with Ray's, Serve outlives the process."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the handler
         # either.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(number, before)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start(**options: Any) -> None:
@@ -335,7 +325,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     Raises:
         ReplicaDied: If a rank died, or did not answer in time after another rank had failed or was cancelled.
     """
-    tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(_await(ref)) for ref in refs]
+    tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)
     answered: list[Answer] = []
     try:
@@ -360,13 +350,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     return [task.result() for task in tasks]
 
 
-async def _await(ref: Any) -> Any:
-    return await ref
-
-
 def cause(error: BaseException) -> str:
     """Return the first nonempty line of an exception that Ray raised, or of the cause that it wraps."""
-    cause = getattr(error, "cause", None)
-    text = str(cause if cause is not None else error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    lines = str(getattr(error, "cause", None) or error).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)

@@ -27,21 +27,9 @@ CONTROL = "control"
 # Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the process that
 # started Ray, but have ranks of their own.
 _LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-_LAUNCHER_NAMES = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "NODE_RANK",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ]
+_LAUNCHER_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -112,7 +100,10 @@ class Rank:
         Args:
             host, port: Address of the first rank's store, see :meth:`open_store`.
         """
-        _forget_launcher()
+        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select another.
+        for name in list(os.environ):
+            if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+                del os.environ[name]
         timeout = timedelta(seconds=self._recipe.timeout)
         if self._ranks > 1:
             store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
@@ -193,14 +184,3 @@ class Rank:
     def process(self) -> int:
         """Return the process id. The caller uses only the fact that this rank answers."""
         return os.getpid()
-
-
-def _forget_launcher() -> None:
-    """Remove the environment variables by which a launcher tells a process its rank.
-
-    A Ray actor sees one GPU, with index 0. If the actor inherited ``LOCAL_RANK``, ``init_device_mesh`` would select
-    another GPU.
-    """
-    for name in list(os.environ):
-        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
-            del os.environ[name]
