@@ -13,10 +13,11 @@ from typing import Any
 from para_core.fleet.jobs import Job
 from para_core.fleet.limits import RequestError
 from para_core.fleet.outputs import Output
-from para_core.fleet.reading import Body
 from para_core.fleet.work import Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
+# Formats whose names in OpenAI's API differ from the suffix of their files.
+_API_FORMATS = {"jpg": "jpeg"}
 # Size limit of :class:`StoredResults` in bytes. The latest result is kept even if it is larger.
 _STORED_BYTES = 256 * 2**20
 _NO_USAGE = {
@@ -50,17 +51,6 @@ class StoredResults:
         return outputs[index]
 
 
-def media_type(output: Output) -> str:
-    """Return the media type of a file, such as ``"image/png"``."""
-    return MEDIA_TYPES[output.suffix.rpartition(".")[2]]
-
-
-def api_format(output: Output) -> str:
-    """Return the name of a file's format in OpenAI's API, such as ``"jpeg"`` for ``.jpg``."""
-    name = output.suffix.rpartition(".")[2]
-    return "jpeg" if name == "jpg" else name
-
-
 def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any]:
     """Return the JSON body of the response to a finished request.
 
@@ -77,26 +67,24 @@ def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
     if "size" in metadata:
         body["size"] = metadata["size"]
-    return {**body, "output_format": api_format(result.outputs[0])}
+    return {**body, "output_format": _API_FORMATS.get(result.outputs[0].format_, result.outputs[0].format_)}
 
 
 async def answer_events(
-    job: Job, waiting: asyncio.Future[Result], body: Body, kind: str, stored: StoredResults, base_url: str
+    job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None, *, progress: bool
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a job, encoded.
 
     The last events are one ``completed`` for each file of the result, or one ``error``. Before them come
-    ``partial_image`` events if the request asks for previews. If it asks for ``progress``, there are also one
-    ``accepted``, and ``progress`` events with the number of finished steps.
+    ``partial_image`` events if the request asks for previews. With ``progress`` there are also one ``accepted``, and
+    ``progress`` events with the number of finished steps.
 
     Args:
         waiting (`asyncio.Future[Result]`): Gives the result, or raises :class:`RequestError`.
-        body (`Body`): The request.
         kind (`str`): Prefix of the types ``partial_image`` and ``completed``, such as ``"image_generation"``.
-        stored (`StoredResults`): Receives the result if the request asks for URLs.
-        base_url (`str`): Address of the server, for these URLs.
+        base_url (`str`, *optional*): As in :func:`answer_body`.
     """
-    if body.progress:
+    if progress:
         yield _event({"type": "accepted", "id": job.id_})
     partials = 0
     while not waiting.done() or not job.events.empty():
@@ -111,7 +99,7 @@ async def answer_events(
             common = _common(job, event, job.request.size)
             yield _event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})
             partials += 1
-        elif body.progress:
+        elif progress:
             steps = job.request.fields.get("num_inference_steps")
             yield _event({"type": "progress", "step": event, "steps": steps})
     try:
@@ -119,9 +107,7 @@ async def answer_events(
     except RequestError as refusal:
         yield _event({"type": "error", **refusal.body()})
         return
-    if body.response_format == "url":
-        stored.add(job.id_, result.outputs)
-    answer = answer_body(job, result, base_url if body.response_format == "url" else None)
+    answer = answer_body(job, result, base_url)
     for output, data in zip(result.outputs, answer["data"], strict=True):
         common = _common(job, output, result.metadata.get("size", job.request.size))
         rest = {"usage": _NO_USAGE, "para_core": answer["para_core"]}
@@ -134,7 +120,7 @@ def _common(job: Job, output: Output, size: str) -> dict[str, Any]:
         "b64_json": _base64(output),
         "created_at": int(time.time()),
         "size": size,
-        "output_format": api_format(output),
+        "output_format": _API_FORMATS.get(output.format_, output.format_),
         "quality": "auto",
         "background": "opaque",
     }

@@ -120,16 +120,6 @@ class LoraFolder:
                 return Lora(str(path.resolve()), scale)
         raise ValueError(f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}.")
 
-    def set_default(self, text: str | None) -> None:
-        """Set the LoRA for requests that name none. None for no LoRA.
-
-        Raises:
-            ValueError: As :meth:`find`.
-        """
-        if text is not None:
-            self.find(text)
-        self.default = text
-
     def _is_lora(self, path: Path) -> bool:
         is_file = path.suffix == ".safetensors" and path.is_file()
         return is_file or (path.is_dir() and any(path.glob("*.safetensors")))

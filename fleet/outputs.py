@@ -43,6 +43,10 @@ class Output:
     suffix: str
     data: bytes
 
+    @property
+    def format_(self) -> str:
+        return self.suffix.rpartition(".")[2]
+
 
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from para_core.fleet.access import Access
-from para_core.fleet.answers import StoredResults, answer_body, answer_events, media_type
+from para_core.fleet.answers import MEDIA_TYPES, StoredResults, answer_body, answer_events
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Backend, Job, Jobs
 from para_core.fleet.limits import Limits, RequestError
@@ -88,11 +88,11 @@ class Server:
             title=f"para_core: {model.pipeline}",
             redoc_url=None,
             exception_handlers={
-                RequestError: _refused,
-                RequestValidationError: _invalid,
+                RequestError: _refuse,
+                RequestValidationError: _refuse,
                 404: self._absent,
                 405: self._absent,
-                500: _failed,
+                500: _refuse,
             },
         )
         self._add_routes()
@@ -151,7 +151,7 @@ class Server:
             f"this server generates {self._model.kind}s: {posts}, DELETE {self._paths[0]}/ID, GET /docs, /health, "
             "/metrics, /v1/models."
         )
-        return JSONResponse(RequestError(error.status_code, code, message).body(), error.status_code)
+        return await _refuse(http, RequestError(error.status_code, code, message))
 
     async def _page(self) -> Response:
         return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -207,9 +207,11 @@ class Server:
     async def _change_lora(self, name: str | None) -> Response:
         if self._loras is not None:
             try:
-                self._loras.set_default(name)
+                if name is not None:
+                    self._loras.find(name)
             except ValueError as error:
                 raise RequestError(404, "not_found", str(error)) from None
+            self._loras.default = name
         return await self._list_loras()
 
     async def _cancel(self, request_id: str) -> Response:
@@ -220,7 +222,7 @@ class Server:
     async def _file(self, request_id: str, index: str) -> Response:
         """Fetch a file of a result that was requested with ``"response_format": "url"``."""
         output = self._stored.get(request_id, index)
-        return Response(output.data, media_type=media_type(output))
+        return Response(output.data, media_type=MEDIA_TYPES[output.format_])
 
     async def _read(self, http: HttpRequest) -> Body:
         if self.loading:
@@ -247,44 +249,38 @@ class Server:
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
         job = self._jobs.start(body.request, http.headers.get("x-request-id"))
         headers = {"X-Request-Id": job.id_}
-        base_url = str(http.base_url).rstrip("/")
+        base_url = str(http.base_url).rstrip("/") if body.response_format == "url" else None
         if body.stream:
-            return StreamingResponse(self._events(job, body, http), media_type="text/event-stream", headers=headers)
+            events = self._events(job, body, http, base_url)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         try:
-            result = await self._wait(job, http)
-            if body.response_format == "url":
-                self._stored.add(job.id_, result.outputs)
-            answer = answer_body(job, result, base_url if body.response_format == "url" else None)
-            return JSONResponse(answer, headers=headers)
+            return JSONResponse(answer_body(job, await self._wait(job, http, base_url), base_url), headers=headers)
         finally:
             self._jobs.end(job)
 
-    def _wait(self, job: Job, http: HttpRequest) -> Any:
-        return self._jobs.wait(job, http.is_disconnected, self._limits.seconds)
+    async def _wait(self, job: Job, http: HttpRequest, base_url: str | None) -> Result:
+        result = await self._jobs.wait(job, http.is_disconnected, self._limits.seconds)
+        if base_url is not None:
+            self._stored.add(job.id_, result.outputs)
+        return result
 
-    async def _events(self, job: Job, body: Body, http: HttpRequest) -> Any:
-        waiting: asyncio.Future[Result] = asyncio.ensure_future(self._wait(job, http))
+    async def _events(self, job: Job, body: Body, http: HttpRequest, base_url: str | None) -> Any:
+        waiting = asyncio.ensure_future(self._wait(job, http, base_url))
         kind = "video_generation" if self._model.kind == "video" else "image_generation"
         kind = "image_edit" if http.url.path.endswith("/edits") else kind
-        base_url = str(http.base_url).rstrip("/")
         try:
-            async for event in answer_events(job, waiting, body, kind, self._stored, base_url):
+            async for event in answer_events(job, waiting, kind, base_url, progress=body.progress):
                 yield event
         finally:
             waiting.cancel()
             self._jobs.end(job)
 
 
-async def _refused(http: HttpRequest, refusal: RequestError) -> Response:
-    return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
-
-
-async def _invalid(http: HttpRequest, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    refusal = RequestError(400, "invalid_value", f"parameter {first['loc'][-1]!r}: {first['msg'].lower()}.")
-    return JSONResponse(refusal.body(), refusal.status)
-
-
-async def _failed(http: HttpRequest, error: Exception) -> Response:
-    refusal = RequestError(500, "server_error", "the server failed with this request; see its log.")
-    return JSONResponse(refusal.body(), refusal.status)
+async def _refuse(http: HttpRequest, error: Exception) -> Response:
+    """Respond to an exception: a refusal, a parameter that FastAPI refuses, or else a failure of the server."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        error = RequestError(400, "invalid_value", f"parameter {first['loc'][-1]!r}: {first['msg'].lower()}.")
+    if not isinstance(error, RequestError):
+        error = RequestError(500, "server_error", "the server failed with this request; see its log.")
+    return JSONResponse(error.body(), error.status, error.headers)

@@ -244,8 +244,8 @@ def add_routes(
         """Cancel a video, and delete its files."""
         return JSONResponse(videos.delete(video_id))
 
-    add("/v1/videos", create, methods=["POST"], dependencies=guard, openapi_extra=body, response_model=None)
-    add("/v1/videos", list_, dependencies=guard, response_model=None)
-    add("/v1/videos/{video_id}", show, dependencies=guard, response_model=None)
-    add("/v1/videos/{video_id}/content", content, dependencies=guard, response_model=None)
-    add("/v1/videos/{video_id}", delete, methods=["DELETE"], dependencies=guard, response_model=None)
+    add("/v1/videos", create, methods=["POST"], dependencies=guard, openapi_extra=body)
+    add("/v1/videos", list_, dependencies=guard)
+    add("/v1/videos/{video_id}", show, dependencies=guard)
+    add("/v1/videos/{video_id}/content", content, dependencies=guard)
+    add("/v1/videos/{video_id}", delete, methods=["DELETE"], dependencies=guard)
