@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, create_model
-from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
@@ -64,12 +64,13 @@ def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[Ba
         loras: Whether a request may name a LoRA.
     """
     limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
+    formats = (*FORMATS[model.kind], *(["jpeg"] if model.kind == "image" else []))
     options: dict[str, Any] = {
         "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
         "stream": (bool | None, False),
         "progress": (Annotated[bool, Field(description="Whether a stream reports each step.")] | None, False),
         "partial_images": (Annotated[int, Field(ge=0, le=3)] | None, 0),
-        "output_format": (Literal[_format_names(model)] | None, None),
+        "output_format": (Literal[formats] | None, None),
         "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
         **dict.fromkeys(_IGNORED, (Any, None)),
     }
@@ -82,21 +83,12 @@ def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[Ba
     return extended
 
 
-def _format_names(model: Model) -> tuple[str, ...]:
-    names = FORMATS[model.kind]
-    return (*names, "jpeg") if "jpg" in names else names
-
-
-class Content(NamedTuple):
-    """The body of an HTTP request, not validated: either ``json``, or the ``fields`` and ``files`` of a form."""
-
-    json: bytes = b""
-    fields: Mapping[str, Any] | None = None
-    files: Mapping[str, bytes] = {}
-
-
-async def read_content(http: Any, limits: Limits) -> Content:
+async def read_content(http: Any, limits: Limits) -> tuple[bytes | dict[str, Any], dict[str, bytes]]:
     """Receive the body of the HTTP request ``http``. Receiving stops if the body exceeds its limit.
+
+    Returns:
+        The body, not validated: JSON as bytes and no files, or the fields of a form and its files. A field that is a
+        file has a placeholder string as its value, which is the key of the file's contents.
 
     Raises:
         RequestError: If the body is too large, too slow, or neither JSON nor a form.
@@ -118,23 +110,24 @@ async def read_content(http: Any, limits: Limits) -> Content:
     except TimeoutError:
         raise RequestError(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
     if kind == "application/json":
-        return Content(bytes(body))
-    fields, files = await read_form(bytes(body), http.headers)
-    return Content(fields=fields, files=files)
+        return bytes(body), {}
+    return await _read_form(bytes(body), http.headers)
 
 
 def read_request(
-    content: Content,
+    values: bytes | dict[str, Any],
+    files: Mapping[str, bytes],
     schema: type[BaseModel],
     model: Model,
     limits: Limits,
     *,
-    fps: int = 16,
-    loras: LoraFolder | None = None,
+    fps: int,
+    loras: LoraFolder | None,
 ) -> Body:
-    """Validate ``content``, and return its request and options. Images are decoded to validate them.
+    """Validate a body, and return its request and options. Images are decoded to validate them.
 
     Args:
+        values, files: The result of :func:`read_content`.
         schema (`type[BaseModel]`): The result of :func:`body_schema`.
         fps (`int`): Frames per second, by which the field ``seconds`` becomes a number of frames.
         loras (`LoraFolder`, *optional*): LoRAs that a request may name. None refuses all.
@@ -143,7 +136,7 @@ def read_request(
         RequestError: If the body is not valid, or the request exceeds a limit.
     """
     try:
-        fields = _validated(content, schema)
+        fields = _validated(values, schema)
     except ValidationError as error:
         code = "invalid_value" if error.errors()[0]["loc"] else "invalid_json"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
@@ -156,7 +149,7 @@ def read_request(
     delivery = Delivery(_FORMAT_NAMES.get(format_, format_), fields.pop("output_compression", None), partial_images)
 
     def read_image(text: str) -> bytes:
-        data = content.files.get(text)
+        data = files.get(text)
         if data is None:
             return _decode_image(text, limits.pixels)
         open_image(data, limits.pixels)
@@ -166,10 +159,14 @@ def read_request(
         _require_flat(fields)
         _require_short_texts(fields, model)
         for name in set(fields) - set(model.images):
-            if isinstance(fields[name], str) and fields[name] in content.files:
+            if isinstance(fields[name], str) and fields[name] in files:
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
         if "seconds" in fields:
-            fields["frames"] = _frames(fields.pop("seconds"), fps)
+            seconds = fields.pop("seconds")
+            try:
+                fields["frames"] = max(1, round(float(seconds) * fps) + 1)
+            except (ValueError, OverflowError):
+                raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
         adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
         request = replace(request, delivery=delivery, lora=adapter)
@@ -182,26 +179,21 @@ def read_request(
     return Body(request, response_format, stream, progress)
 
 
-def _validated(content: Content, schema: type[BaseModel]) -> dict[str, Any]:
-    # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
-    if content.fields is not None:
-        return schema.model_validate(content.fields).model_dump(exclude_unset=True, exclude_none=True)
+def _validated(values: bytes | dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
     try:
-        valid = schema.model_validate_json(content.json)
+        valid = schema.model_validate_json(values) if isinstance(values, bytes) else schema.model_validate(values)
     except ValidationError as error:
-        if not error.errors(include_input=False)[0]["loc"]:
+        if not isinstance(values, bytes) or not error.errors(include_input=False)[0]["loc"]:
             raise
-        # Some fields may have the names of OpenAI's API, so validate once more with the names of the pipeline.
-        values = json.loads(content.json)
-        valid = schema.model_validate(rename(values))
+        # Some fields may have the names of OpenAI's API, so validate once more with the names of the pipeline, and with
+        # the URL of a reference to an image.
+        fields = {_NAMES.get(name, name): value for name, value in json.loads(values).items()}
+        reference = fields.get("image")
+        if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
+            fields["image"] = reference["image_url"]
+        valid = schema.model_validate(fields)
+    # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
     return valid.model_dump(exclude_unset=True, exclude_none=True)
-
-
-def _frames(seconds: str | float, fps: int) -> int:
-    try:
-        return max(1, round(float(seconds) * fps) + 1)
-    except (ValueError, OverflowError):
-        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
@@ -283,14 +275,8 @@ _NAMES = {"mask": "mask_image", "input_reference": "image"}
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
 
 
-async def read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the fields of a multipart form, and its files.
-
-    A field that is a file has a placeholder string as its value, which is the key of the file's contents.
-
-    Raises:
-        RequestError: If the form is malformed.
-    """
+async def _read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the fields and files of a multipart form, with which OpenAI's clients send images."""
 
     async def chunks() -> AsyncIterator[bytes]:
         yield body
@@ -305,35 +291,22 @@ async def read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dict
     fields: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     try:
-        await _sort(form, fields, files)
+        for full_name, value in form.multi_items():
+            name = full_name.removesuffix("[]")
+            if isinstance(value, UploadFile):
+                data = await value.read()
+                item: Any = f"file {len(files)} of the form"
+                files[item] = _white_where_transparent(data) if name == "mask" else data
+            else:
+                item = value if "prompt" in name or name in _TEXTS else _json_or_text(value)
+            name = _NAMES.get(name, name)
+            if name in fields:
+                fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
+            else:
+                fields[name] = item
     finally:
         await form.close()
     return fields, files
-
-
-async def _sort(form: FormData, fields: dict[str, Any], files: dict[str, bytes]) -> None:
-    for full_name, value in form.multi_items():
-        name = full_name.removesuffix("[]")
-        if isinstance(value, UploadFile):
-            data = await value.read()
-            item: Any = f"file {len(files)} of the form"
-            files[item] = _white_where_transparent(data) if name == "mask" else data
-        else:
-            item = value if "prompt" in name or name in _TEXTS else _json_or_text(value)
-        name = _NAMES.get(name, name)
-        if name in fields:
-            fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
-        else:
-            fields[name] = item
-
-
-def rename(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` with OpenAI's names replaced by those of pipelines, and image references by their URLs."""
-    renamed = {_NAMES.get(name, name): value for name, value in fields.items()}
-    reference = renamed.get("image")
-    if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
-        renamed["image"] = reference["image_url"]
-    return renamed
 
 
 def _json_or_text(text: str) -> Any:

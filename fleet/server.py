@@ -229,11 +229,12 @@ class Server:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
         # The number of waiting requests is checked before the body is received, because the body may be large.
         self._jobs.require_room()
-        content = await read_content(http, self._limits)
+        values, files = await read_content(http, self._limits)
         # Decoding images takes long, so a thread does it: the event loop must not be blocked.
         return await asyncio.to_thread(
             read_request,
-            content,
+            values,
+            files,
             self._body_schema,
             self._model,
             self._limits,
