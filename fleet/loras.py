@@ -7,20 +7,14 @@ import re
 import warnings
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.adapters.weights.text_encoders import text_encoders_of
 from para_core.fleet.recipe import Recipe, read_lora
+from para_core.fleet.request import Lora
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-class Lora(NamedTuple):
-    """The LoRA of a request: path of its file or folder, and scale."""
-
-    path: str
-    scale: float = 1.0
 
 
 class LoadedLoras:

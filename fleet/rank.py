@@ -16,7 +16,7 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.loading import build, mesh_shape
-from para_core.fleet.loras import LoadedLoras, Lora
+from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Output
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -141,7 +141,11 @@ class Rank:
         )
         self._previews.clear()
         try:
-            self._use_lora(requests[0].lora)
+            lora = requests[0].lora
+            if self._loras is not None:
+                self._loras.use(lora)
+            elif lora is not None:
+                raise ValueError("this replica takes no LoRA of a request.")
             options = {"format_": self._options.format_, "fps": self._options.fps}
             results = generate_batch(self._pipe, requests, self._recipe, **options, watch=watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
@@ -162,12 +166,6 @@ class Rank:
         if id_ in self._cancelled and batch > 1:
             return Answer("cancelled", reason=f"cancelled after step {steps}.", steps=steps)
         return Answer("done", result, steps=steps, previews=tuple(self._previews))
-
-    def _use_lora(self, lora: tuple[str, float] | None) -> None:
-        if self._loras is not None:
-            self._loras.use(None if lora is None else Lora(*lora))
-        elif lora is not None:
-            raise ValueError("this replica takes no LoRA of a request.")
 
     def steps_done(self, id_: str) -> int:
         """Return the number of finished steps of a running request, 0 if there are none."""

@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -51,6 +51,13 @@ class Delivery:
     partial_images: int = 0
 
 
+class Lora(NamedTuple):
+    """The LoRA of a request: path of its file or folder, and scale."""
+
+    path: str
+    scale: float = 1.0
+
+
 @dataclass(frozen=True)
 class Request:
     """One call of a pipeline.
@@ -60,14 +67,14 @@ class Request:
         seed (`int`, defaults to `0`): Seed of the ``torch.Generator``.
         images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
         delivery (`Delivery`): How the result is encoded and sent.
-        lora (`tuple[str, float]`, *optional*): Path and scale of a LoRA, in addition to those of the recipe.
+        lora (`Lora`, *optional*): A LoRA in addition to those of the recipe.
     """
 
     fields: Mapping[str, Any]
     seed: int = 0
     images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
     delivery: Delivery = Delivery()
-    lora: tuple[str, float] | None = None
+    lora: Lora | None = None
 
     @property
     def digest(self) -> str:
@@ -95,24 +102,16 @@ class Request:
         width, height = self.fields.get("width"), self.fields.get("height")
         return "auto" if width is None or height is None else f"{width}x{height}"
 
-    def pixels(self) -> int | None:
-        """Return the number of pixels, summed over all images or frames. None if the pipeline chooses both sides.
-
-        If the request has only one side, a square is assumed.
-        """
-        sides = [self.fields[name] for name in ("height", "width") if self.fields.get(name) is not None]
-        if not sides:
-            return None
-        frames = self.fields.get("num_frames") or self.fields.get("video_length") or 1
-        return int(sides[0] * sides[-1] * frames * self.results)
-
 
 def estimated_pixels(request: Request, kind: Kind) -> int:
-    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are estimated."""
-    pixels = request.pixels()
-    if pixels is not None:
-        return pixels
+    """Return the number of pixels, summed over all images or frames. Sizes left to the pipeline are estimated.
+
+    If the request has only one side, a square is assumed. If it has a side but no number of frames, 1 is assumed.
+    """
     width, height, frames = _USUAL[kind]
+    sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
+    if sides:
+        width, height, frames = sides[0], sides[-1], 1
     frames = request.fields.get("num_frames") or request.fields.get("video_length") or frames
     return int(width * height * frames * request.results)
 
@@ -241,7 +240,15 @@ def request_from(
         else:
             fields[full_name] = value
     for name, value in fields.items():
-        _require_json(name, value)
+        # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no tokenizer
+        # accepts, or NaN, which would make the image black.
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            surrogate = error.object[error.start]
+            raise ValueError(f"field {name!r} has {surrogate!a}, which is half of a character.") from None
+        except ValueError:
+            raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None
     if "prompt" in model.fields and fields.get("prompt") is None and not images:
         raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
     for name in model.required:
@@ -334,14 +341,3 @@ def _read_images(name: str, value: str | list[str], read: Callable[[str], bytes]
         except ValueError as error:
             raise ValueError(f"field {name!r}, {path}: {error}") from error
     return files
-
-
-def _require_json(name: str, value: Any) -> None:
-    # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no tokenizer
-    # accepts, or NaN, which would make the image black.
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"field {name!r} has {error.object[error.start]!a}, which is half of a character.") from None
-    except ValueError:
-        raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None

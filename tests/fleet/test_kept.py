@@ -9,11 +9,11 @@ from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
 
-from para_core.fleet.loras import Lora, LoraFolder
+from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Delivery, Request, batch_key
+from para_core.fleet.request import Delivery, Lora, Request, batch_key
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 2}
 PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
