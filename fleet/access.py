@@ -28,69 +28,52 @@ class Access:
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:
-        self._keys = None if api_key is None else _encodings(api_key)
+        self._keys: list[bytes] = []
+        if api_key is not None:
+            # Most clients encode headers in UTF-8, some in Latin-1.
+            self._keys.append(api_key.strip().encode())
+            with contextlib.suppress(UnicodeEncodeError):
+                self._keys.append(api_key.strip().encode("latin-1"))
         self._origins = frozenset(origins)
 
     async def require(self, http: HttpRequest) -> None:
         """Raise RequestError if the request may not use the server, or its headers are too large or malformed."""
         if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
             raise RequestError(431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes.")
-        host = require_host(http)
-        if self._keys is not None:
+        hosts = http.headers.getlist("host")
+        host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if host is None:
+            raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
+        if self._keys:
             self._require_key(http)
+            return
         # A page of another site can send requests to its own host name after that name resolves to loopback (DNS
         # rebinding). The Host header then has that site's name.
-        elif host not in _LOOPBACK:
+        if host[1].strip("[]").lower() not in _LOOPBACK:
             raise RequestError(
                 403, "not_local", f"this server has no API key and answers on {', '.join(_LOOPBACK)} only."
             )
-        else:
-            self._require_own_page(http)
-
-    def _require_key(self, http: HttpRequest) -> None:
-        keys = self._keys or ()
-        # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so encoding
-        # as Latin-1 restores the bytes that the client sent.
-        scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
-        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if not any(hmac.compare_digest(sent, key) for key in keys):
-            raise RequestError(
-                401,
-                "invalid_api_key",
-                "expected the header Authorization: Bearer with the server's key.",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
-    def _require_own_page(self, http: HttpRequest) -> None:
         # A browser sends the form of another site without asking the server first (a "simple request" of CORS), so the
         # server must refuse it by the Origin header.
         origin = http.headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
-        if urlsplit(origin).netloc.lower() != http.headers.get("host", "").lower():
+        if urlsplit(origin).netloc.lower() != hosts[0].lower():
             raise RequestError(
                 403,
                 "foreign_page",
                 f"pages of {origin[:80]} may not use this server, which has no API key; see --cors.",
             )
 
-
-def require_host(http: HttpRequest) -> str:
-    """Return the host name of the request, in lower case and without brackets.
-
-    Raises:
-        RequestError: If the Host header is missing, empty, repeated or malformed.
-    """
-    hosts = http.headers.getlist("host")
-    match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-    if match is None:
-        raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
-    return match[1].strip("[]").lower()
-
-
-def _encodings(key: str) -> tuple[bytes, ...]:
-    """Return the bytes that clients may send for ``key``: most clients encode headers in UTF-8, some in Latin-1."""
-    encodings = [key.strip().encode()]
-    with contextlib.suppress(UnicodeEncodeError):
-        encodings.append(key.strip().encode("latin-1"))
-    return tuple(dict.fromkeys(encodings))
+    def _require_key(self, http: HttpRequest) -> None:
+        # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so encoding
+        # as Latin-1 restores the bytes that the client sent.
+        scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
+        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not any(hmac.compare_digest(sent, key) for key in self._keys):
+            raise RequestError(
+                401,
+                "invalid_api_key",
+                "expected the header Authorization: Bearer with the server's key.",
+                {"WWW-Authenticate": "Bearer"},
+            )

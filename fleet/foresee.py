@@ -173,7 +173,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
         ValueError: If ``ranks`` exceeds the product of the mesh sizes that the recipe allows.
     """
     if recipe.mesh and ranks > 1:
-        return given_mesh(recipe, ranks)
+        return mesh_of_recipe(recipe, ranks)
     if ranks == 1:
         return {"batch": 1, "ring": 1, "ulysses": 1}
     choice = fastest_mesh(pipe, ranks) if torch.cuda.is_available() else None
@@ -183,18 +183,8 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
 
 
-def require_mesh_fits(recipe: Recipe, ranks: int) -> None:
-    """Raise ValueError if ``ranks`` exceeds the product of the mesh sizes that the recipe allows."""
-    if not recipe.mesh:
-        return
-    try:
-        given_mesh(recipe, ranks)
-    except ValueError as error:
-        raise ValueError(f"mesh is too small: {error}") from None
-
-
-def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
-    """Return the mesh sizes for ``ranks`` ranks within the largest sizes that the recipe states.
+def mesh_of_recipe(recipe: Recipe, ranks: int) -> dict[str, int]:
+    """Return the mesh sizes by dim for ``ranks`` ranks within the largest sizes that the recipe states.
 
     Raises:
         ValueError: If ``ranks`` exceeds the product of these sizes.
@@ -205,5 +195,8 @@ def given_mesh(recipe: Recipe, ranks: int) -> dict[str, int]:
         size = largest_divisor(left, limits.pop(name, 1))
         left //= size
         outer |= {name: size} if size > 1 else {}
-    sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in limits.items()})
+    try:
+        sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in limits.items()})
+    except ValueError as error:
+        raise ValueError(f"mesh is too small: {error}") from None
     return {**dict(zip(MESH_DIMS, sizes, strict=True)), **outer}

@@ -141,7 +141,9 @@ def load_modular(
     pipe = open_modular(name, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
     if quantize is not None:
-        options["quantization_config"] = loading_config(quantize, _transformer_names(pipe)).quant_mapping
+        types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
+        names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
+        options["quantization_config"] = loading_config(quantize, names).quant_mapping
     with _errors_raised_only():
         pipe.load_components(**options)
     for part in pipe.pretrained_component_names:
@@ -153,12 +155,6 @@ def load_modular(
             except Exception as error:
                 raise RuntimeError(f"{part} of model {name!r} cannot be loaded: {error}") from error
     return pipe
-
-
-def _transformer_names(pipe: Any) -> list[str]:
-    """Return the names of the transformers of a modular pipeline that has no components yet."""
-    types = {name: pipe.get_component_spec(name).type_hint for name in pipe.pretrained_component_names}
-    return [name for name, cls in types.items() if name in USUAL_NAMES or is_transformer_class(cls)]
 
 
 def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, str | None], Any]) -> None:

@@ -60,21 +60,17 @@ def choose_format(model: Model, format_: str | None) -> str:
         raise ValueError(
             f"format is {chosen!r}; {model.pipeline} generates {model.kind}s: expected {' or '.join(allowed)}."
         )
-    if chosen == "mp4" and not _writes_mp4():
-        raise ValueError(
-            "mp4 needs a video encoder, and none is installed: pip install imageio imageio-ffmpeg, or use --format gif."
-        )
+    if chosen == "mp4":
+        try:
+            import imageio_ffmpeg
+
+            imageio_ffmpeg.get_ffmpeg_exe()
+        except (ImportError, RuntimeError):
+            raise ValueError(
+                "mp4 needs a video encoder, and none is installed: pip install imageio imageio-ffmpeg, or use --format "
+                "gif."
+            ) from None
     return chosen
-
-
-def _writes_mp4() -> bool:
-    try:
-        import imageio_ffmpeg
-
-        imageio_ffmpeg.get_ffmpeg_exe()
-    except (ImportError, RuntimeError):
-        return False
-    return True
 
 
 def too_large(folder: Path, request: Request, model: Model, format_: str) -> str | None:

@@ -150,10 +150,6 @@ class Recipe:
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the options as JSON-compatible values."""
-        return {**asdict(self), "mesh": dict(self.mesh)}
-
 
 def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
     """Parse the option ``--mesh``: largest sizes of mesh dims.

@@ -8,7 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,7 +136,7 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
     """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
     return {
         "request": {**request.fields, "seed": request.seed},
-        "recipe": recipe.as_json(),
+        "recipe": {**asdict(recipe), "mesh": dict(recipe.mesh)},
         "pipeline": type(pipe).__name__,
         "mesh": mesh_shape(pipe),
         "cache": None if recipe.cache is None else str(cache_report(pipe)).splitlines(),
