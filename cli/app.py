@@ -98,11 +98,7 @@ def run(arguments: Sequence[str]) -> int:
         named = name_options(text, arguments) if isinstance(error, (ValueError, TypeError)) else text
         # Each rank prints its error, because it may be the only one that failed.
         rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
-        _print_error(named if rank is None else f"rank {rank}: {named}")
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[red]error:[/red] {escape(named if rank is None else f'rank {rank}: {named}')}")
         return FAILED if named == text else WRONG_OPTION
     return 0
-
-
-def _print_error(text: str) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"[red]error:[/red] {escape(text)}")

@@ -52,7 +52,7 @@ def bench(
 
     from para_core.cli.measurement import MeasurementJob, measure
     from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
-    from para_core.fleet.foresee import require_mesh_fits
+    from para_core.fleet.foresee import mesh_of_recipe
     from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
@@ -64,7 +64,7 @@ def bench(
     refuse_options(pipeline, recipe)
     num_ranks = count_ranks(ranks, 1)
     require_loras(recipe)
-    require_mesh_fits(recipe, num_ranks)
+    mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
     _require_new_file(out)
     _require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, seed)

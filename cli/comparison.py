@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.registry import transformers_of
+from para_core.cli.ranks import from_first_rank, gather
 from para_core.fleet.loading import build, build_unmodified
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
@@ -88,12 +88,12 @@ def compare(
         results.append(_generate(pipe, request))
         progress()
     digests = [hashlib.sha256(pixels.tobytes()).hexdigest() for pixels in results]
-    of_ranks = _gather(digests)
+    of_ranks = gather(digests)
     ranks_equal = all(rank[0] == of_ranks[0][0] for rank in of_ranks)
     if not ranks_equal:
         # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
-        reference = _from_first_rank(reference)
-    errors = _gather(None if reference is None else relative_error(results[0], reference.pixels))
+        reference = from_first_rank(reference)
+    errors = gather(None if reference is None else relative_error(results[0], reference.pixels))
     error = max(float(error) for error in errors if error is not None)
     bound = None if reference is None else reference.bound
     return {
@@ -144,19 +144,3 @@ def _rounded_differently(pipe: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_first_rank(value: Any) -> Any:
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from para_core.cli.bars import Bars, NoBars
+from para_core.cli.bars import Bars
 from para_core.cli.ranks import RankJob, RankReport, describe_signal, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
     foresee_mesh,
+    mesh_of_recipe,
     predict_memory,
-    require_mesh_fits,
     without_weights,
 )
 from para_core.fleet.loading import dtype_of
@@ -103,7 +103,7 @@ def make_task(
     require_name(prefix)
     refuse_options(model, recipe)
     require_loras(recipe)
-    require_mesh_fits(recipe, ranks)
+    mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
     problems: Sequence[Problem] = ()
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None:
@@ -232,7 +232,7 @@ def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
     from para_core.fleet.group import ReplicaShape
 
     done: list[int] = []
-    bars: Bars | NoBars = Bars(len(task.lines), steps=False)
+    bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
         numbers = {"line": line.number, "digest": line.digest}
@@ -257,6 +257,7 @@ def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
 def show_plan(task: GenerationTask) -> None:
     """Print the task as a table on stdout."""
     recipe = task.recipe
+    usual = "offload" if recipe.offload else "replicate" if recipe.weights == "replicate" else "fsdp"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
         "ranks": f"{task.replicas} × {task.ranks}" if task.replicas > 1 else str(task.ranks),
@@ -264,7 +265,7 @@ def show_plan(task: GenerationTask) -> None:
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
         "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
-        "text encoders": recipe.text_encoders or _default_text_encoders(recipe),
+        "text encoders": recipe.text_encoders or usual,
         "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
         "VAE": _vae(recipe),
         "dtype": recipe.dtype,
@@ -297,12 +298,6 @@ def _vae(recipe: Recipe) -> str:
         return "on the first rank, in host memory"
     where = "on all ranks" if recipe.vae else "on each rank"
     return f"{where}, in host memory" if recipe.vae_placement == "offload" else where
-
-
-def _default_text_encoders(recipe: Recipe) -> str:
-    if recipe.offload is not None:
-        return "offload"
-    return "replicate" if recipe.weights == "replicate" else "fsdp"
 
 
 def _mesh(task: GenerationTask) -> str:

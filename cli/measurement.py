@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from para_core.adapters.registry import mesh_of
-from para_core.cli.bars import Bars, NoBars
+from para_core.cli.bars import Bars
 from para_core.cli.comparison import Reference, compare, make_reference
-from para_core.cli.ranks import describe_end, ending_on_error, in_torchrun, launch_ranks, process_group, quiet
+from para_core.cli.ranks import describe_end, ending_on_error, gather, in_torchrun, launch_ranks, process_group, quiet
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -107,7 +107,7 @@ def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any]
     pipe = build(job.recipe)
     extra = 1 + (job.profile is not None) + 2 * job.check
     total = job.warmup_runs + job.runs + extra
-    with Bars(total, steps=False, unit="runs") if first else NoBars() as bars:
+    with Bars(total, shown=first, steps=False, unit="runs") as bars:
         for _ in range(job.warmup_runs):
             call_pipe(pipe, [job.request])
             bars.end()
@@ -123,7 +123,7 @@ def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any]
             _profile(pipe, job.request, job.profile)
             bars.end()
         check = compare(pipe, job.request, job.recipe, reference, bars.end) if job.check else None
-    ranks = _gather({"runs": runs, **memory, **counts})
+    ranks = gather({"runs": runs, **memory, **counts})
     if not first:
         return None
     return {
@@ -258,14 +258,6 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
         **dict(zip(names, in_all, strict=True)),
         **{f"{a} per step": b for a, b in zip(names, per_step, strict=True)},
     }
-
-
-def _gather(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    if not dist.is_initialized():
-        return [figures]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, figures)
-    return gathered
 
 
 def _profile(pipe: Any, request: Request, folder: Path) -> None:

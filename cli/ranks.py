@@ -11,20 +11,21 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import typer
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from para_core.cli.bars import Bars, NoBars
+from para_core.cli.bars import Bars
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import sentence
 from para_core.fleet.loading import build
@@ -34,6 +35,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.work import Watch, call_pipe, generate
 from para_core.torch_internals import default_store
 
+T = TypeVar("T")
 # A rank that raised waits this long for all others to report that they raised too. If one does not report, the rank
 # ends, and the launcher stops the others.
 _AGREEMENT_TIMEOUT = timedelta(seconds=20)
@@ -46,7 +48,6 @@ class RankJob:
     Args:
         folder (`Path`): Folder of the results.
         journal (`Path`): File to which ranks append events, such as the end of a line, as one JSON object per line.
-        bars (`bool`): Whether the first rank shows progress bars.
         debug (`bool`): Whether to show tracebacks and other libraries' log messages.
         launched (`bool`): Whether another process started the ranks and prints the errors in the journal.
     """
@@ -57,7 +58,6 @@ class RankJob:
     format_: str
     fps: int
     journal: Path
-    bars: bool = True
     debug: bool = False
     launched: bool = False
 
@@ -163,16 +163,10 @@ def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[i
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=0,
             start_method="spawn",
-            logs_specs=_logs(logs),
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         returned: dict[int, Any] = elastic_launch(config, function)(job)
         return returned
-
-
-def _logs(folder: str) -> Any:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-
-    return DefaultLogsSpecs(log_dir=folder)
 
 
 @contextmanager
@@ -276,7 +270,8 @@ def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
 
 
 def _run_lines(job: RankJob) -> None:
-    lines = _lines_of_first_rank(job.lines)
+    # Ranks may see different finished results in the folder, so the first rank's lines count.
+    lines = from_first_rank(job.lines)
     encode_first = EncodeFirst()
     pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -288,24 +283,30 @@ def _run_lines(job: RankJob) -> None:
         _note(job, event="begin", line=line.number)
         return False
 
-    bars = Bars(len(lines)) if first and job.bars else NoBars()
-    with bars:
+    with Bars(len(lines), shown=first) as bars:
         for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request]), fails_alike):
             for line in batch:
                 _run_line(job, pipe, line, bars, first)
 
 
-def _lines_of_first_rank(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the first rank's lines on all ranks, because ranks may see different finished results in the folder."""
-    if not dist.is_initialized():
-        return lines
-    shared: list[Any] = [lines]
-    dist.broadcast_object_list(shared)
-    lines = shared[0]
-    return lines
+def from_first_rank(value: T) -> T:
+    """Return the first rank's value on all ranks. A collective call if there is a process group."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
-def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars | NoBars, first: bool) -> None:
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks on all ranks. A collective call if there is a process group."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars, first: bool) -> None:
     if first:
         _note(job, event="begin", line=line.number)
         bars.begin(line.number, line.request.fields.get("num_inference_steps"))
