@@ -146,8 +146,8 @@ class Rank:
                 self._loras.use(lora)
             elif lora is not None:
                 raise ValueError("this replica takes no LoRA of a request.")
-            options = {"format_": self._options.format_, "fps": self._options.fps}
-            results = generate_batch(self._pipe, requests, self._recipe, **options, watch=watch)
+            format_, fps = self._options.format_, self._options.fps
+            results = generate_batch(self._pipe, requests, self._recipe, format_=format_, fps=fps, watch=watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
         except Cancelled as error:
             return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]

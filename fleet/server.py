@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
+from prometheus_client import generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -168,7 +169,7 @@ class Server:
         metrics = self._jobs.metrics
         metrics.accepted.set(len(self._jobs))
         metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
-        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     def _model_card(self) -> dict[str, Any]:
         name = self._model.name
