@@ -30,14 +30,7 @@ def bench(
     *,
     model: options.Model = None,
     prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _PROMPT,
-    size: options.Size = None,
-    steps: options.Steps = None,
-    frames: options.Frames = None,
-    guidance: options.Guidance = None,
-    negative_prompt: options.NegativePrompt = None,
-    image: options.Image = None,
-    seed: options.Seed = 0,
-    set_: options.Fields = None,
+    call: options.CallOptions,
     out: Annotated[Path | None, option("JSON file of the figures.", "FILE", INPUT)] = None,
     warmup_runs: Annotated[int, option("Generations before the timed ones.", "N", INPUT, min=0)] = 1,
     runs: Annotated[int, option("Timed generations.", "N", INPUT, min=1)] = 3,
@@ -56,9 +49,7 @@ def bench(
     from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
-    named: dict[str, Any] = {"size": size, "steps": steps, "frames": frames, "image": image}
-    named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
-    common = options.call_fields(named, set_)
+    common = call.fields()
     pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
     recipe = options.make_recipe(pipeline.name, run)
     refuse_options(pipeline, recipe)
@@ -67,7 +58,7 @@ def bench(
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
     _require_new_file(out)
     _require_new_traces(profile, num_ranks)
-    request = _read_request(pipeline, common, prompt, seed)
+    request = _read_request(pipeline, common, prompt, call.seed)
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
     try:
         with terminable():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,14 +19,7 @@ def generate(
     prompts: options.Prompts = None,
     out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT, parser=options.read_folder)] = Path("out"),
     name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None,
-    size: options.Size = None,
-    steps: options.Steps = None,
-    frames: options.Frames = None,
-    guidance: options.Guidance = None,
-    negative_prompt: options.NegativePrompt = None,
-    image: options.Image = None,
-    seed: options.Seed = 0,
-    set_: options.Fields = None,
+    call: options.CallOptions,
     format_: options.Format = None,
     fps: options.Fps = 16,
     run: options.RunOptions,
@@ -43,11 +36,9 @@ def generate(
     quiet(debug)
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
-    named: dict[str, Any] = {"prompt": prompt, "size": size, "steps": steps, "frames": frames, "image": image}
-    named |= {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     if prompt is not None and prompts is not None:
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
-    common = options.call_fields(named, set_)
+    common = call.fields(prompt=prompt)
     pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
     recipe = options.make_recipe(pipeline.name, run)
     task = make_task(
@@ -59,7 +50,7 @@ def generate(
         prefix=name,
         format_=format_,
         fps=fps,
-        seed=seed,
+        seed=call.seed,
         ranks=count_ranks(ranks, replicas),
         replicas=replicas,
         room=None if memory is None else memory * 1e9,

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars
-from para_core.cli.ranks import RankJob, RankReport, describe_signal, run_job, terminable
+from para_core.cli.ranks import RankJob, describe_signal, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -182,30 +182,30 @@ def run_task(task: GenerationTask, debug: bool) -> int:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     if task.finished:
         console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
-    report = RankReport((), ())
+    failures: list[Problem] = []
     try:
         with alone_in(task.folder) if first and task.lines else nullcontext(), terminable():
-            report = _generate_lines(task, debug) if task.lines else report
+            failures = _generate_lines(task, debug) if task.lines else []
     except (KeyboardInterrupt, SignalException) as end:
         ended, code = describe_signal(end)
         console.print(f"{ended}: run the same command again to continue.")
-        _print_results(task, report, console)
+        _print_results(task, failures, console)
         return code
     except Exception:
         if _made(task):
-            _print_results(task, report, console)
+            _print_results(task, failures, console)
         raise
-    _print_results(task, report, console)
+    _print_results(task, failures, console)
     # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed lines by
     # its exit code, because it writes the results and ends last.
-    return 1 if first and (task.problems or report.problems) else 0
+    return 1 if first and (task.problems or failures) else 0
 
 
-def _print_results(task: GenerationTask, report: RankReport, console: Console) -> None:
+def _print_results(task: GenerationTask, failures: Sequence[Problem], console: Console) -> None:
     """Print each line of the prompt file that failed, with the reason, and how many results were generated."""
-    for problem in report.problems:
+    for problem in failures:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
-    failed = len(task.problems) + len(report.problems)
+    failed = len(task.problems) + len(failures)
     names = _made(task)
     files = f" ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else ""
     console.print(
@@ -218,7 +218,7 @@ def _made(task: GenerationTask) -> list[str]:
     return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
 
 
-def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:
+def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     if task.replicas > 1:
         return _on_replicas(task, debug)
     with tempfile.TemporaryDirectory() as folder:
@@ -227,21 +227,19 @@ def _generate_lines(task: GenerationTask, debug: bool) -> RankReport:
         return run_job(job, task.ranks)
 
 
-def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
+def _on_replicas(task: GenerationTask, debug: bool) -> list[Problem]:
     from para_core.fleet.batch import generate_lines
     from para_core.fleet.group import ReplicaShape
 
-    done: list[int] = []
     bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
         numbers = {"line": line.number, "digest": line.digest}
         write_result(task.folder, line.name, result.outputs, {**numbers, **result.metadata})
-        done.append(line.number)
         bars.end()
 
     with bars:
-        problems = generate_lines(
+        return generate_lines(
             task.lines,
             task.recipe,
             ReplicaShape(task.ranks),
@@ -251,7 +249,6 @@ def _on_replicas(task: GenerationTask, debug: bool) -> RankReport:
             write=write,
             debug=debug,
         )
-    return RankReport(tuple(done), tuple(problems))
 
 
 def show_plan(task: GenerationTask) -> None:

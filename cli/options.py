@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -46,10 +46,6 @@ def read_folder(text: str | Path) -> Path:
 
 Model = Annotated[str | None, option("Folder or Hub name; default: tiny FLUX.", "NAME", INPUT)]
 Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
-Frames = Annotated[int | None, option("Frames of a video.", "N", INPUT)]
-Guidance = Annotated[float | None, option("Scale of guidance.", "X", INPUT)]
-NegativePrompt = Annotated[str | None, option("What to avoid.", "TEXT", INPUT)]
-Image = Annotated[str | None, option("Image file to start from.", "FILE", INPUT)]
 Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
 Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
 Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
@@ -63,6 +59,36 @@ Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.",
 
 Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]
 Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of the commands that generate, for fields of a request. Each field is an option."""
+
+    size: Size = None
+    steps: Steps = None
+    frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None
+    guidance: Annotated[float | None, option("Scale of guidance.", "X", INPUT)] = None
+    negative_prompt: Annotated[str | None, option("What to avoid.", "TEXT", INPUT)] = None
+    image: Annotated[str | None, option("Image file to start from.", "FILE", INPUT)] = None
+    seed: Seed = 0
+    set_: Fields = None
+
+    def fields(self, **others: Any) -> dict[str, Any]:
+        """Return the fields of a request except the seed: options that are given, and entries of ``others`` but None.
+
+        Raises:
+            typer.BadParameter: If two options set the same field.
+        """
+        named: dict[str, Any] = {"size": self.size, "steps": self.steps, "frames": self.frames, "image": self.image}
+        named |= {"guidance_scale": self.guidance, "negative_prompt": self.negative_prompt, **others}
+        common = {name: value for name, value in named.items() if value is not None}
+        fields = read_fields(self.set_)
+        for field in common.keys() & fields.keys():
+            raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
+        if "size" in common and fields.keys() & {"height", "width"}:
+            raise typer.BadParameter("--size and --set height or width: expected one of them.")
+        return common | fields
 
 
 @dataclass(frozen=True)
@@ -151,24 +177,6 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
         except ValueError:
             fields[name] = value
     return fields
-
-
-def call_fields(named: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the fields of a request: entries of ``named`` that are not None, and those of the options ``--set``.
-
-    Args:
-        named: Fields that have an option of their own.
-        texts: Values of the options ``--set``, each ``FIELD=JSON``.
-
-    Raises:
-        typer.BadParameter: If two options set the same field.
-    """
-    common, fields = {name: value for name, value in named.items() if value is not None}, read_fields(texts)
-    for field in common.keys() & fields.keys():
-        raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
-    if "size" in common and fields.keys() & {"height", "width"}:
-        raise typer.BadParameter("--size and --set height or width: expected one of them.")
-    return common | fields
 
 
 # Maps an argument or field to the command-line option that sets it, if the names differ.

@@ -62,14 +62,6 @@ class RankJob:
     launched: bool = False
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """Outcome of a job: the numbers of the finished lines, and a problem for each failed line."""
-
-    done: tuple[int, ...]
-    problems: tuple[Problem, ...]
-
-
 def in_torchrun() -> bool:
     """Whether this process is a rank that torchrun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -98,21 +90,21 @@ def count_ranks(requested: int | None, replicas: int) -> int:
     return ranks
 
 
-def run_job(job: RankJob, ranks: int) -> RankReport:
+def run_job(job: RankJob, ranks: int) -> list[Problem]:
     """Generate all lines on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
 
-    If the new processes end during a line, the report has a problem for it, and new processes generate the rest.
+    Return a problem for each failed line. If the new processes end during a line, it has failed, and new processes
+    generate the rest.
 
     Raises:
         RuntimeError: If the processes ended before their first line, or a result cannot be written.
     """
-    done: list[int] = []
     problems: list[Problem] = []
     remaining = job.lines
     while remaining:
         reason = _run_once(replace(job, lines=remaining), ranks)
         events = _read_journal(job.journal)
-        done += [event["line"] for event in events if event["event"] == "done"]
+        done = {event["line"] for event in events if event["event"] == "done"}
         problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
         begun = {event["line"] for event in events if event["event"] == "begin"}
         if reason is None:
@@ -124,7 +116,7 @@ def run_job(job: RankJob, ranks: int) -> RankReport:
             raise RuntimeError(reason)
         problems += [Problem(number, reason) for number in in_flight]
         remaining = tuple(line for line in remaining if line.number not in begun)
-    return RankReport(tuple(done), tuple(sorted(problems, key=lambda problem: problem.number)))
+    return sorted(problems, key=lambda problem: problem.number)
 
 
 def _run_once(job: RankJob, ranks: int) -> str | None:
