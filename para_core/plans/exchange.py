@@ -1,5 +1,7 @@
-"""Exchange tokens for heads by all-to-all, so that each rank runs a self-attention module on all tokens and some of the
-heads.
+"""Exchanges between ranks around one module of a plan: tokens for heads, and halo rows.
+
+Tokens are exchanged for heads so that each rank runs a self-attention module on all tokens and some of the heads. Halo
+rows are rows of neighbouring ranks that a module such as a convolution needs.
 """
 
 from __future__ import annotations
@@ -11,23 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.distributed.collectives import all_to_all
+from para_core.distributed.collectives import all_to_all, start_all_to_all, wait
 from para_core.distributed.layout import Run, Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.plans.plan import AttentionByHeads
+from para_core.plans.plan import AttentionByHeads, Halo
 
 
 class HeadExchange:
-    """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to ``[B, S, H_local *
-    D]``, and the exchange back.
+    """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
+    ``[B, S, H_local * D]``, and the exchange back.
 
-    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. The attribute ``own`` is
-    (first head, number of heads) of this rank.
+    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``.
 
     Args:
-        attention: The plan entry of the module.
         segment: The segment of the tokens, sharded in consecutive parts.
-        mesh: The ranks that hold the sequence.
         heads: Number of heads of the module, over all ranks.
 
     Raises:
@@ -41,7 +40,7 @@ class HeadExchange:
                 "plan gives each of them whole heads, at least one. Use fewer ranks for the sequence, and others "
                 "along the mesh dim 'batch'."
             )
-        self.attention, self._heads = attention, heads
+        self._attention, self._heads = attention, heads
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
@@ -55,7 +54,7 @@ class HeadExchange:
             (mesh.ring, [sum(block) for block in blocks], [number for _, number in of_ring]),
         ]
         start, number = of_ring[mesh.ring.index]
-        self.own: Run = (first + start, number)
+        self._own: Run = (first + start, number)  # The first head of this rank, and the number of its heads.
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
@@ -79,13 +78,13 @@ class HeadExchange:
             RuntimeError: The module did not call each of its projections exactly once, for example because the
                 projections are fused.
         """
-        if self._entered != len(self.attention.projections):
+        if self._entered != len(self._attention.projections):
             raise RuntimeError(
                 f"an attention module called {self._entered} of its projections "
-                f"{', '.join(self.attention.projections)}; its plan expects all of them. Undo fused projections: "
+                f"{', '.join(self._attention.projections)}; its plan expects all of them. Undo fused projections: "
                 "unfuse_qkv_projections()."
             )
-        width = x.shape[2] // self.own[1]
+        width = x.shape[2] // self._own[1]
         for dim, tokens, heads in reversed(self._steps):
             if dim.size > 1:
                 shapes = [(x.shape[0], tokens[dim.index], number * width) for number in heads]
@@ -104,21 +103,21 @@ class HeadExchange:
             parameters: Names of the module's positional parameters.
         """
         positional, named = list(args), dict(kwargs)
-        for name, dim in self.attention.caches:
+        for name, dim in self._attention.caches:
             if name in named:
                 named[name] = self._own_views(named[name], dim)
             elif name in parameters[: len(positional)]:
                 index = parameters.index(name)
                 positional[index] = self._own_views(positional[index], dim)
-        setattr(module, self.attention.heads, self.own[1])
+        setattr(module, self._attention.heads, self._own[1])
         try:
             return call(module, *positional, **named)
         finally:
-            setattr(module, self.attention.heads, self._heads)
+            setattr(module, self._attention.heads, self._heads)
 
     def _own_views(self, value: Any, dim: int) -> Any:
         if isinstance(value, Tensor):
-            return value.narrow(dim, *self.own)
+            return value.narrow(dim, *self._own)
         if isinstance(value, Mapping):
             return {key: self._own_views(item, dim) for key, item in value.items()}
         return value
@@ -135,3 +134,60 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], j
     sent = torch.cat([part.flatten() for part in parts])
     received = all_to_all(sent, [part.numel() for part in parts], sizes, dim).split(sizes)
     return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=join)
+
+
+def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
+    """Return ``x`` with ``halo.size`` rows of the previous rank before it and ``halo.size`` rows of the next rank after
+    it.
+
+    The first and the last rank of the sequence get rows on one side only. Collective.
+
+    Args:
+        x: This rank's rows of ``segment`` along ``halo.dim``.
+
+    Raises:
+        ValueError: A rank has fewer than ``halo.size`` rows, so its neighbours cannot get enough.
+    """
+    if segment.total // mesh.ranks < halo.size:
+        raise ValueError(
+            f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their neighbours "
+            "need. Use fewer ranks."
+        )
+    edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
+    before, behind = _around(edges[0], edges[1], mesh.ulysses)
+    # The exchange above wraps around within each Ulysses group. So the first rank of a group has received the last rows
+    # of its own group instead of the last rows of the previous group, and the last rank of a group has received the
+    # first rows of its own group instead of the first rows of the next group. An exchange over the ring replaces both.
+    first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
+    if mesh.ring.size > 1 and (first or last):
+        from_before, from_behind = _around(behind, before, mesh.ring)
+        before, behind = from_before if first else before, from_behind if last else behind
+    # The first and the last rank of the sequence received rows of the opposite end, which are cut off here. These ranks
+    # cannot skip the exchange, because every rank must take part in its collective in the backward as well.
+    start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
+    rows = torch.cat([before, x, behind], dim=halo.dim)
+    return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
+
+
+def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
+    """Return this rank's ``rows`` rows of ``y``, without the halo rows added by :func:`add_halo`."""
+    return y.narrow(halo.dim, halo.size if mesh.rank > 0 else 0, rows)
+
+
+def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
+    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around.
+    Collective. The shapes must be equal on all ranks.
+    """
+    if dim.size == 1:
+        return last, first
+    before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size
+    size = first.numel()
+    sizes = [size * ((rank == before) + (rank == behind)) for rank in range(dim.size)]
+    # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is both the
+    # previous and the next rank, and gets both parts.
+    sent = [first, last] if before <= behind else [last, first]
+    arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
+    earlier, later = (part.view(first.shape) for part in arrived.split([size, size]))
+    if before == behind:
+        return later, earlier
+    return (earlier, later) if before < behind else (later, earlier)
