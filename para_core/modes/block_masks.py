@@ -31,8 +31,6 @@ class ShardedMaskMod:
     Args:
         of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index into the
             query that :func:`~para_core.attention.flex_exchange.enter` returns, ``key`` one into all keys.
-        query_layout: The layout of the queries.
-        key_layout: The layout of the keys.
         layout_ids: The :func:`layout_id` of the query layout and of the key layout.
     """
 
@@ -67,10 +65,6 @@ def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
     """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key.
-
-    Args:
-        mask: A mask over all tokens of ``query_layout`` and ``key_layout``.
-        mesh: The ranks that share the sequence.
 
     Raises:
         ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.

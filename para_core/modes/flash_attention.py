@@ -73,11 +73,8 @@ OTHER_OPERATORS = (
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def attention_kind(operator: Operator) -> str | None:
-    """Return how a mode must handle an operator.
-
-    Returns:
-        ``"flash"`` for a FlashAttention operator that :func:`flash_attention` can run over the mesh, ``"other"`` for
-        any other operator that computes attention, None for an operator that a mode need not intercept.
+    """Return how a mode must handle an operator: ``"flash"`` if :func:`flash_attention` can run it over the mesh,
+    ``"other"`` if it computes attention otherwise, None if a mode need not intercept it.
     """
     return _attention_kind(operator)
 
@@ -115,10 +112,8 @@ def _overload(operator: Operator) -> OpOverload:
 
 
 def has_other_builds() -> bool:
-    """Whether a build of FlashAttention is loaded that only a mode can intercept.
-
-    The namespace of such a build is not in ``FLASH_OPERATORS``, so the dispatcher does not intercept its operators.
-    Builds from the Hugging Face Hub have such namespaces.
+    """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
+    ``FLASH_OPERATORS``. Builds from the Hugging Face Hub have such namespaces.
     """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
     return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
@@ -333,10 +328,8 @@ class _UnknownLse(Tensor):
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
         """Return a placeholder for an lse of shape ``shape``.
 
-        Args:
-            shape: The shape of the lse.
-            graph: ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
-                inputs; None if :func:`_backward` is not needed.
+        ``graph`` is ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
+        inputs; None if :func:`_backward` is not needed.
         """
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph

@@ -68,13 +68,12 @@ class FlexOverMesh:
     """A callable that computes the operator of ``flex_attention`` over a mesh.
 
     Args:
-        mesh: The ranks that share the sequence.
         layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
             layout)``.
-        options: The options of the mode. If one of the options selects keys (``block_mask``, ``kept_keys``), every call
-            raises RuntimeError.
-        assume_equal: Whether to skip the exchange in eager code that compares the call between ranks, so that invalid
-            input on one rank becomes an error on all ranks.
+        options: The options of the mode. If one of them selects keys (``block_mask``, ``kept_keys``), every call raises
+            RuntimeError.
+        assume_equal: Whether to skip the exchange that in eager code makes all ranks raise if the input of one is
+            invalid.
     """
 
     def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
@@ -184,11 +183,11 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments, in which the lengths of a sharded mask are replaced by ``-1 - layout_id``.
+    """Return the operator's arguments, in which a sharded mask has ``-1 - layout_id`` as lengths, and ``of_rows`` as
+    ``mask_mod``.
 
-    The ``mask_mod`` is replaced by its ``of_rows``. A traced graph stores the two negative numbers, but no attributes
-    of a ``mask_mod``, so at run time only the numbers show for which layouts the mask was sharded. If the mask was not
-    sharded, the arguments are returned unchanged.
+    A traced graph stores the two negative numbers, but no attributes of a ``mask_mod``, so at run time only the numbers
+    show for which layouts the mask was sharded.
     """
     mask = args[4]
     mod = mask[-1]
@@ -264,12 +263,8 @@ def _own_mask(
     num_rows: int,
     num_keys: int,
 ) -> tuple[Any, ...]:
-    """Return the operator's ``mask`` argument for the heads, query rows and keys that this rank computes.
-
-    Args:
-        first_head, heads: The index of this rank's first head, and the number of its heads.
-        position: The :func:`position_of_row` of this rank's query rows.
-        num_rows, num_keys: Numbers of query rows of this rank, and of keys of the sequence.
+    """Return the operator's ``mask`` argument for ``heads`` heads from ``first_head`` on, for the ``num_rows`` query
+    rows of this rank, whose :func:`position_of_row` is ``position``, and for all ``num_keys`` keys.
     """
     *tensors, row_block, key_block, mask_mod = mask[2:]
     own = [
@@ -317,12 +312,10 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(call: _Call, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Add an operator to the traced graph that raises ValueError when the graph runs. Return uninitialized results.
+    """Add an operator to the traced graph that raises ValueError, with ``message`` formatted with ``numbers``, when the
+    graph runs. Return uninitialized results.
 
     The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
-
-    Args:
-        message: The message of the error, a format string that is filled with ``numbers``.
     """
     out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
     stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)

@@ -37,7 +37,6 @@ def sequence_of_length(
     """Return the layout of the segment, or concatenation of segments, whose part on ``rank`` has ``held`` tokens.
 
     Args:
-        held: Number of tokens on ``rank``.
         segments: The segments that were sharded through the mode or declared replicated, in the order of these calls;
             at least one.
         kind: The name of the tensor in error messages.
@@ -164,14 +163,11 @@ def _rivals(
 ) -> Iterator[SequenceLayout]:
     """Yield the layout of each other choice of ``segments`` that has the same length as ``fitting`` on some rank.
 
-    A layout may be yielded several times.
+    A layout may be yielded several times. Nothing is yielded if choices cannot conflict: the order of tokens does not
+    matter, all ranks hold equal lengths, and no segment is replicated.
 
     Args:
-        fitting: The layout that fits the tensor on this rank.
         fitting_choice: The indices in ``segments`` of the segments of ``fitting``.
-        ordered: Whether the order of tokens matters. If False, nothing is yielded if all ranks hold equal lengths and
-            no segment is replicated, because choices cannot conflict then.
-        kind: The name of the tensor in error messages.
 
     Raises:
         ValueError: There are more than 4096 such choices.

@@ -70,12 +70,7 @@ def intercept(
     """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by ``handler``.
 
     Args:
-        mode: The mode that received the call.
-        handler: A function that computes an SDPA call.
         ranks: Number of ranks, for error messages.
-        func: The function that was called.
-        args: The positional arguments of the call.
-        kwargs: The keyword arguments of the call.
         flex: A function ``(operator, args, kwargs)`` that computes a call of the operator of ``flex_attention``. If
             None, such a call raises RuntimeError.
         fail: A function that raises the exception it gets, for attention operators of other packages that cannot be
@@ -269,8 +264,8 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
     """Return a dispatcher kernel for an attention operator of another package.
 
-    The kernel runs FlashAttention over the mesh and raises RuntimeError for any other operator. It runs the original
-    operator if ``is_active()`` of the innermost context is False.
+    It runs FlashAttention over the mesh, raises RuntimeError for any other operator, and runs the original operator if
+    ``is_active()`` of the innermost context is False.
     """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
@@ -304,14 +299,9 @@ def dispatcher_is_available() -> bool:
 def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
-    ``handler`` also computes FlashAttention operators. Other attention operators of other packages raise RuntimeError.
-    Use a mode instead for traced code and for calls that require a gradient, because autograd runs the backward outside
-    of this context.
-
-    Args:
-        handler: A function that computes an SDPA call.
-        is_active: A function that is called at each attention operator of another package, and returns whether to
-            intercept the operator. SDPA calls always reach ``handler``.
+    ``handler`` also computes FlashAttention operators; all other attention operators of other packages raise
+    RuntimeError. Both are intercepted only if ``is_active()``. Use a mode instead for traced code and for calls that
+    require a gradient, because autograd runs the backward outside of this context.
 
     Raises:
         RuntimeError: :func:`dispatcher_is_available` is False.

@@ -25,11 +25,8 @@ ExplicitLayouts = tuple[TraceSafeLayout, TraceSafeLayout | None]
 class LayoutMode(ShardingMode):
     """A mode that knows which rank holds which tokens of queries, keys and masks.
 
-    An explicit layout, which the user passes to the mode, takes precedence over the layouts of the sequences that were
-    sharded through the mode. Without either, all ranks are assumed to hold equal parts.
-
-    Args:
-        layout, key_layout: The explicit layouts of queries and keys; see :class:`UnifiedAttnMode`.
+    The explicit layouts of queries and keys, which the user passes to the mode, take precedence over the layouts of the
+    sequences that were sharded through the mode. Without either, all ranks are assumed to hold equal parts.
     """
 
     def __init__(

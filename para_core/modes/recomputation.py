@@ -50,9 +50,6 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 
     A mode calls this whenever gradients are being disabled. If no checkpoint is doing so, nothing happens.
 
-    Args:
-        bind: Binds a function to the mode.
-
     Raises:
         RuntimeError: The checkpoint does not store its function under the expected name, so it cannot be replaced.
     """
@@ -74,11 +71,8 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
     A mode must call this at every attention call in eager code. This includes calls with gradients disabled, because
-    the backward recomputes the whole function, with these calls.
-
-    Args:
-        owner: The mode. A function that is already bound to this mode is not bound again.
-        bind: Binds a function to the mode.
+    the backward recomputes the whole function, with these calls. A function that is already bound to the mode
+    ``owner`` is not bound again.
     """
     frame = _frame_of(top_saved_tensors_hooks(True))
     if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
@@ -135,9 +129,8 @@ def refuse_checkpointing(module: nn.Module) -> None:
 
 
 def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the submodules with activation checkpointing on, each with its checkpoint function.
-
-    Returns an empty list if gradients are disabled or while tracing.
+    """Return the submodules with activation checkpointing on, each with its checkpoint function; none while gradients
+    are disabled or a graph is traced.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []

@@ -28,12 +28,8 @@ TraceSafeLayout = tuple[tuple[str, Length, bool, bool, int], ...]
 class ShardingMode(TorchFunctionMode):
     """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
 
-    The mode keeps the layouts of the sequences that were sharded through it, until it is left.
-
-    Args:
-        mesh: The ranks over which tensors are sharded.
-        assume_equal: Whether to skip the small exchange in eager code that turns invalid input on one rank into an
-            error on all ranks.
+    The mode keeps the layouts of the sequences that were sharded through it, until it is left. ``assume_equal`` skips
+    the small exchange in eager code that turns invalid input on one rank into an error on all ranks.
     """
 
     def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
@@ -75,22 +71,16 @@ class ShardingMode(TorchFunctionMode):
         """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
 
     def _check_use(self) -> None:
-        """Raise or warn if attention was not intercepted. Does nothing unless overridden.
-
-        Called in eager code when the outermost context of the mode is left without an exception.
+        """Raise or warn if attention was not intercepted, when the outermost context is left in eager code without an
+        exception. Does nothing unless overridden.
         """
 
     def _note_state(self) -> None:
-        """Adapt to changed layouts. Does nothing unless overridden.
-
-        Called in eager code each time the sequences that were sharded through this mode, or the layouts that the user
-        passed, have been set.
-        """
+        """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Record that :meth:`shard` along ``dim`` returns ``x``. Does nothing unless overridden.
-
-        Called in eager code, and only on several ranks.
+        """Note in eager code on several ranks that :meth:`shard` along ``dim`` returns ``x``. Does nothing unless
+        overridden.
         """
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
@@ -215,13 +205,11 @@ class ShardingMode(TorchFunctionMode):
         return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` or :meth:`gather`.
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``) or
+        :meth:`gather` (for this rank's part).
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is invalid on any
         rank or differs between ranks, all ranks raise.
-
-        Args:
-            whole: Whether ``x`` is the whole tensor. Otherwise ``x`` is this rank's part.
         """
         talk = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if talk:
