@@ -71,7 +71,6 @@ class _Call:
 
     Args:
         owner: The ranks with this index along the mesh dim compute the call; None if all ranks compute it.
-        expected: The shapes, dtypes and devices of the output's tensors.
         leaves: The output's tensors, if this rank computed the call; otherwise empty.
         failure: The exception that this rank raised while computing the call, if any.
     """

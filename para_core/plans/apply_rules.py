@@ -27,11 +27,7 @@ class RuleExecutor:
     :attr:`segments` holds the segments that the rules of the current call have sharded or replicated so far, by name.
     Later rules refer to these segments. The caller clears :attr:`segments` after each call. The attribute is a dict,
     because Dynamo 2.13 loses an attribute that is set both before and after torch.cond, which a First Block Cache adds.
-
-    Args:
-        mesh: The ranks that hold the sequence.
-        coarse: Names of segments that consist of image rows or frames; one row or frame stands for several tokens
-            (:func:`~para_core.plans.plan.coarse_segments`).
+    ``coarse`` are the :func:`~para_core.plans.plan.coarse_segments`.
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
@@ -51,15 +47,10 @@ class RuleExecutor:
         kwargs: dict[str, Any],
         module_name: str = "",
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied to the arguments that they
-        name.
+        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name.
 
-        Arguments that are not passed, or are None, are skipped.
-
-        Args:
-            cuts: Rules by parameter name.
-            parameters: Names of the positional parameters, in order.
-            module_name: Prefix of the argument name in error messages.
+        Arguments that are not passed, or are None, are skipped. ``parameters`` are the names of the positional
+        parameters, in order. ``module_name`` is used in error messages.
 
         Raises:
             TypeError, ValueError: An argument does not have the type or the number of dims that its rule expects.
@@ -76,10 +67,8 @@ class RuleExecutor:
         return tuple(positional), named
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
-        """Apply the rule ``cut`` to an argument or output, and return the result. In a list, tuple or dict, apply it to
-        each entry.
-
-        ``name`` is used in error messages.
+        """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
+        entry of a list, tuple or dict.
         """
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
@@ -128,8 +117,7 @@ class RuleExecutor:
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
         """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in this order.
 
-        At most one of ``names`` may be a segment that this call has neither sharded nor replicated so far. It counts as
-        replicated, with the remaining tokens.
+        At most one of ``names`` may be unknown in this call so far. It counts as replicated, with the remaining tokens.
         """
         sharded = [self.segments.get(name) for name in names]
         rest = total - sum([segment.total for segment in sharded if segment is not None])
@@ -202,16 +190,12 @@ class RuleExecutor:
         return 1 if name in self._coarse else 2
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return the tokens of all ranks, gathered along ``dim``. ``part`` holds the tokens of this rank in ``layout``.
-        Collective.
-        """
+        """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``value`` along ``dim``: a replicated prefix of any length, followed by ``segment``.
-
-        Args:
-            whole: Whether ``value`` holds all tokens of ``segment``, rather than this rank's part.
+        """Return the layout of ``value`` along ``dim``: a replicated prefix of any length, followed by ``segment``, of
+        which ``value`` holds all tokens (``whole``) or this rank's part.
         """
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
@@ -234,9 +218,7 @@ class RuleExecutor:
         return min(max(start + length - (segment.total - number), 0), length)
 
     def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
-        """Apply each rule of ``cuts`` to the output tensor at its index, and return the module's output, a tensor or a
-        tuple.
-        """
+        """Return a module's output, a tensor or a tuple, with each rule of ``cuts`` applied at its index."""
         for index, cut in cuts.items():
             if isinstance(output, Tensor):
                 output = self.cut(output, cut, f"{module_name}[{index}]")
@@ -247,11 +229,9 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its i-th tensor gathered by ``gathers[i]``. A tensor whose entry is None is not
-        gathered.
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None.
 
-        Args:
-            output: A tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
+        ``output`` is a tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
@@ -284,14 +264,11 @@ class RuleExecutor:
         return whole if gather.per == 1 else whole.flatten(dim, dim + 1)
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return the tokens of a replicated ``segment`` with the same bits on every rank.
+        """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
 
         If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit of these
         replicated tokens may then differ between ranks. Each token is therefore taken from the rank that would hold it
         if the segment were sharded. Collective, unless nothing is sharded.
-
-        Args:
-            value: All tokens of ``segment`` along ``dim``.
         """
         if all(other.replicated for other in self.segments.values()):
             return value

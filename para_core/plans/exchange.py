@@ -58,8 +58,8 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the output of a projection for all tokens and this rank's heads, given ``x``, the output for this
-        rank's tokens and all heads. Collective.
+        """Return a projection's output for all tokens and this rank's heads, given ``x``, for this rank's tokens and
+        all heads. Collective.
         """
         self._entered += 1
         width = x.shape[2] // self._heads
@@ -71,12 +71,11 @@ class HeadExchange:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the attention output for this rank's tokens and all heads, given ``x``, the output for all tokens and
-        this rank's heads. Collective.
+        """Return the attention output for this rank's tokens and all heads, given ``x``, for all tokens and this rank's
+        heads. Collective.
 
         Raises:
-            RuntimeError: The module did not call each of its projections exactly once, for example because the
-                projections are fused.
+            RuntimeError: The module did not call each of its projections once, for example because they are fused.
         """
         if self._entered != len(self._attention.projections):
             raise RuntimeError(
@@ -97,10 +96,8 @@ class HeadExchange:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its
         key-value caches are narrowed to these heads.
 
-        The narrowed tensors are views, so what the module writes reaches the caller's caches.
-
-        Args:
-            parameters: Names of the module's positional parameters.
+        The narrowed tensors are views, so what the module writes reaches the caller's caches. ``parameters`` are the
+        names of the module's positional parameters.
         """
         positional, named = list(args), dict(kwargs)
         for name, dim in self._attention.caches:
@@ -124,11 +121,8 @@ class HeadExchange:
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim) -> Tensor:
-    """Send ``parts[i]`` to rank i of ``dim``, and return the parts of all ranks, concatenated along dim ``join``.
-    Collective.
-
-    Args:
-        shapes: The shape of the part that each rank sends to this rank.
+    """Send ``parts[i]`` to rank i of ``dim``, and return the parts that the ranks send to this one, of ``shapes``,
+    concatenated along dim ``join``. Collective.
     """
     sizes = [prod(shape) for shape in shapes]
     sent = torch.cat([part.flatten() for part in parts])
@@ -137,13 +131,9 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], j
 
 
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
-    """Return ``x`` with ``halo.size`` rows of the previous rank before it and ``halo.size`` rows of the next rank after
-    it.
+    """Return ``x``, this rank's rows of ``segment``, between ``halo.size`` rows of the previous and of the next rank.
 
     The first and the last rank of the sequence get rows on one side only. Collective.
-
-    Args:
-        x: This rank's rows of ``segment`` along ``halo.dim``.
 
     Raises:
         ValueError: A rank has fewer than ``halo.size`` rows, so its neighbours cannot get enough.

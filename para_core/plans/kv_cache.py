@@ -26,9 +26,6 @@ class CachesOfCall:
     """A snapshot of the key-value caches among a call's arguments, taken before the call.
 
     The attribute ``hold_tokens`` says whether any of these caches already holds tokens.
-
-    Args:
-        arguments: Values of the call's arguments.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -38,16 +35,10 @@ class CachesOfCall:
         self.hold_tokens = any(isinstance(keys, Tensor) and keys.numel() > 0 for keys, _ in self._layers.values())
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
-        """Complete the caches in place: replace the tokens that this rank appended during the call by the tokens that
-        all ranks appended. Collective.
+        """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this rank
+        appended during the call by the tokens that all ranks appended. Collective.
 
-        Caches are looked for in ``arguments`` and in ``output``. Does nothing if no segment is sharded.
-
-        Args:
-            arguments: Values of the call's arguments.
-            output: The output of the call.
-            segments: Segments of the call.
-            mesh: The ranks that hold the sequence.
+        Does nothing if none of the ``segments`` of the call is sharded.
 
         Raises:
             ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more

@@ -16,17 +16,13 @@ from para_core.plans.plan import Attending, AttentionByHeads, Gather, Halo, Plan
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """The rules of a plan for one submodule.
+    """The rules of a plan for one submodule, as in :class:`Plan`.
 
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
-        gathers: The rule for each tensor of the output; None leaves the tensor unchanged.
-        attention: The segments of the submodule's attention calls, or another description of its attention.
-        halo: The rows of neighbouring ranks that the submodule needs.
-        exchange: The exchange of tokens for heads at a projection of an :class:`AttentionByHeads`: ``"enter"``
-            exchanges the submodule's output, and ``"leave"`` undoes the exchange in the submodule's input. None for
-            other submodules.
+        exchange: Whether the submodule is a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens
+            for heads in its output, ``"leave"`` undoes the exchange in its input.
     """
 
     name: str = ""

@@ -51,11 +51,8 @@ class PlannedAttention:
     """The attention function of one call of a model. Inactive until the plan has sharded tokens.
 
     Args:
-        mesh: The ranks that hold the sequence.
-        options: Attention options.
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
         prepared: The store of :class:`MeshAttention` objects, kept between calls of the model.
-        attn_func: Computes local attention, as in :class:`MeshAttention`; None for the default.
         bind: Binds a function to this call of the model, so that activation checkpointing can recompute the function in
             the backward. None if nothing needs to be bound.
         cross: Options for cross-attention. By default, sharded keys use ``options``, and replicated keys plain SDPA on
@@ -100,20 +97,13 @@ class PlannedAttention:
         return inner
 
     def bind_checkpoint(self) -> None:
-        """Bind the function of the ``torch.utils.checkpoint`` call that is running, so that its recomputation is
-        intercepted.
-
-        Does nothing if no checkpoint is running, or while tracing.
-        """
+        """Intercept the recomputation of the ``torch.utils.checkpoint`` call that is running, if any."""
         if not torch.compiler.is_compiling() and self.bind is not None:
             bind_checkpoint(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries: over all keys of the mesh, or by SDPA on one device if
-        no key is sharded.
-
-        Raises:
-            ValueError: The number of queries or keys does not fit the plan.
+        no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the plan.
         """
         self.bind_checkpoint()
         query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
@@ -140,9 +130,7 @@ class PlannedAttention:
         return out.masked_fill(~valid[..., None], 0.0)
 
     def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the output of an intercepted ``flex_attention`` operator, computed over the mesh if its keys are
-        sharded.
-        """
+        """Return the output of a ``flex_attention`` operator, computed over the mesh if its keys are sharded."""
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
             self._calls += 1
@@ -191,7 +179,7 @@ class PlannedAttention:
 def layouts_on_one_device(
     num_queries: int, num_keys: int, ordered: bool = True
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys for attention on one device, which holds all queries and keys."""
+    """Return the layouts of queries and keys for attention on one device, which holds all of them."""
     # Use replicated segments, because mesh.alone() keeps this rank's index in the full mesh, and a segment that is
     # sharded over one rank has no part for that index.
     queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
@@ -206,17 +194,10 @@ def planned_layouts(
     num_keys: int,
     ordered: bool = True,
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys over the ranks, for one attention call.
+    """Return the layouts of ``num_queries`` queries and ``num_keys`` keys on this rank, for one attention call.
 
-    Args:
-        attention: The plan entry of the attention call.
-        segments: The segments of the current model call, sharded and replicated. At most one segment of ``attention``
-            may be missing here; it counts as replicated, with the remaining tokens.
-        mesh: The ranks that hold the sequence.
-        num_queries: Number of queries on this rank.
-        num_keys: Number of keys on this rank.
-        ordered: Whether the positions of tokens matter, for a causal mask for example. Ignored, because a plan always
-            fixes the order of the segments.
+    ``ordered`` is ignored, because a plan always fixes the order of the segments. :func:`layout_of_segments` describes
+    the other arguments.
 
     Raises:
         ValueError: The numbers of tokens do not fit the segments.
@@ -240,10 +221,8 @@ def layout_of_segments(
 ) -> SequenceLayout:
     """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this rank.
 
-    At most one of ``names`` may be missing in ``segments``. It counts as replicated, with the remaining tokens.
-
-    Args:
-        kind: What the tokens are, for the error message: "query" or "key".
+    At most one of ``names`` may be missing in ``segments``, the segments of the current model call. It counts as
+    replicated, with the remaining tokens. ``kind``, "query" or "key", is used in error messages.
 
     Raises:
         ValueError: The number of tokens does not fit the segments.
@@ -264,9 +243,7 @@ def layout_of_segments(
 
 
 class PlannedAttnMode(TorchFunctionMode):
-    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and if gradients are
-    enabled.
-    """
+    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with gradients."""
 
     def __init__(self, planned: PlannedAttention) -> None:
         super().__init__()
@@ -288,12 +265,10 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """The interception of attention calls during one call of a model.
+    """The interception of attention calls by ``planned`` during one call of a model.
 
-    Args:
-        planned: The attention function of this model call.
-        at_dispatcher: Whether to intercept with :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no
-            host time to other operators. Otherwise a :class:`PlannedAttnMode` is used.
+    It uses a :class:`PlannedAttnMode`, or if ``at_dispatcher`` is True
+    :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host time to other operators.
     """
 
     def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
@@ -311,9 +286,7 @@ class Interception:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Turn interception off inside the ``with`` block: each attention call runs on one device, over the tokens of
-        its arguments.
-        """
+        """Turn interception off inside the ``with`` block: each attention call runs on one device."""
         active = self.planned.active
         before, active[0] = active[0], False
         try:

@@ -16,12 +16,9 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples in ``value``; None if the number is unknown.
-
-    Args:
-        value: A tensor with samples along ``dim``, or a list or tuple with an entry for each sample. If the tensors in
-            the entries have different shapes, the number counts as unknown.
-        dim: The dim of the samples; None for a list or tuple.
+    """Return the number of samples in ``value``: a tensor with samples along ``dim``, or if ``dim`` is None a list or
+    tuple with an entry for each sample. Return None if the number is unknown, or the tensors of the entries have
+    different shapes.
     """
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
@@ -32,13 +29,11 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
 
 
 def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
-    """Return this rank's part of the samples of ``value``. A value that does not have ``total`` samples is returned
-    unchanged.
+    """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total`` samples.
 
     Args:
         value: A tensor, or a dict, list or tuple of tensors, with samples along ``dim``. If ``dim`` is None, a list or
             tuple with an entry for each sample.
-        dim: The dim of the samples, or None.
         total: Number of samples on all ranks, a multiple of the size of ``batch``.
         batch: The mesh dim over which samples are sharded.
     """
@@ -115,13 +110,10 @@ def holds_tensor(value: Any) -> bool:
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
-    """Gather the samples of all ranks along ``batch``, and return ``output`` with all of them. Collective.
+    """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them. Collective.
 
-    Args:
-        output: A tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple or
-            ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
-        samples: Number of samples on each rank, equal on all ranks.
-        batch: The mesh dim over which samples are sharded.
+    ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple
+    or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
     """
 
     def gather(value: Any) -> Any:

@@ -176,9 +176,7 @@ def check_parallel(
 
 
 class _Checker:
-    """The state of one :func:`check_parallel` call: the unmodified model's output for each length, and notes for the
-    report.
-    """
+    """The state of one :func:`check_parallel` call: the unmodified model's outputs by length, and notes."""
 
     def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
@@ -241,14 +239,8 @@ class _Checker:
         return shorter if shorter >= ranks else None
 
     def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]] | None:
-        """Return the inputs cut to their first ``length`` tokens, and the output tensors of the unmodified model for
-        these inputs.
-
-        Args:
-            length: Number of tokens, or None for all.
-
-        Returns:
-            None if the model fails on the shorter inputs.
+        """Return the inputs cut to their first ``length`` tokens (None for all), and the output tensors of the
+        unmodified model for these inputs. Return None if the model fails on the shorter inputs.
         """
         if length in self._references:
             return self._references[length]
@@ -290,13 +282,9 @@ class _Checker:
 def _error_of(
     outputs: Sequence[Sequence[Tensor]], expected: Sequence[Tensor], segments: Any, *, some: bool
 ) -> float | str:
-    """Return the largest error of all output tensors, or the reason (`str`) why the outputs cannot be compared.
+    """Return the largest error of the output tensors of each rank, or the reason (`str`) why they cannot be compared.
 
-    Args:
-        outputs: The output tensors of each rank.
-        expected: The output tensors of the unmodified model.
-        segments: The segments that were sharded or replicated.
-        some: Whether the ranks may return only some of the expected tensors, as a user's ``forward`` function may.
+    ``some`` says whether ranks may return only some of the expected tensors, as a user's ``forward`` function may.
     """
     if not outputs[0]:
         return "the output holds no tensor in a tuple, list or dict, so nothing can be compared."

@@ -51,19 +51,15 @@ def first_difference(
     tolerance: float,
     failure: str | None = None,
 ) -> Difference:
-    """Return the first difference, in order of time, between the recorded events of the ranks and of the unmodified
-    model.
+    """Return the first difference, in order of time, between the recordings of the ranks and of the unmodified model.
 
-    If all events agree, the result describes ``failure``; without a failure the result says that code outside of the
-    modules differs.
+    If all events agree, the result describes ``failure``, the error that ended the run on several ranks; without a
+    failure it says that code outside of the modules differs.
 
     Args:
         module: The unmodified model.
-        alone: The recording of the unmodified model.
-        ranks: The recording of each rank.
         segments: The segments that were sharded or replicated.
         tolerance: The largest relative error that counts as equal.
-        failure: The error that ended the run on several ranks, or None.
     """
     describe = partial(_described, module, [alone, *ranks])
     running: list[str] = []
@@ -110,11 +106,8 @@ def _comparable(recordings: Sequence[Recording]) -> list[list[Event]]:
 
 
 def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segment]) -> float:
-    """Return the largest relative error of the tensors of ``event``. Tensors whose shapes do not fit count as equal.
-
-    Args:
-        event: The event of the unmodified model.
-        parts: The same event on each rank.
+    """Return the largest relative error of the tensors of ``event``, given the same event on each rank (``parts``).
+    Tensors whose shapes do not fit count as equal.
     """
     if any(len(part.digests) != len(event.digests) for part in parts):
         return 0.0

@@ -54,8 +54,6 @@ class ModelInputs:
         Args:
             dims: The token dim of each sharded tensor, by its index in :meth:`leaves`. Other tensors are shortened
                 along all dims of size ``total``, such as the rows and columns of a mask.
-            total: Number of tokens in these inputs.
-            length: Number of tokens in the result.
             only_tokens: Whether to shorten sharded tensors along their token dim only, which is right if another dim of
                 size ``total`` holds channels. If False, they are shortened along every dim of size ``total``, which is
                 right for a mask with sharded rows.
@@ -97,10 +95,7 @@ def checked_ranks(ranks: int | Sequence[int]) -> list[int]:
 def dims_of_tokens(module: nn.Module, inputs: ModelInputs, dim: int | Mapping[str, int] | None) -> dict[int, int]:
     """Return the token dim of each tensor that is to be sharded, keyed by its index in ``inputs.leaves()``.
 
-    Args:
-        module: The model.
-        inputs: The arguments of its call.
-        dim: The dim of the tokens, or a dim for each parameter name. None means dim 1.
+    ``dim`` is the dim of the tokens, or a dim for each parameter name. None means dim 1.
 
     Raises:
         TypeError: ``dim`` has the wrong type.

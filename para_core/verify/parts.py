@@ -95,7 +95,6 @@ def held_positions(total: int, held: Sequence[int], segments: Sequence[Segment])
     replicated segment of the remaining entries before or after it.
 
     Args:
-        total: Number of entries of the whole dim.
         held: Number of entries on each rank.
         segments: The known segments.
     """

@@ -73,7 +73,6 @@ class Recording:
     """The events of one model call on one rank, in order of time.
 
     Args:
-        events: The recorded events.
         running: Names of the modules that have not returned, the innermost last.
         busy: Whether an attention call is being recorded at the moment.
         at_each_event: A function that is called before each event is recorded.

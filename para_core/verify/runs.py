@@ -28,10 +28,8 @@ Method = Literal["ring", "ulysses"]
 class ParallelRun:
     """The settings of a run on several ranks.
 
-    Args:
-        plan: The plan to apply; None to shard inputs under a ``UnifiedAttnMode``.
-        forward: The user's function to call instead of the model, or None.
-        dims: The token dim of each sharded tensor of the inputs, keyed by its index in ``inputs.leaves()``.
+    Without ``plan``, inputs are sharded under a ``UnifiedAttnMode``, and ``forward`` is called instead of the model.
+    ``dims`` is the token dim of each sharded tensor of the inputs, keyed by its index in ``inputs.leaves()``.
     """
 
     plan: Plan | None
@@ -43,12 +41,8 @@ class ParallelRun:
 class RankRun:
     """The outcome of one rank's run, and the segments, tensors and events that were recorded.
 
-    Args:
-        outcome: The return value or the exception.
-        segments: The segments that were sharded or replicated.
-        sharded: For each tensor that ``cp.shard`` sharded: (index in ``inputs.leaves()``, or None if it is not an
-            input; token dim; number of tokens).
-        recording: The recorded events.
+    ``sharded`` has an entry for each tensor that ``cp.shard`` sharded: (index in ``inputs.leaves()``, or None if it is
+    not an input; token dim; number of tokens).
     """
 
     outcome: RankOutcome = field(default_factory=RankOutcome)
@@ -61,12 +55,9 @@ class RankRun:
 
 
 def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> RankOutcome:
-    """Call a copy of ``module`` on one rank, and return its output or its exception.
+    """Call copies of ``module`` and ``inputs`` on one rank, and return the output or the exception.
 
-    Args:
-        module: The unmodified model.
-        inputs: The arguments of the call, which are copied.
-        recording: The recording that gets the events of the call; None to record nothing.
+    ``recording`` gets the events of the call.
     """
     copied = with_same_weights(module).eval()
 
@@ -83,16 +74,9 @@ def run_alone(module: nn.Module, inputs: ModelInputs, recording: Recording | Non
 def run_parallel(
     module: nn.Module, inputs: ModelInputs, run: ParallelRun, method: Method, ranks: int, *, record: bool = False
 ) -> list[RankRun]:
-    """Call a copy of ``module`` on each of ``ranks`` virtual ranks, and return the result of each rank.
+    """Call copies of ``module`` and ``inputs`` on ``ranks`` virtual ranks along ``method``, and return their results.
 
-    Exceptions are not raised but part of the results.
-
-    Args:
-        module: The unmodified model.
-        inputs: The arguments of the call, which are copied for each rank.
-        run: The settings of the run.
-        method: The mesh dim with all ranks.
-        record: Whether to record the modules and attention calls of each rank.
+    Exceptions are not raised but part of the results. ``record`` says whether to record modules and attention calls.
     """
     copies = [with_same_weights(module).eval() for _ in range(ranks)]
     results = [RankRun() for _ in copies]

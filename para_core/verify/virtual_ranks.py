@@ -50,14 +50,11 @@ class _RankTurns:
         self.failed = False
 
     def wait_in(self, meeting: _Meeting) -> bool:
-        """Wait until all ranks of ``meeting`` have arrived.
+        """Wait until all ranks of ``meeting`` have arrived, and return True. Return False if a rank failed, or if all
+        running ranks are waiting, so that no other rank can arrive.
 
         The caller must hold ``changed`` and the turn. This method gives up the turn, and afterwards the caller must
         acquire the turn again.
-
-        Returns:
-            True if all ranks have arrived. False if a rank failed, or if all running ranks are waiting, so that no
-                other rank can arrive.
         """
         generation = meeting.generation
         meeting.waiting += 1
@@ -68,9 +65,7 @@ class _RankTurns:
         return meeting.generation != generation
 
     def leave(self, *, failed: bool) -> None:
-        """Record that the calling rank has ended. If it failed, or if all remaining ranks are waiting, release the
-        waiting ranks, which then raise.
-        """
+        """Record that the calling rank has ended. If it failed, or all remaining ranks wait, these then raise."""
         with self.changed:
             self.running -= 1
             self.failed = self.failed or failed
@@ -300,9 +295,7 @@ def run_on_virtual_ranks(
 
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
-    """Return the device of the first tensor among weights and buffers of ``module`` and ``inputs``; the CPU if there is
-    none.
-    """
+    """Return the device of the first tensor among weights, buffers and ``inputs``; the CPU if there is none."""
     tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
