@@ -66,11 +66,9 @@ def new_process_group(
     the default group. The group of this function instead connects its members at the first use.
 
     Args:
-        name: A name that only these ranks use.
         ranks: Global ranks, including this one.
         description: Description of the group, for logs.
-        backend: Backend, as in ``new_group``. Defaults to the backend of the default group.
-        timeout: Timeout of collectives. Defaults to torch's default for the backend.
+        backend, timeout: As in ``new_group``. Default to the backend of the default group, and torch's timeout for it.
     """
     c10d: Any = dist.distributed_c10d
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -115,10 +113,8 @@ def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group``, such as a ProcessGroupNCCL, for tensors on ``device``.
-
-    Raises:
-        RuntimeError: The group does not support this device.
+    """Return the backend of ``group``, such as a ProcessGroupNCCL, for tensors on ``device``. Raise ``RuntimeError`` if
+    the group does not support this device.
     """
     return group._get_backend(device)
 
@@ -260,10 +256,7 @@ def crop_block_mask(mask: BlockMask, num_queries: int, num_keys: int) -> BlockMa
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator overload.
-
-    It contains the operator's name, arguments and returns, and says which of these the operator mutates or aliases.
-    """
+    """Return the name, arguments and returns of an operator overload, and which of these it mutates or aliases."""
     return operator._schema
 
 
@@ -361,10 +354,8 @@ FORWARD_AD_LEVEL = "_current_level"
 
 
 def version_of(x: Tensor) -> int:
-    """Return the number of times that ``x`` was changed in place.
-
-    Raises:
-        RuntimeError: ``x`` is an inference tensor, which does not count changes.
+    """Return the number of times that ``x`` was changed in place. Raise ``RuntimeError`` for an inference tensor, which
+    does not count changes.
     """
     return x._version
 
@@ -405,13 +396,9 @@ TorchDynamoException = torch._dynamo.exc.TorchDynamoException
 without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
 
 
-def nonstrict_trace(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, marked so that Dynamo traces its operators but not its Python code."""
-    # Since torch 2.15 there is a public function, torch.compiler.nonstrict_trace.
-    traced: Callable[..., Any] = torch._dynamo.nonstrict_trace(function)
-    return traced
-
-
+# This marks a function so that Dynamo traces its operators but not its Python code. Since torch 2.15 there is a public
+# function, torch.compiler.nonstrict_trace.
+nonstrict_trace: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dynamo.nonstrict_trace
 # torch.compile sets these attributes: the first on the module that it returns, the second on a module compiled in
 # place, and the third on a compiled function. The value of the third is the bound method that was compiled, or (torch
 # 2.15) a function.
@@ -440,9 +427,8 @@ parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict that holds the parameters of ``module`` itself, without submodules.
-
-    Assigning to the dict replaces a parameter without the checks of ``register_parameter``.
+    """Return the dict that holds the parameters of ``module`` itself, without submodules. Assigning to it replaces a
+    parameter without the checks of ``register_parameter``.
     """
     return module._parameters
 
@@ -473,13 +459,9 @@ class SpareDispatchKey:
     """A dispatch key that torch does not use. Kernels under this key intercept operators in threads that turn the key
     on.
 
-    The first use registers ``kernels`` for the whole process, with a fallback that lets all other operators skip the
-    key. If this build of torch does not have the key, or other code has registered anything under it, nothing is
-    registered and the key is not available.
-
-    Args:
-        name: Name of the key.
-        kernels: The kernels by operator, as (namespace, name). Operators need not be defined yet.
+    The first use registers ``kernels``, by (namespace, name) of their operator, for the whole process, with a fallback
+    that lets all other operators skip the key. If this build of torch does not have the key, or other code has
+    registered anything under it, nothing is registered and the key is not available.
     """
 
     def __init__(self, name: str, kernels: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
@@ -518,18 +500,12 @@ class SpareDispatchKey:
         self._key, self._keys, self._libraries = key, torch._C.DispatchKeySet(key), libraries
 
     def included(self) -> AbstractContextManager[Any]:
-        """Return a context manager that turns the kernels on in this thread.
-
-        Call it only if the key :meth:`is_available`.
-        """
+        """Return a context manager that turns the kernels on in this thread. The key must be available."""
         guard: AbstractContextManager[Any] = torch._C._IncludeDispatchKeyGuard(self._key)
         return guard
 
     def excluded(self) -> AbstractContextManager[Any]:
-        """Return a context manager that turns the kernels off in this thread, also inside :meth:`included`.
-
-        If the key is not available, the context manager does nothing.
-        """
+        """Return a context manager that turns the kernels off in this thread, also inside :meth:`included`."""
         if self._key is None:
             return nullcontext()
         guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(self._keys)
