@@ -14,8 +14,7 @@ from para_core.adapters.models.unsupported import REFUSED
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class, uncompiled, wrapper
-from para_core.plans.plan import Plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.plan import Plan, published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 

@@ -11,8 +11,13 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode
 from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
-from para_core.modes.sparse import BlockSparseAttnMode, SparseKVAttnMode
-from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
+from para_core.modes.unified import (
+    BlockSparseAttnMode,
+    RingAttnMode,
+    SparseKVAttnMode,
+    UlyssesAttnMode,
+    UnifiedAttnMode,
+)
 from para_core.plans.context_parallel import (
     ContextParallelConfig,
     ParallelConfig,

@@ -51,9 +51,9 @@ from para_core.plans.plan import (
     Split,
     attention_calls,
     coarse_segments,
+    published_plan,
 )
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
-from para_core.plans.published_plan import published_plan
 from para_core.plans.samples import all_samples, own_arguments
 from para_core.torch_internals import (
     CALL_WITH_HOOKS,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.instance_patching import original_class
-from para_core.plans.plan import Plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.plan import Plan, published_plan
 from para_core.verify.first_difference import Difference, first_difference
 from para_core.verify.model_inputs import ModelInputs, checked_module, checked_ranks, dims_of_plan, dims_of_tokens
 from para_core.verify.parts import largest_error, relative_error, tensors_in
