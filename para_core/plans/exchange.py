@@ -23,24 +23,22 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and the exchange back.
 
-    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``.
-
-    Args:
-        segment: The segment of the tokens, sharded in consecutive parts.
-        heads: Number of heads of the module, over all ranks.
+    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. ``segment``, the segment of
+    the tokens, is sharded in consecutive parts.
 
     Raises:
         ValueError: There are fewer heads than ranks.
     """
 
-    def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, heads: int) -> None:
+    def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, module: nn.Module) -> None:
+        heads: int = getattr(module, attention.heads)
         if heads < mesh.ranks:
             raise ValueError(
                 f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its "
                 "plan gives each of them whole heads, at least one. Use fewer ranks for the sequence, and others "
                 "along the mesh dim 'batch'."
             )
-        self._attention, self._heads = attention, heads
+        self._attention, self._module, self._heads = attention, module, heads
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
@@ -90,9 +88,7 @@ class HeadExchange:
                 x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x
 
-    def run(
-        self, call: Callable[..., Any], module: nn.Module, parameters: Sequence[str], args: Any, kwargs: Any
-    ) -> Any:
+    def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its
         key-value caches are narrowed to these heads.
 
@@ -106,11 +102,11 @@ class HeadExchange:
             elif name in parameters[: len(positional)]:
                 index = parameters.index(name)
                 positional[index] = self._own_views(positional[index], dim)
-        setattr(module, self._attention.heads, self._own[1])
+        setattr(self._module, self._attention.heads, self._own[1])
         try:
-            return call(module, *positional, **named)
+            return call(self._module, *positional, **named)
         finally:
-            setattr(module, self._attention.heads, self._heads)
+            setattr(self._module, self._attention.heads, self._heads)
 
     def _own_views(self, value: Any, dim: int) -> Any:
         if isinstance(value, Tensor):

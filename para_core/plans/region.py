@@ -55,12 +55,7 @@ from para_core.plans.plan import (
 )
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
 from para_core.plans.samples import all_samples, own_arguments
-from para_core.torch_internals import (
-    CALL_WITH_HOOKS,
-    COMPILED_CALL,
-    ORIGINAL_CALLABLE,
-    count_function_modes,
-)
+from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_CALLABLE, count_function_modes
 from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
@@ -295,21 +290,16 @@ class Region:
             for submodule in self.submodules.values():
                 unwrap(submodule, _KEY)
             self.submodules = submodules
-            groups: dict[tuple[ModuleRules, tuple[str, ...], int], list[nn.Module]] = {}
+            groups: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
             for submodule, rules in matches.values():
-                # Read the number of heads now, because during a call the attribute holds this rank's number only.
-                by_heads = rules.attention if isinstance(rules.attention, AttentionByHeads) else None
-                heads = 0 if by_heads is None else getattr(submodule, by_heads.heads)
-                groups.setdefault((rules, parameters_of(submodule), heads), []).append(submodule)
+                groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
             for key, alike in groups.items():
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
                 wrap_alike(alike, "__call__", _KEY, self._submodule_hook(*key), order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
-    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the wrapper of a submodule, which applies ``rules`` during a call of the model and does nothing
-        otherwise. ``heads`` is the number of heads over all ranks, if the plan entry is an :class:`AttentionByHeads`.
-        """
+    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
+        """Return the wrapper of a submodule, which applies ``rules`` during a call of the model, and else nothing."""
         if rules.exchange is not None:
             return self._enter_heads if rules.exchange == "enter" else self._leave_heads
         name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
@@ -331,11 +321,11 @@ class Region:
                     output = call(module, *args, **kwargs)
                 sums.require_summed()
             else:
-                exchange = HeadExchange(attention, self._executor.segment(attention.segment), self.mesh, heads)
+                exchange = HeadExchange(attention, self._executor.segment(attention.segment), self.mesh, module)
                 self._head_exchanges.append(exchange)
                 try:
                     with interception.switched_off():
-                        output = exchange.run(call, module, parameters, args, kwargs)
+                        output = exchange.run(call, parameters, args, kwargs)
                 finally:
                     self._head_exchanges.clear()
             interception.planned.intercepted[0] = True
@@ -369,14 +359,13 @@ class Region:
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
-    # A projection of an AttentionByHeads takes this rank's tokens, and returns all tokens of this rank's heads. The
-    # output projection takes the latter, and returns this rank's tokens.
-
     def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a projection on this rank's tokens, and return all tokens of this rank's heads."""
         output = call(projection, *args, **kwargs)
         return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run an output projection on this rank's tokens, given all tokens ``x`` of this rank's heads."""
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
 
 
