@@ -25,13 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from para_core.torch_internals import (
-    COMPILED_CALL,
-    ORIGINAL_CALLABLE,
-    ORIGINAL_MODULE,
-    SUBMODULES,
-    TracingContext,
-)
+from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, ORIGINAL_MODULE, SUBMODULES, TracingContext
 
 # An Around is a wrapper. The call around(call, instance, *args, **kwargs) replaces the method, and inside it
 # `call(instance, *args, **kwargs)` runs the next wrapper or the method. `call` and `instance` must be positional-only,

@@ -159,11 +159,7 @@ class _FlashCall(NamedTuple):
 
 
 def flash_attention(
-    handler: SdpaHandler,
-    fail: Fail,
-    operator: Operator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    handler: SdpaHandler, fail: Fail, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
 

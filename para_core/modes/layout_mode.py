@@ -47,12 +47,7 @@ class LayoutMode(ShardingMode):
 
     @overload
     def shard(
-        self,
-        x: Tensor,
-        dim: int,
-        *,
-        sequence: SequenceLayout | None = None,
-        balance: Literal["causal"] | None = None,
+        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
     ) -> Tensor: ...
     @overload
     def shard(

@@ -51,10 +51,7 @@ class ShardingMode(TorchFunctionMode):
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
@@ -139,12 +136,7 @@ class ShardingMode(TorchFunctionMode):
             self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
 
     def shard(
-        self,
-        x: Tensor,
-        dim: int,
-        *,
-        sequence: SequenceLayout | None = None,
-        balance: Literal["causal"] | None = None,
+        self, x: Tensor, dim: int, *, sequence: SequenceLayout | None = None, balance: Literal["causal"] | None = None
     ) -> Tensor:
         """Return this rank's part of ``x`` along ``dim``. Every rank passes the same whole ``x``.
 
@@ -244,9 +236,7 @@ class ShardingMode(TorchFunctionMode):
 
 @lru_cache(maxsize=256)
 def _signature(lengths: tuple[int, ...], dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
-    return signature(
-        {"lengths per rank": lengths, "dim": dim, "shape without that dim": shape, "dtype": str(dtype)},
-    )
+    return signature({"lengths per rank": lengths, "dim": dim, "shape without that dim": shape, "dtype": str(dtype)})
 
 
 def _difference(records: list[Record]) -> str:

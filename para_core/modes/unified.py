@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -34,9 +33,9 @@ from para_core.modes.interceptor import (
     is_softmax,
     unintercepted,
 )
-from para_core.modes.layout_mode import ExplicitLayouts, LayoutMode
+from para_core.modes.layout_mode import LayoutMode
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
-from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
+from para_core.modes.sharding_mode import segments_of
 from para_core.torch_internals import OpOverload, no_frame_of_its_own, set_grad_enabled
 from para_core.user_warnings import ParallelWarning, warn_user
 
@@ -151,10 +150,7 @@ class UnifiedAttnMode(LayoutMode):
         fused_encoder.restore()
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         if self._mesh.ranks > 1 and self._depth == 0:
@@ -207,27 +203,22 @@ class UnifiedAttnMode(LayoutMode):
                 state = self._known, self._explicit
                 with self:
                     return function(*args, **kwargs)
-            with self._resumed(*state):
-                return function(*args, **kwargs)
+            before = self._known, self._explicit, self._is_resumed, self.intercepted
+            try:
+                with self:
+                    self._is_resumed = True
+                    sequences, self._explicit = state
+                    self._set_known(sequences)
+                    output = function(*args, **kwargs)
+                    # Keep _check_use from warning or raising when this internal use of the mode ends.
+                    self.intercepted, self._computed_by_hand = True, False
+                    return output
+            finally:
+                sequences, self._explicit, self._is_resumed, intercepted = before
+                self.intercepted = self.intercepted or intercepted
+                self._set_known(sequences)
 
         return run
-
-    @contextmanager
-    def _resumed(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> Iterator[None]:
-        """Enter this mode with the given sequences and explicit layouts. On exit, restore the previous values."""
-        before = self._known, self._explicit, self._is_resumed, self.intercepted
-        try:
-            with self:
-                self._is_resumed = True
-                self._explicit = explicit
-                self._set_known(sequences)
-                yield
-                # Keep _check_use from warning or raising when this internal use of the mode ends.
-                self.intercepted, self._computed_by_hand = True, False
-        finally:
-            sequences, self._explicit, self._is_resumed, intercepted = before
-            self.intercepted = self.intercepted or intercepted
-            self._set_known(sequences)
 
     @no_frame_of_its_own
     def __torch_function__(

@@ -130,11 +130,7 @@ def _largest_error(event: Event, parts: Sequence[Event], segments: Sequence[Segm
 
 
 def _described(
-    module: nn.Module,
-    recordings: Sequence[Recording],
-    running: Sequence[str],
-    reason: str,
-    error: float | None = None,
+    module: nn.Module, recordings: Sequence[Recording], running: Sequence[str], reason: str, error: float | None = None
 ) -> Difference:
     """Return the difference in the innermost of the ``running`` modules, with the facts that ``recordings`` give."""
     name = running[-1] if running else ""
