@@ -41,14 +41,12 @@ class _Form:
     """The form of a model's output: its containers, and the shapes, dtypes and devices of its tensors.
 
     Args:
-        leaves: The shape, dtype and device of each tensor.
-        spec: The pytree structure of the output. Its leaves are tensors or None.
-        is_tensor: For each leaf of ``spec``, whether it is a tensor (True) or None (False).
+        leaves: The shape, dtype and device of each tensor; None for each None in the output.
+        spec: The pytree structure of the output.
     """
 
-    leaves: list[Expected]
+    leaves: list[Expected | None]
     spec: pytree.TreeSpec
-    is_tensor: list[bool]
 
     @property
     def text(self) -> str:
@@ -56,13 +54,13 @@ class _Form:
 
         Strides are left out, because results arrive on other ranks as contiguous tensors.
         """
-        tensors = iter([f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves])
-        return f"{self.spec} of {', '.join([next(tensors) if is_tensor else 'None' for is_tensor in self.is_tensor])}"
+        leaves = [x and f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
+        return f"{self.spec} of {', '.join(map(str, leaves))}"
 
     def with_tensors(self, tensors: list[Any]) -> Any:
         """Return an output of this form that contains ``tensors``."""
         rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if is_tensor else None for is_tensor in self.is_tensor], self.spec)
+        return pytree.tree_unflatten([None if x is None else next(rest) for x in self.leaves], self.spec)
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,8 @@ class Guidance:
                 if key not in self._unverified:
                     raise
                 failure = error
-        self._round.calls.append(_Call(owner, form.leaves, computed, failure))
+        expected = [x for x in form.leaves if x is not None]
+        self._round.calls.append(_Call(owner, expected, computed, failure))
         return form.with_tensors(self._round.deferred(len(self._round.calls) - 1))
 
     def finish(self) -> None:
@@ -294,5 +293,4 @@ def _computed(
 def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
     """Return ``(form, tensors)`` of ``output``. ``form.leaves`` has ``expected(x)`` for each tensor x."""
     leaves, spec = pytree.tree_flatten(output)
-    tensors = [x for x in leaves if x is not None]
-    return _Form([expected(x) for x in tensors], spec, [x is not None for x in leaves]), tensors
+    return _Form([None if x is None else expected(x) for x in leaves], spec), [x for x in leaves if x is not None]
