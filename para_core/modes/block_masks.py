@@ -80,16 +80,14 @@ def shard_block_mask(
         )
     # If the keys are replicated, there is no Ulysses exchange, and a rank computes only the rows of its own tokens.
     rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
-    blocks = _Blocks(mask, rows)
+    mask_mod, partial, full = _restricted(mask, rows)
     ids = (0, 0) if torch.compiler.is_compiling() else (layout_id(query_layout), layout_id(key_layout))
     size = query_layout.size(mesh.rank)
     sharded = BlockMask.from_kv_blocks(
-        blocks.partial[0],
-        blocks.partial[1],
-        blocks.full[0],
-        blocks.full[1],
+        *partial,
+        *full,
         BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=ShardedMaskMod(blocks.mask_mod, query_layout, key_layout, ids),
+        mask_mod=ShardedMaskMod(mask_mod, query_layout, key_layout, ids),
         # Pass the length of all keys, because torch 2.15 derives the number of key blocks from this length.
         seq_lengths=(size, mask.seq_lengths[1]),
         compute_q_blocks=mask.q_indices is not None,
@@ -99,53 +97,45 @@ def shard_block_mask(
     return sharded
 
 
-class _Blocks:
-    """The block tables and the ``mask_mod`` of a ``BlockMask``, restricted to some of its query rows.
+def _restricted(
+    mask: BlockMask, rows: Sequence[Run]
+) -> tuple[MaskMod, tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to some query rows.
 
-    Args:
-        mask: The mask over all tokens.
-        rows: The positions of the query rows to keep, as ascending runs ``(start, length)``.
+    The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are the positions of the rows to keep,
+    as ascending runs ``(start, length)``.
     """
-
-    def __init__(self, mask: BlockMask, rows: Sequence[Run]) -> None:
-        self.mask_mod: MaskMod = mask.mask_mod
-        self.partial = mask.kv_num_blocks, mask.kv_indices
-        self.full: tuple[Tensor | None, Tensor | None] = mask.full_kv_num_blocks, mask.full_kv_indices
-        num_rows = sum([length for _, length in rows])
-        if len(rows) == 1 and num_rows == mask.seq_lengths[0]:
-            return
-        row_block, key_block = mask.BLOCK_SIZE
-        columns = -(-mask.seq_lengths[1] // key_block)
-        partial, full = _dense(mask, columns)
-        whole_mod, position = mask.mask_mod, position_of_row(rows, partial.device)
-        indices = torch.arange(num_rows, device=partial.device)
-        positions = position(indices)
-        self.mask_mod = lambda b, h, q, k: whole_mod(b, h, position(q), k)
-        if len(rows) > 1 or rows[0][0] % row_block != 0:
-            self.mask_mod = _and_blocks(self.mask_mod, partial | full, positions, mask.BLOCK_SIZE)
-        # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
-        number = max(1, -(-num_rows // row_block))
-        touched = torch.zeros(number, partial.shape[-2], device=partial.device)
-        touched[indices // row_block, positions // row_block] = 1.0
-        some = touched @ (partial | full).float() > 0
-        all_full = touched @ (~full).float() == 0 if num_rows else torch.zeros_like(some)
-        self.partial = _ordered(some & ~all_full)
-        if mask.full_kv_num_blocks is not None:
-            self.full = _ordered(some & all_full)
-
-
-def _dense(mask: BlockMask, columns: int) -> tuple[Tensor, Tensor]:
-    """Return two bool tensors: the blocks of ``mask`` that need ``mask_mod``, and the blocks that are fully visible.
-
-    Both have the shape ``[B, H, blocks of queries, columns]``, where ``columns`` is the number of key blocks.
-    """
+    full_numbers, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    num_rows = sum([length for _, length in rows])
+    if len(rows) == 1 and num_rows == mask.seq_lengths[0]:
+        return mask.mask_mod, (mask.kv_num_blocks, mask.kv_indices), (full_numbers, full_indices)
+    row_block, key_block = mask.BLOCK_SIZE
+    columns = -(-mask.seq_lengths[1] // key_block)
     partial = _as_table(mask.kv_num_blocks, mask.kv_indices, columns)
-    if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
-        return partial, torch.zeros_like(partial)
-    return partial, _as_table(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    full = torch.zeros_like(partial)
+    if full_numbers is not None and full_indices is not None:
+        full = _as_table(full_numbers, full_indices, columns)
+    whole_mod, position = mask.mask_mod, position_of_row(rows, partial.device)
+    indices = torch.arange(num_rows, device=partial.device)
+    positions = position(indices)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return whole_mod(b, h, position(q), k)
+
+    aligned = len(rows) == 1 and rows[0][0] % row_block == 0
+    own_mod = mask_mod if aligned else _and_blocks(mask_mod, partial | full, positions, mask.BLOCK_SIZE)
+    # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
+    number = max(1, -(-num_rows // row_block))
+    touched = torch.zeros(number, partial.shape[-2], device=partial.device)
+    touched[indices // row_block, positions // row_block] = 1.0
+    some = touched @ (partial | full).float() > 0
+    all_full = touched @ (~full).float() == 0 if num_rows else torch.zeros_like(some)
+    of_full = (None, None) if full_numbers is None else _ordered(some & all_full)
+    return own_mod, _ordered(some & ~all_full), of_full
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return a bool tensor ``[B, H, blocks of queries, columns]`` that is True at the given blocks."""
     # In each row of ``indices`` only the first ``numbers`` entries are defined. Map the other entries to an extra last
     # column, and drop this column from the result.
     valid = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
