@@ -85,24 +85,16 @@ def wrap_method(
         plain_copies: Whether ``copy`` and ``pickle`` may make an instance without this wrapper. By default they raise
             ``TypeError``.
     """
-    wrap_alike([instance], method, key, around, order=order, plain_copies=plain_copies)
+    _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
 
 
-def wrap_alike(
-    instances: Iterable[Any],
-    method: str,
-    key: str,
-    around: Around,
-    *,
-    order: WrapperPriority,
-    plain_copies: bool = False,
-) -> None:
-    """Call :func:`wrap_method` for each of ``instances``, and give instances of equal class the same private class.
+def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, order: WrapperPriority) -> None:
+    """Call :func:`wrap_method` for each of ``instances``, which gives instances of equal class the same private class.
 
     A graph that was compiled for one block of a model is then valid for its other blocks, too.
     """
     for instance in instances:
-        _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
+        wrap_method(instance, method, key, around, order=order)
 
 
 def unwrap(instance: Any, key: str) -> None:

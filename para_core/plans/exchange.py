@@ -6,7 +6,7 @@ rows are rows of neighbouring ranks that a module such as a convolution needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from para_core.distributed.collectives import all_to_all, start_all_to_all, wait
 from para_core.distributed.layout import Run, Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.plans.plan import AttentionByHeads, Halo
+from para_core.torch_internals import pytree
 
 
 class HeadExchange:
@@ -95,25 +96,22 @@ class HeadExchange:
         The narrowed tensors are views, so what the module writes reaches the caller's caches. ``parameters`` are the
         names of the module's positional parameters.
         """
+
+        def own_views(cache: Any, dim: int) -> Any:
+            return pytree.tree_map_only(Tensor, lambda x: x.narrow(dim, *self._own), cache)
+
         positional, named = list(args), dict(kwargs)
         for name, dim in self._attention.caches:
             if name in named:
-                named[name] = self._own_views(named[name], dim)
+                named[name] = own_views(named[name], dim)
             elif name in parameters[: len(positional)]:
                 index = parameters.index(name)
-                positional[index] = self._own_views(positional[index], dim)
+                positional[index] = own_views(positional[index], dim)
         setattr(self._module, self._attention.heads, self._own[1])
         try:
             return call(self._module, *positional, **named)
         finally:
             setattr(self._module, self._attention.heads, self._heads)
-
-    def _own_views(self, value: Any, dim: int) -> Any:
-        if isinstance(value, Tensor):
-            return value.narrow(dim, *self._own)
-        if isinstance(value, Mapping):
-            return {key: self._own_views(item, dim) for key, item in value.items()}
-        return value
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim) -> Tensor:

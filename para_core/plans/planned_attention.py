@@ -32,6 +32,10 @@ from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
 
+# Segments that no call shards count as replicated. mesh.alone() needs such segments: it keeps this rank's index in the
+# full mesh, and a segment that is sharded over one rank has no part for that index.
+_UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
+
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
@@ -153,9 +157,9 @@ class PlannedAttention:
             if attention.keys is None or self.cross is None:
                 return None
             # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not matter.
-            return MeshAttention(
-                self.mesh.alone(), layouts_on_one_device, self.cross, assume_equal=True, attn_func=self.attn_func
-            )
+            alone = self.mesh.alone()
+            layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), alone)
+            return MeshAttention(alone, layouts, self.cross, assume_equal=True, attn_func=self.attn_func)
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
@@ -174,16 +178,6 @@ class PlannedAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
         options = self.options if attention.keys is None or self.cross is None else self.cross
         return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.attn_func)
-
-
-def layouts_on_one_device(
-    num_queries: int, num_keys: int, ordered: bool = True
-) -> tuple[SequenceLayout, SequenceLayout]:
-    """Return the layouts of queries and keys for attention on one device, which holds all of them."""
-    # Use replicated segments, because mesh.alone() keeps this rank's index in the full mesh, and a segment that is
-    # sharded over one rank has no part for that index.
-    queries, keys = (Segment("", total, replicated=True) for total in (num_queries, num_keys))
-    return SequenceLayout((queries,), 1), SequenceLayout((keys,), 1)
 
 
 def planned_layouts(
