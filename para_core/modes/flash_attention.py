@@ -90,18 +90,15 @@ def _attention_kind(operator: Operator) -> str | None:
         # because modes handle it like F.scaled_dot_product_attention.
         if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
             return None
-    elif "flash_attn" in namespace and name in _ROUTED and _is_flash(operator):
-        return "flash"
+    elif "flash_attn" in namespace and name in _ROUTED:
+        schema = schema_of(_overload(operator))
+        tensors = all(str(result.type) == "Tensor" for result in schema.returns)
+        if tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]:
+            return "flash"
     if _COMPUTES_SOMETHING_ELSE.search(name):
         return None
     of_library = re.search("flash|attn|fa2|fa3", namespace) and _FORWARD_OF_A_LIBRARY.fullmatch(name)
     return "other" if of_library or _COMPUTES_ATTENTION.search(name) else None
-
-
-def _is_flash(operator: Operator) -> bool:
-    schema = schema_of(_overload(operator))
-    returns_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
-    return returns_tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]
 
 
 def _overload(operator: Operator) -> OpOverload:
