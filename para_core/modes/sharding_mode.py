@@ -58,19 +58,12 @@ class ShardingMode(TorchFunctionMode):
         if self._depth == 0:
             self._set_known(())
             self._end()
-            if exc_type is None and not torch.compiler.is_compiling():
-                self._check_use()
 
     def _begin(self) -> None:
         """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
 
     def _end(self) -> None:
         """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
-
-    def _check_use(self) -> None:
-        """Raise or warn if attention was not intercepted, when the outermost context is left in eager code without an
-        exception. Does nothing unless overridden.
-        """
 
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""

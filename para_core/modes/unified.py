@@ -153,10 +153,14 @@ class UnifiedAttnMode(LayoutMode):
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
-        if self._mesh.ranks > 1 and self._depth == 0:
-            explain_unsharded_mask(exc_val)
+        if self._depth == 0:
+            if exc_type is None and not torch.compiler.is_compiling():
+                self._check_use()
+            if self._mesh.ranks > 1:
+                explain_unsharded_mask(exc_val)
 
     def _check_use(self) -> None:
+        """Raise or warn if attention was not intercepted since the mode was entered."""
         if self._is_sdpa:
             return
         by_hand, self._computed_by_hand = self._computed_by_hand, False
