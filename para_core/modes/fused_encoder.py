@@ -14,39 +14,35 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from para_core.torch_internals import CompileContext, TraceId
 
 
-class _Holder(NamedTuple):
-    thread: int
-    trace: TraceId | None  # The Dynamo trace that disabled the kernels; None in eager code. Each restart has a new id.
-
-
 class _CountedSwitch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: Counter[_Holder] = Counter()
+        # How often each holder has disabled the kernels: a thread, and its Dynamo trace, which is None in eager code.
+        # Each restart of a trace has a new id.
+        self._holders: Counter[tuple[int, TraceId | None]] = Counter()
         self._was_on = True
 
     def disable(self) -> None:
-        own = _this_holder()
+        own = threading.get_ident(), CompileContext.current_trace_id()
         with self._lock:
             if not self._holders:
                 self._was_on = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
-            self._drop_stale(own)
+            self._drop_stale(*own)
             self._holders[own] += 1
 
     def restore(self) -> None:
-        own = _this_holder()
+        own = threading.get_ident(), CompileContext.current_trace_id()
         with self._lock:
             if not self._holders:
                 return
-            self._drop_stale(own)
+            self._drop_stale(*own)
             # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter
             # drops counts that are not positive.
             self._holders[own] -= 1
@@ -54,20 +50,16 @@ class _CountedSwitch:
             if not self._holders:
                 torch.backends.mha.set_fastpath_enabled(self._was_on)
 
-    def _drop_stale(self, own: _Holder) -> None:
-        """Remove the holders (callers of :meth:`disable`) that belong to traces that Dynamo has aborted.
+    def _drop_stale(self, own_thread: int, own_trace: TraceId | None) -> None:
+        """Remove the holders that belong to traces that Dynamo has aborted.
 
         If Dynamo stops a trace, because of an error or to restart it, the trace never calls :meth:`restore`. Dynamo
         traces in one thread at a time. During a trace, the holders of all other traces are therefore removed; in eager
         code, the holders of all traces in this thread are removed.
         """
-        for holder in list(self._holders):
-            if holder.trace not in (None, own.trace) and (own.trace is not None or holder.thread == own.thread):
-                del self._holders[holder]
-
-
-def _this_holder() -> _Holder:
-    return _Holder(threading.get_ident(), CompileContext.current_trace_id())
+        for thread, trace in list(self._holders):
+            if trace not in (None, own_trace) and (own_trace is not None or thread == own_thread):
+                del self._holders[thread, trace]
 
 
 # There is one counter for the process, because ``torch.backends.mha`` is one switch for the process.
