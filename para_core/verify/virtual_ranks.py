@@ -49,27 +49,12 @@ class _RankTurns:
         self.waiting = 0
         self.failed = False
 
-    def wait_in(self, meeting: _Meeting) -> bool:
-        """Wait until all ranks of ``meeting`` have arrived, and return True. Return False if a rank failed, or if all
-        running ranks are waiting, so that no other rank can arrive.
-
-        The caller must hold ``changed`` and the turn. This method gives up the turn, and afterwards the caller must
-        acquire the turn again.
-        """
-        generation = meeting.generation
-        meeting.waiting += 1
-        self.waiting += 1
-        self._check()
-        self.turn.release()
-        self.changed.wait_for(lambda: self.failed or meeting.generation != generation)
-        return meeting.generation != generation
-
     def leave(self, *, failed: bool) -> None:
         """Record that the calling rank has ended. If it failed, or all remaining ranks wait, these then raise."""
         with self.changed:
             self.running -= 1
             self.failed = self.failed or failed
-            self._check()
+            self.check()
             self.changed.notify_all()
 
     def stop(self) -> None:
@@ -78,7 +63,8 @@ class _RankTurns:
             self.failed = True
             self.changed.notify_all()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """If all running ranks are waiting, so that no other rank can arrive, release them."""
         if self.waiting and self.waiting == self.running:
             self.failed = True
             self.changed.notify_all()
@@ -106,8 +92,10 @@ class _Meeting:
         self._meet()
 
     def _meet(self) -> None:
+        """Wait until all ranks have arrived. The caller must hold the turn, which others get meanwhile."""
         ranks = self._ranks
         with ranks.changed:
+            generation = self.generation
             if self.waiting + 1 == len(self.sent):
                 # This rank is the last to arrive and releases the others, so they no longer count as waiting.
                 ranks.waiting -= self.waiting
@@ -115,7 +103,12 @@ class _Meeting:
                 self.generation += 1
                 ranks.changed.notify_all()
                 return
-            have_met = ranks.wait_in(self)
+            self.waiting += 1
+            ranks.waiting += 1
+            ranks.check()
+            ranks.turn.release()
+            ranks.changed.wait_for(lambda: ranks.failed or self.generation != generation)
+            have_met = self.generation != generation
         ranks.turn.acquire()
         if not have_met:
             raise RanksDiffer("another virtual rank failed, or took part in another collective.")
