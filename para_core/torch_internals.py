@@ -195,24 +195,20 @@ def remove_fsdp(module: nn.Module) -> None:
     from torch.distributed.fsdp import fully_shard
 
     state = fully_shard.state(module)  # type: ignore[attr-defined]
-    for handle in _fsdp_hook_handles(state):
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    # A state has one group of parameters in torch 2.11, and a list of groups in later versions.
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        if group is not None:
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
         handle.remove()
     del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
     _module_state_mapping.pop(module, None)
     for managed in module.modules():
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             managed.__dict__.pop(name, None)
-
-
-def _fsdp_hook_handles(state: Any) -> Iterator[Any]:
-    yield from (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    # A state has one group of parameters in torch 2.11, and a list of groups in later versions.
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
-        if group is not None:
-            yield from group._module_to_pre_save_state_dict_hook_handle.values()
-            yield from group._module_to_pre_load_state_dict_hook_handle.values()
-            yield from (parameter._post_load_hook_handle for parameter in group.fsdp_params)
 
 
 # The names below are those for modes and tensor subclasses, from torch/overrides.py and
