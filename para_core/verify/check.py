@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan, published_plan
-from para_core.verify.first_difference import Difference, first_difference
+from para_core.verify.first_difference import Difference, Recording, first_difference
 from para_core.verify.model_inputs import ModelInputs, checked_module, checked_ranks, dims_of_plan, dims_of_tokens
 from para_core.verify.parts import largest_error, relative_error, tensors_in
-from para_core.verify.record import Recording
 from para_core.verify.runs import Method, ParallelRun, run_alone, run_parallel
 from para_core.verify.virtual_ranks import device_of, first_error
 

@@ -16,8 +16,8 @@ from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
+from para_core.verify.first_difference import Recording
 from para_core.verify.model_inputs import ModelInputs
-from para_core.verify.record import Recording
 from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
 
 # The mesh dim over which ranks share attention.
