@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from para_core.adapters.planner.count import on_meta
-from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import MeshChoice, choose_mesh
+from para_core.adapters.planner.default_mesh import MeshChoice, choose_mesh, fastest_mesh
 from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
-from para_core.adapters.planner.workload import workload
+from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM

@@ -11,7 +11,7 @@ from benchmarks.harness import counted_traffic
 from benchmarks.pipelines.generation import observe_pipeline, observed, takes_turns
 from benchmarks.planner.sizes import machine_of
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.planner.workload import workload
+from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import predict
 from para_core.planner.traffic import sent_in_rounds

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import gcd
 from typing import Any
@@ -26,17 +26,39 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.planner.fastest_mesh import fastest_mesh
-from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted, choose_mesh
+from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
+from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.attention.attention_options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
+from para_core.planner.cost import MeshShape
+from para_core.planner.hardware import gpu_at_hand
 
 logger = logging.getLogger(__name__)
 
 Mesh = DeviceMesh | ProcessGroup
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """Number of ranks along each mesh dim, the reason for the choice, and the ``rotate_method`` of the ring."""
+
+    batch: int
+    ring: int
+    ulysses: int
+    reason: str
+    rotate_method: RotateMethod = "alltoall"
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Unpredicted:
+    """The reason why the planner did not predict a mesh. ``failed``: it raised an error that it does not document."""
+
+    reason: str
+    failed: bool = False
 
 
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
@@ -165,3 +187,101 @@ def _log_choice(choice: MeshChoice, device_type: str) -> None:
         choice.ring,
         f", max_tensor_dim_size={choice.tensor}" if tensor else "",
     )
+
+
+def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
+    """Return the mesh of ``ranks`` GPUs that :func:`plan_mesh` predicts to be fastest, or why there is none.
+
+    Args:
+        pipe: The pipeline.
+        ranks: Number of GPUs, all on this host and of the kind of the current device.
+        weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in
+            this way count. Any other value replicates weights.
+    """
+    if hasattr(pipe, "pag_applied_layers"):
+        return Unpredicted("the planner does not count perturbed attention guidance")
+    try:
+        device = gpu_at_hand()
+    except ValueError as error:
+        return Unpredicted(f"{error}")
+    try:
+        sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
+        # By default parallelize_pipe places the weights of text encoders in the same way.
+        placed: Any = "fsdp" if sharing else "replicate"
+        plan = plan_mesh(
+            pipe,
+            ranks=ranks,
+            device=device,
+            ranks_per_host=ranks,
+            # Predict for eager code, because it is unknown whether the pipeline will be compiled later.
+            compiled=False,
+            weights=sharing,
+            text_encoders=placed,
+            vae_placement="replicate",
+            offload=False,
+        )
+    except UnknownModelError as error:
+        return Unpredicted(f"{error}")
+    except Exception as error:
+        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise anything.
+        return Unpredicted(f"{type(error).__name__}: {error}", failed=True)
+    best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
+    if best.problem is not None or not _shards(best.shape, weights):
+        return Unpredicted(best.problem or f"no mesh has ranks to shard weights by {weights!r}")
+    shape, method = best.shape, best.options.get("rotate_method", "alltoall")
+    reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
+    return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method, shape.tensor)
+
+
+def _shards(shape: MeshShape, weights: str | None) -> bool:
+    """Whether a mesh of ``shape`` can shard weights by the method ``weights``; True for None and other values."""
+    if weights == "tensor":
+        return shape.tensor > 1
+    return weights != "fsdp" or (shape.tensor == 1 and shape.sequence > 1)
+
+
+def choose_mesh(
+    num_ranks: int,
+    num_heads: int | None,
+    guidance: str | None,
+    ranks_per_host: int | None = None,
+    weights: str | None = None,
+) -> MeshChoice:
+    """Return the sizes of a mesh of ``num_ranks`` ranks by a fixed rule.
+
+    With guidance, each of the two CFG branches gets half of the ranks. The ranks of a branch go to Ulysses, as many as
+    the key heads and one host allow, and the rest to the ring. Sharded weights come first: ``"tensor"`` takes the
+    fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_heads: Number of key heads; None if unknown, which sets no limit.
+        guidance: Reason to expect two CFG branches, such as ``"guidance_scale is 6.0 by default"``; None without
+            guidance.
+        ranks_per_host: Number of ranks on each host; None if all are on one host, or if it is unknown.
+        weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
+
+    >>> def sizes(*args, **options):
+    ...     choice = choose_mesh(*args, **options)
+    ...     return choice.batch, choice.ring, choice.ulysses
+    >>> sizes(8, 24, None), sizes(8, 2, "guidance_scale is 6.0 by default"), sizes(16, 24, None, ranks_per_host=8)
+    ((1, 1, 8), (2, 2, 2), (1, 2, 8))
+    >>> choose_mesh(2, 24, "guidance_scale is 5.0 by default", weights="fsdp").reason
+    "weights='fsdp', guidance_scale is 5.0 by default, 24 heads"
+    """
+    on_host = gcd(num_ranks, ranks_per_host or num_ranks)
+    sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
+    tensor = sizes[0] if weights == "tensor" and sizes else 1
+    left = num_ranks // tensor
+    # FSDP2 shards weights over the ranks of one branch, so a branch needs at least two.
+    batch = 2 if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2) else 1
+    left //= batch
+    # A group of consecutive ranks is on one host if its size divides the number of ranks on the host.
+    neighbours = gcd(left, max((ranks_per_host or num_ranks) // tensor, 1))
+    heads_left = left if num_heads is None else num_heads // tensor
+    ulysses = next(size for size in range(min(neighbours, heads_left), 0, -1) if neighbours % size == 0)
+    heads = "heads not known" if num_heads is None else f"{num_heads} heads"
+    hosts = "" if ranks_per_host in (None, num_ranks) else f", {ranks_per_host} ranks on a host"
+    sharded = f"weights={weights!r}, " if weights in ("fsdp", "tensor") else ""
+    reason = f"{sharded}{guidance or 'no guidance by default'}, {heads}{hosts}"
+    return MeshChoice(batch, left // ulysses, ulysses, reason, tensor=tensor)

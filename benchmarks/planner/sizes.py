@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.adapters.planner.workload import workload
+from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from benchmarks.pipelines.generation import MESHES, problems
 from benchmarks.planner.sizes import machine_of
-from para_core.adapters.planner.workload import workload
+from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import predict
 

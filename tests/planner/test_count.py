@@ -11,8 +11,8 @@ from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.planner.published import PUBLISHED
-from para_core.adapters.planner.workload import workload
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.planner.cost import MeshShape, Seconds
 from para_core.planner.observe import observed

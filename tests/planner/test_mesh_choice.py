@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.planner import default_mesh
-from para_core.adapters.planner.mesh_choice import MeshChoice, Unpredicted, choose_mesh
+from para_core.adapters.planner.default_mesh import MeshChoice, Unpredicted, choose_mesh
 from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import region_of
@@ -237,7 +237,7 @@ def choose_after_failure(error):
     logged = []
     with (
         gpu_named("NVIDIA H100 80GB HBM3"),
-        mock.patch("para_core.adapters.planner.fastest_mesh.plan_mesh", side_effect=error),
+        mock.patch("para_core.adapters.planner.default_mesh.plan_mesh", side_effect=error),
         mock.patch.object(
             default_mesh.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))
         ),
