@@ -135,18 +135,15 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
         base: The work with one block of each kind.
         more: For each kind, the number of further blocks, and the work with one further block.
     """
-    operations, launches, moved = Counter(base.operations), base.launches, list(base.moved)
+    operations = Counter(base.operations)
     for blocks, part in more:
         for operation in {*part.operations, *base.operations}:
             operations[operation] += blocks * (part.operations[operation] - base.operations[operation])
-        launches += blocks * (part.launches - base.launches)
-        moved = [
-            total + blocks * (with_one - without)
-            for total, with_one, without in zip(moved, part.moved, base.moved, strict=True)
-        ]
+    sharded, otherwise = (base.moved[i] + sum(n * (x.moved[i] - base.moved[i]) for n, x in more) for i in (0, 1))
+    launches = base.launches + sum(blocks * (part.launches - base.launches) for blocks, part in more)
     # Blocks run one after the other, so more blocks do not raise the peak memory.
     peak = max([base.peak, *[part.peak for _, part in more]], key=sum)
-    return CallWork(+operations, base.returned, launches, (moved[0], moved[1]), peak)
+    return CallWork(+operations, base.returned, launches, (sharded, otherwise), peak)
 
 
 def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
@@ -233,7 +230,7 @@ def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
 def encoder_operations(encoder: nn.Module, tokens: int) -> float:
     """Return the floating-point operations of encoding one prompt of ``tokens`` tokens: 2 per weight and token.
 
-    Counts the linear layers without the language-model head.
+    Linear layers count, except the language-model head.
     """
     layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
     return 2.0 * tokens * sum(weight.numel() for weight in layers)
@@ -273,22 +270,21 @@ def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: f
         sizes: Sizes of the generation.
         tiled (`float`, defaults to `0.0`): Fraction of a tile that overlaps with the next one.
     """
+
+    def decode(*frames: int) -> _Operations:
+        operations = _Operations()
+        with operations:
+            vae.decode(torch.empty(1, channels, *frames, _SIDE, _SIDE))
+        return operations
+
     frames, height, width = sizes.latents
-    scale = height * width / _SIDE**2
-    if sizes.frames == 1 and not hasattr(vae, "temperal_downsample"):
-        few, many = _decode(vae, (1, channels, _SIDE, _SIDE)), None
-    else:
+    is_image_vae = sizes.frames == 1 and not hasattr(vae, "temperal_downsample")
+    counted = decode() if is_image_vae else decode(min(frames, 2))
+    convolutions, attention = counted.convolutions, counted.attention
+    if frames > 2:
         # The first latent frame decodes to fewer frames than later ones, so count with 2 and with 3 latent frames.
-        few = _decode(vae, (1, channels, min(frames, 2), _SIDE, _SIDE))
-        many = _decode(vae, (1, channels, 3, _SIDE, _SIDE)) if frames > 2 else None
-    steps = frames - 2 if many is not None else 0
-    convolutions = few.convolutions + steps * ((many or few).convolutions - few.convolutions)
-    attention = few.attention + steps * ((many or few).attention - few.attention)
+        longer = decode(3)
+        convolutions += (frames - 2) * (longer.convolutions - convolutions)
+        attention += (frames - 2) * (longer.attention - attention)
+    scale = height * width / _SIDE**2
     return (convolutions * scale + attention * scale**2) / (1.0 - tiled) ** 2
-
-
-def _decode(vae: Any, shape: tuple[int, ...]) -> _Operations:
-    operations = _Operations()
-    with operations:
-        vae.decode(torch.empty(shape))
-    return operations
