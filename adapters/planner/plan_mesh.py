@@ -32,7 +32,7 @@ from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import MeshPlan, make_plan, require_ranks
+from para_core.planner.mesh_plan import MeshPlan, make_plan
 from para_core.planner.prediction import SHARING, Sharing, Workload
 from para_core.weights.pipefusion import PipeFusion
 
@@ -96,7 +96,7 @@ def plan_mesh(
         TypeError: If the inputs of the transformer are unknown, or an argument has another type.
         ValueError: If a name, device, link or size is invalid.
     """
-    require_ranks(ranks)
+    require_positive("ranks", ranks)
     choices = Choices(weights, text_encoders, vae_placement, offload, quantize, pipefusion)
     if ranks_per_host is not None:
         require_positive("ranks_per_host", ranks_per_host)

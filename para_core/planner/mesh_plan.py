@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape
 from para_core.planner.prediction import (
@@ -20,14 +22,9 @@ from para_core.planner.prediction import (
 )
 from para_core.planner.weights import Placement
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-# A model cannot use this number of bytes of device memory, which the CUDA context and the allocator's fragmentation
-# take.
+# Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.
 RESERVED = 6e9
-# An NCCL communicator takes this number of bytes, mostly for buffers. The number is an assumption: it depends on the
-# links and on NCCL's number of channels.
+# Bytes of an NCCL communicator, mostly for buffers. An assumption: it depends on the links and on NCCL's channels.
 COMMUNICATOR = 0.2e9
 _PRINTED_ROWS = 14
 # Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
@@ -78,10 +75,10 @@ class MeshPlan:
         if not _runs(best, self.machine):
             return self._way_out()
         if fastest.shape.ranks < self.ranks:
-            less = f"{_count(fastest.shape.ranks)} {duration(fastest.seconds)}"
+            fewer = fastest.shape.ranks
             return (
-                f"{self.ranks} ranks take {duration(best.seconds)}, {less}: "
-                f"use {fastest.shape.ranks}, and the others for other prompts (the larger mesh "
+                f"{self.ranks} ranks take {duration(best.seconds)}, {'one takes' if fewer == 1 else f'{fewer} take'} "
+                f"{duration(fastest.seconds)}: use {fewer}, and the others for other prompts (the larger mesh "
                 f"{_largest_loss(best, fastest)})."
             )
         if self.ranks == 1:
@@ -102,9 +99,10 @@ class MeshPlan:
             needed = f"it needs at least {least.memory / 1e9:.0f} GB of {room / 1e9:.0f} on each ({least})"
             device = (least.memory + self.machine.device.memory - room) / 1e9
             smaller = f"devices of {device:.0f} GB, or {'fewer frames' if self.work.frames > 1 else 'a smaller image'}"
-        ways = [] if self.more is None else [f"{self.more.shape.ranks} ranks ({self.more})"]
-        ways += [smaller] if smaller else []
-        return f"{_ranks(self.ranks)} cannot run it: {needed}. What runs it: {'; or '.join(ways) or 'another model'}."
+        more = "" if self.more is None else f"{self.more.shape.ranks} ranks ({self.more})"
+        ways = "; or ".join(filter(None, [more, smaller])) or "another model"
+        ranks = "One rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks} cannot run it: {needed}. What runs it: {ways}."
 
     @property
     def title(self) -> str:
@@ -149,8 +147,16 @@ class MeshPlan:
 
     def markdown(self) -> str:
         """Return the plan as Markdown, with a table that shows all parts of a step."""
-        rows = table(self.printed)
-        return "\n\n".join([self.title, "\n".join(rows), *self.notes, self.advice])
+        lines = [
+            "| mesh | s | s per step | compute | exposed | host | text | VAE | GB sent per step | GB held | why not |",
+            "| --- " * 11 + "|",
+        ]
+        for row in self.printed:
+            step = row.step
+            seconds = [row.seconds, step.total, step.compute, step.communication, step.host, row.encoder, row.decoder]
+            cells = [str(row), *[f"{x:.3g}" for x in seconds], f"{row.sent / 1e9:.2f}", f"{row.memory / 1e9:.0f}"]
+            lines.append("| " + " | ".join([*cells, row.problem or row.why]) + " |")
+        return "\n\n".join([self.title, "\n".join(lines), *self.notes, self.advice])
 
     def lines(self, width: int = 80) -> list[str]:
         """Return the lines of a text table of the first rows. A line has at most ``width`` characters."""
@@ -171,8 +177,6 @@ class MeshPlan:
         Args:
             device_type: Device type of the mesh. Defaults to the accelerator of this machine, or the CPU.
         """
-        from para_core.distributed.create_mesh import init_context_parallel_mesh
-
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
@@ -236,67 +240,21 @@ def _runs(row: MeshPrediction, machine: Machine) -> bool:
     return row.problem is None and _fits(row, machine)
 
 
-def _ranks(number: int) -> str:
-    return "One rank" if number == 1 else f"{number} ranks"
-
-
-def _count(ranks: int) -> str:
-    return "one takes" if ranks == 1 else f"{ranks} take"
-
-
-def table(rows: Sequence[MeshPrediction]) -> list[str]:
-    """Return a Markdown table of ``rows``, as a list of lines."""
-    heads = [
-        "mesh",
-        "s",
-        "s per step",
-        "compute",
-        "exposed",
-        "host",
-        "text",
-        "VAE",
-        "GB sent per step",
-        "GB held",
-        "why not",
-    ]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads))]
-    for row in rows:
-        step = row.step
-        seconds = [row.seconds, step.total, step.compute, step.communication, step.host, row.encoder, row.decoder]
-        cells = [str(row), *[f"{x:.3g}" for x in seconds], f"{row.sent / 1e9:.2f}", f"{row.memory / 1e9:.0f}"]
-        lines.append("| " + " | ".join([*cells, row.problem or row.why]) + " |")
-    return lines
-
-
 def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
     """Return a phrase that says in which part of a step ``row`` loses most time compared with ``best``."""
-    parts: list[tuple[float, str]] = [
-        (getattr(row.step, name) - getattr(best.step, name), text)
-        for name, text in (
-            ("communication", "waits longer for communication"),
-            ("host", "waits for the host"),
-            ("products", "computes products longer"),
-            ("attention", "attends longer"),
-            ("other", "copies and merges more"),
-        )
-    ]
-    most, text = max(parts)
+    phrases = {
+        "communication": "waits longer for communication",
+        "host": "waits for the host",
+        "products": "computes products longer",
+        "attention": "attends longer",
+        "other": "copies and merges more",
+    }
+    most, text = max((getattr(row.step, name) - getattr(best.step, name), text) for name, text in phrases.items())
     return f"{text}: {1e3 * most:+.3g} ms per step"
 
 
 def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> MeshPlan:
-    """Predict all meshes of ``ranks`` ranks, and return them as a plan.
-
-    Args:
-        work: The generation to predict.
-        machine: The hardware and software.
-        ranks: Number of ranks.
-        choices: The user's choices. By default the planner chooses everything.
-
-    Raises:
-        ValueError: ``ranks`` is not a positive integer.
-    """
-    require_ranks(ranks)
+    """Predict all meshes of ``ranks`` ranks, a positive integer. Without ``choices`` the planner chooses everything."""
     choices = choices or Choices()
     rows = _rows(work, machine, ranks, choices)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
@@ -309,36 +267,25 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
     return MeshPlan(work, machine, ranks, tuple(rows), fewer, more)
 
 
-def require_ranks(ranks: Any) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}; expected a positive integer, the number of devices.")
-
-
 def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
     """Return the predictions for all meshes in the order of :class:`MeshPlan`, each with the reason why it is slower.
 
     If no mesh runs with ``choices``, their fallbacks are tried until one does.
     """
-    rows = list[MeshPrediction]()
+    rows: list[MeshPrediction] = []
     for placed in choices.fallbacks(work.weights, ranks):
         # List meshes that cannot run only once, for the first of these choices.
         rows += [row for row in _placed_rows(work, machine, ranks, placed) if not rows or row.problem is None]
         if any(_runs(row, machine) for row in rows):
             break
-    # If meshes are equally fast, list those with a small ring and a small tensor dim first, because they need fewer
-    # process groups.
-    order = sorted(
-        rows,
-        key=lambda row: (
-            row.problem is not None,
-            not _fits(row, machine),
-            round(row.seconds, 9),
-            row.shape.ring,
-            row.shape.tensor,
-        ),
-    )
-    best = order[0]
-    return [best, *[replace(row, why=_why(row, best, machine)) for row in order[1:]]]
+
+    def order(row: MeshPrediction) -> tuple[bool, bool, float, int, int]:
+        # Of equally fast meshes, those with a small ring and tensor dim come first: they need fewer process groups.
+        can_run, fits = row.problem is None, _fits(row, machine)
+        return not can_run, not fits, round(row.seconds, 9), row.shape.ring, row.shape.tensor
+
+    best, *others = sorted(rows, key=order)
+    return [best, *[replace(row, why=_why(row, best, machine)) for row in others]]
 
 
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
