@@ -29,11 +29,11 @@ from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.adapters.vaes import vaes_of
 from para_core.instance_patching import original_class, uncompiled
-from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import MeshPlan, make_plan
-from para_core.planner.prediction import SHARING, Sharing, Workload
+from para_core.planner.prediction import Workload
+from para_core.planner.weights import SHARING, Choices, Sharing
 from para_core.weights.pipefusion import PipeFusion
 
 

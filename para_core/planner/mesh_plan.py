@@ -10,7 +10,6 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.planner.choices import Choices
 from para_core.planner.cost import Machine, MeshShape
 from para_core.planner.prediction import (
     MeshPrediction,
@@ -20,7 +19,7 @@ from para_core.planner.prediction import (
     predict,
     shapes,
 )
-from para_core.planner.weights import Placement
+from para_core.planner.weights import Choices, Placement
 
 # Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.
 RESERVED = 6e9

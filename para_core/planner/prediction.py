@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from para_core.attention.grid import choose_grid
 from para_core.planner.cost import (
     Machine,
     MeshShape,
-    RingMethod,
     Seconds,
     call_seconds,
     local_rows,
@@ -22,6 +21,7 @@ from para_core.planner.cost import (
 from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Operation, Product, sent_in_rounds
 from para_core.planner.weights import (
     Placement,
+    Sharing,
     Weights,
     encoding_seconds,
     patched,
@@ -32,10 +32,6 @@ from para_core.planner.weights import (
     with_gathered_weights,
 )
 from para_core.weights.pipefusion import PipeFusion
-
-# These are the ways to shard weights. Meshes that replicate all weights are always considered as well.
-Sharing = Literal["tensor", "stages", "fsdp"]
-SHARING: tuple[Sharing, ...] = get_args(Sharing)
 
 
 @dataclass(frozen=True)
@@ -172,16 +168,13 @@ def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusio
             for size in divisors(ranks // batch) if "tensor" in sharing and stages == 1 else [1]:
                 left = ranks // (batch * stages * size)
                 for ring in divisors(left):
-                    for method in _ring_methods(ring):
-                        yield MeshShape(batch, stages, ring, left // ring, size, method)
+                    yield MeshShape(batch, stages, ring, left // ring, size)
+                    # Leave out Attention2D with one column, which is the same as a ring with all-gather.
+                    if choose_grid(ring, 1, 1)[1] > 1:
+                        yield MeshShape(batch, stages, ring, left // ring, size, "2d")
         if pipefusion is not None and ranks > batch:
             # With PipeFusion, only plan meshes with one rank per stage.
             yield MeshShape(batch, ranks // batch, pipefusion=pipefusion)
-
-
-def _ring_methods(ring: int) -> tuple[RingMethod, ...]:
-    # Leave out Attention2D with one column, which is the same as a ring with all-gather.
-    return ("rotate", "2d") if choose_grid(ring, 1, 1)[1] > 1 else ("rotate",)
 
 
 def divisors(number: int) -> list[int]:
@@ -210,7 +203,7 @@ def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) ->
         return "the model has no tensor-parallel plan"
     if shape.pipe > 1 and work.weights.no_stages is not None:
         return f"it cannot run in stages: {work.weights.no_stages}"
-    if shape.pipe > len(work.weights.blocks) and shape.pipe > 1:
+    if shape.pipe > max(1, len(work.weights.blocks)):
         return f"{len(work.weights.blocks)} blocks are too few for {shape.pipe} stages"
     if shape.pipefusion is not None and work.weights.no_patches is not None:
         return f"it cannot run on patches: {work.weights.no_patches}"
@@ -224,22 +217,23 @@ def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) ->
 def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> MeshPrediction:
     """Return the predicted seconds, bytes and memory of one mesh.
 
-    Args:
-        placement (`Placement`, *optional*): The placement of weights that the mesh does not shard. Defaults to the
-            default of ``parallelize_pipe``.
+    ``placement`` is that of the weights that the mesh does not shard, by default as in ``parallelize_pipe``.
     """
-    if placement is None:
-        placement = Placement(default_text_encoders(shape))
+    placement = placement or Placement(default_text_encoders(shape))
     if placement.quantize is not None and work.weights.in_8_bits is not None:
         work = replace(work, weights=work.weights.in_8_bits)
-    call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
+    call = work.calls[shape.batch]
     own = call.parts[0]
     passes = work.branches if len(call.parts) > 1 else -(-work.branches // shape.batch)
-    step = exact_step = _step(own, passes, shape, work, machine)
+    if shape.pipe > 1:
+        exact_step = staged(own, passes, shape, machine)
+    else:
+        exact_step = call_seconds(own, shape, machine).times(passes)
+    if shape.fsdp and shape.pipe == 1:
+        exact_step = with_gathered_weights(exact_step, work.weights, passes, shape, machine)
     if placement.resident is not None:
-        step = exact_step = with_copied_weights(step, work.weights, passes, placement, machine)
-    if shape.pipefusion is not None:
-        step = patched(own, passes, shape, machine)
+        exact_step = with_copied_weights(exact_step, work.weights, passes, placement, machine)
+    step = exact_step if shape.pipefusion is None else patched(own, passes, shape, machine)
     if shape.batch > 1:
         link = machine.topology.link(shape.sequence * shape.tensor, shape.batch)
         exchanged = Seconds(communication=link.seconds(own.returned * (shape.batch - 1)))
@@ -268,50 +262,33 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
 
 
 def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
-    """Return ``placement`` with as many transformer blocks on the device as fit into ``room`` bytes.
+    """Return ``placement`` with as many transformer blocks on the device as fit into ``room`` bytes; None if none fit.
 
-    Return None if the model does not fit even with all blocks in host memory. Also return None for a mesh that shards
-    weights, because only whole blocks can be moved between host and device.
+    Also return None for a mesh that shards weights, because only whole blocks can be moved between host and device.
     """
     weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
     if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
         return None
-    call = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1]
-    own_work = replace(work, weights=weights)
+    own, own_work = work.calls[shape.batch].parts[0], replace(work, weights=weights)
 
-    def fits(resident: int) -> bool:
-        placed = replace(placement, resident=resident)
-        return memory_of(shape, own_work, call.parts[0], work.branches, placed) <= room
+    def is_too_large(resident: int) -> bool:
+        return memory_of(shape, own_work, own, work.branches, replace(placement, resident=resident)) > room
 
-    resident = bisect.bisect_left(range(len(weights.blocks)), True, key=lambda number: not fits(number))
+    resident = bisect.bisect_left(range(len(weights.blocks)), True, key=is_too_large)
     return replace(placement, resident=resident - 1) if resident else None
 
 
-def _step(own: CallWork, passes: int, shape: MeshShape, work: Workload, machine: Machine) -> Seconds:
-    """Return the seconds of one exact step, in which a rank makes ``passes`` model calls."""
-    if shape.pipe > 1:
-        return staged(own, passes, shape, machine)
-    step = call_seconds(own, shape, machine).times(passes)
-    return with_gathered_weights(step, work.weights, passes, shape, machine) if shape.fsdp else step
-
-
 def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
-    """Return the bytes that the first rank sends per step.
-
-    These are the bytes of attention, gathered outputs, gathered weights, sums over ``tensor``, and tokens between
-    stages.
-    """
+    """Return the bytes that the first rank sends per step: for attention, gathers, sums, and between stages."""
 
     def of_rank(x: Operation) -> Operation:
         return of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x
 
-    parts = [part.map(of_rank) for part in call.parts]
-    rounds = [[replace(call, parts=parts)] * work.branches]
-    sequence, apart = (shape.batch, shape.ring, shape.ulysses), work.branches > 1
-    # Compute the bytes of a later step as those of two steps minus those of the first step. The first step differs,
-    # because all ranks compute a call with new sizes.
+    # As in a later step than the first, in which all ranks compute the calls whose sizes are not foreseen.
+    later = replace(call, parts=[part.map(of_rank) for part in call.parts], foreseen=True)
+    sequence = (shape.batch, shape.ring, shape.ulysses)
     two_dims = shape.ring_method == "2d"
-    both, first = (sent_in_rounds(some, sequence, 0, apart=apart, two_dims=two_dims) for some in (rounds * 2, rounds))
+    own = sent_in_rounds([[later] * work.branches], sequence, 0, apart=work.branches > 1, two_dims=two_dims)
     summed = sum(
         number * product_seconds(x, shape, machine)[1]
         for x, number in call.parts[0].operations.items()
@@ -319,22 +296,18 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
     # The attention calls are those of all stages, and each stage makes only its share of them.
-    own = (both - first) // shape.pipe
-    return own + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
+    return own // shape.pipe + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
 
 
 def memory_of(
     shape: MeshShape, work: Workload, own: CallWork, passes: int, placement: Placement | None = None
 ) -> float:
-    """Return the peak bytes of device memory of a rank: its weights, and what a step or the text encoders need in
-    addition.
+    """Return the peak bytes of device memory of a rank: its weights, and the larger need of a step and of encoding.
 
     A step needs memory for its activations at their peak, gathered weights, buffers of exchanges, and keys stored by
-    PipeFusion. Steps and text encoders run one after the other, so the larger of both needs counts.
+    PipeFusion.
     """
-    if placement is None:
-        placement = Placement(default_text_encoders(shape))
-    weights = work.weights
+    placement, weights = placement or Placement(default_text_encoders(shape)), work.weights
     # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
     # about half of the peak (measured: 26 to 70 %).
     share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2

@@ -1,13 +1,81 @@
-"""Placement of weights: the bytes per rank, and the seconds that stages, patches and moved weights add to a step."""
+"""Placement of weights: the choices, the bytes per rank, and the seconds that stages, patches and moved weights add."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import product
+from typing import Literal, get_args
 
 from para_core.planner.cost import Machine, MeshShape, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, Operation, Product, Tokens
+from para_core.weights.pipefusion import PipeFusion
 from para_core.weights.stages import balanced
+
+# Ways to shard weights. Meshes that replicate all weights are always considered as well.
+Sharing = Literal["tensor", "stages", "fsdp"]
+SHARING: tuple[Sharing, ...] = get_args(Sharing)
+# Where text encoders and the VAE are, as in ``parallelize_pipe``.
+TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
+VaePlacement = Literal["replicate", "offload", "first"]
+# The names of the quantization schemes in adapters/weights/quantize.py, which para_core.planner must not import.
+QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its default.
+
+    Args:
+        sharing (`Sequence[Sharing]`): Ways to shard weights that are considered: ``"tensor"``, ``"stages"``,
+            ``"fsdp"``. ``"fsdp"`` is tried only if the weights do not fit otherwise.
+        text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to the
+            default there, or to host memory if the weights do not fit otherwise.
+        vae_placement (`str`, *optional*): Placement of the VAE, as in ``parallelize_pipe``. Defaults to the device, or
+            to host memory if no mesh fits otherwise.
+        offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
+        quantize (`str`, *optional*): Scheme of quantized weights, which are not exact. Defaults to exact weights, or to
+            int8 if no mesh fits otherwise.
+        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion, which is not exact. If given, meshes with
+            PipeFusion are included.
+
+    Raises:
+        ValueError, TypeError: An argument has an unknown value.
+    """
+
+    sharing: Sequence[Sharing] = SHARING
+    text_encoders: TextEncoders | None = None
+    vae_placement: VaePlacement | None = None
+    offload: bool = True
+    quantize: str | None = None
+    pipefusion: PipeFusion | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
+            raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
+        accepted = {
+            "text_encoders": get_args(TextEncoders),
+            "vae_placement": get_args(VaePlacement),
+            "quantize": QUANTIZE,
+        }
+        for name, values in accepted.items():
+            if getattr(self, name) not in (None, *values):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(values)}.")
+        if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
+            raise TypeError(
+                f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
+                "alone."
+            )
+
+    def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
+        """Yield these choices, then alternatives to try if no mesh fits: VAE in host memory, int8 weights, and both."""
+        placements, schemes = [self.vae_placement], [self.quantize]
+        if self.vae_placement is None and weights.vae:
+            placements.append("first" if ranks > 1 else "offload")
+        if self.quantize is None and weights.in_8_bits is not None:
+            schemes.append("int8")
+        for quantize, placement in product(schemes, placements):
+            yield replace(self, quantize=quantize, vae_placement=placement)
 
 
 @dataclass(frozen=True)
@@ -15,19 +83,17 @@ class Placement:
     """The placement of weights that the mesh does not shard.
 
     Args:
-        text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`): Placement of the text encoders, as in
-            ``parallelize_pipe``.
+        text_encoders (`str`): Placement of the text encoders, as in ``parallelize_pipe``.
         resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the device; the
             others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
-        vae (`"replicate"`, `"offload"` or `"first"`): Placement of the VAE, as ``vae_placement`` of
-            ``parallelize_pipe``.
+        vae (`str`): Placement of the VAE, as ``vae_placement`` of ``parallelize_pipe``.
     """
 
-    text_encoders: Literal["replicate", "fsdp", "offload", "first"] = "replicate"
+    text_encoders: TextEncoders = "replicate"
     resident: int | None = None
     quantize: str | None = None
-    vae: Literal["replicate", "offload", "first"] = "replicate"
+    vae: VaePlacement = "replicate"
 
     @property
     def vae_waits(self) -> bool:
@@ -92,7 +158,8 @@ class Weights:
     def at_rest(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes of weights that are always on the device, on the rank that holds most."""
         vae = 0.0 if placement.vae_waits else self.vae
-        return self._transformers(shape, placement) + self._encoders(shape, placement) + vae + self.other
+        encoders = {"replicate": float(self.encoders.total), "fsdp": self.encoders.at_rest(shape.ranks)}
+        return self._transformers(shape, placement) + encoders.get(placement.text_encoders, 0.0) + vae + self.other
 
     def while_denoising(self, shape: MeshShape) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while a transformer runs."""
@@ -111,40 +178,27 @@ class Weights:
         return encoders + vae + self.transformers * self.copied(placement)
 
     def copied(self, placement: Placement) -> int:
-        """Return the bytes of one transformer's blocks in host memory.
-
-        Each model call copies these blocks to the device.
-        """
+        """Return the bytes of one transformer's blocks in host memory, which each call copies to the device."""
         return 0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
-
-    def _encoders(self, shape: MeshShape, placement: Placement) -> float:
-        if placement.text_encoders == "replicate":
-            return self.encoders.total
-        return self.encoders.at_rest(shape.ranks) if placement.text_encoders == "fsdp" else 0.0
 
     def _transformers(self, shape: MeshShape, placement: Placement) -> float:
         if shape.fsdp:
             return self.transformers * self.transformer.at_rest(shape.sequence)
-        apart = self.tensor * (1 - 1 / shape.tensor) + self._of_other_stages(shape.pipe)
+        apart = self.tensor * (1 - 1 / shape.tensor)
+        if 1 < shape.pipe <= len(self.blocks):
+            ranges = balanced([cost for cost, _ in self.blocks], shape.pipe)
+            own = max(sum(held for _, held in self.blocks[stage.start : stage.stop]) for stage in ranges)
+            apart += sum(held for _, held in self.blocks) - own
         if placement.resident is not None:
             # Two of the blocks in host memory are on the device at a time: the one that runs, and the next one.
             apart += self.copied(placement) - 2 * max(size for _, size in self.blocks)
         return self.transformers * (self.transformer.total - apart)
 
-    def _of_other_stages(self, stages: int) -> int:
-        if stages == 1 or stages > len(self.blocks):
-            return 0
-        ranges = balanced([cost for cost, _ in self.blocks], stages)
-        own = max(sum(held for _, held in self.blocks[stage.start : stage.stop]) for stage in ranges)
-        return sum(held for _, held in self.blocks) - own
-
 
 def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of a step with FSDP2: those of ``step``, and the time that it waits for gathered weights.
+    """Return the seconds of a step with FSDP2: those of ``step`` without, and the wait for gathered weights.
 
-    Args:
-        step: Seconds of the step with replicated weights.
-        calls: Number of model calls in the step, each of which gathers all blocks.
+    Each of the step's ``calls`` model calls gathers all blocks.
     """
     transformer = weights.transformer
     link = machine.topology.link(shape.tensor, shape.sequence)
@@ -156,12 +210,9 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Me
 
 
 def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: Placement, machine: Machine) -> Seconds:
-    """Return the seconds of a step with blocks in host memory: those of ``step``, and the time that it waits for
-    copies.
+    """Return the seconds of a step with blocks in host memory: those of ``step`` without, and the wait for copies.
 
-    Args:
-        step: Seconds of the step with all weights on the device.
-        calls: Number of model calls in the step, each of which copies the blocks in host memory to the device.
+    Each of the step's ``calls`` model calls copies the blocks in host memory to the device.
     """
     copying = calls * weights.copied(placement) / machine.device.host_bandwidth
     return replace(step, communication=step.communication + max(0.0, copying - step.compute))
