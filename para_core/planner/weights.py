@@ -60,7 +60,7 @@ class Choices:
         }
         for name, values in accepted.items():
             if getattr(self, name) not in (None, *values):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(values)}.")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, values))}.")
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(
                 f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
