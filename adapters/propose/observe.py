@@ -1,4 +1,7 @@
-"""Observe one model call on one device: what its blocks receive and return, and its attention calls."""
+"""Observe one model call on one device: what its blocks receive and return, and its attention calls.
+
+For a model that accepts one size only, :func:`imagined_larger` makes up a call with one more token.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,8 @@ from para_core.verify.virtual_ranks import fresh
 class TensorRecord:
     """Record of a tensor in an observed call.
 
-    Args:
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
-        identity: ``id`` of the tensor; unique within one observed call.
-        derived: Whether the tensor was computed from the marked arguments (``streams`` of :func:`observe`).
+    ``identity`` is unique within the call. ``derived`` says whether the tensor was computed from the marked arguments
+    (``streams`` of :func:`observe`).
     """
 
     shape: tuple[int, ...]
@@ -54,12 +54,11 @@ class ModuleCall:
     """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
     Args:
-        name: Name of the module.
         block_list: Name of the container that holds the block; None for a module outside of blocks.
         began, ended: Times at which the call began and ended, counted in observed events (a module begins or ends, or
             attention is called).
-        arguments: Arguments by parameter name, with a :class:`TensorRecord` in place of each tensor.
-        output: What the module returned, with a :class:`TensorRecord` in place of each tensor.
+        arguments, output: Arguments by parameter name, and the output, with a :class:`TensorRecord` in place of each
+            tensor.
     """
 
     name: str
@@ -87,8 +86,6 @@ class ObservedCall:
 
     Args:
         inputs: Arguments of the model, with a :class:`TensorRecord` in place of each tensor.
-        calls: Calls of its modules.
-        attention: Calls of scaled_dot_product_attention.
         joined_inputs: Names of model arguments that the model itself, outside of submodules, combines with derived
             tensors.
         softmax: Modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, each
@@ -107,6 +104,10 @@ class ObservedCall:
     def of_list(self, name: str) -> list[ModuleCall]:
         return [call for call in self.calls if call.block_list == name]
 
+    def attends(self, began: int, ended: int) -> bool:
+        """Whether attention was called between the times ``began`` and ``ended``."""
+        return any(began < attention.time < ended for attention in self.attention)
+
 
 def block_lists(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost containers of blocks in ``module``, by name.
@@ -116,20 +117,21 @@ def block_lists(module: nn.Module) -> dict[str, nn.Module]:
     """
     containers: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
-        if _holds_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in containers):
+        blocks = [*submodule.children()]
+        if isinstance(submodule, nn.Sequential):
+            # Modules without children, such as activations and convolutions, are no blocks.
+            has_blocks = len({original_class(block) for block in blocks}) == 1 and bool([*blocks[0].children()])
+        else:
+            is_list_of_lists = any(isinstance(block, nn.ModuleList) for block in blocks)
+            has_blocks = isinstance(submodule, nn.ModuleList) and not is_list_of_lists
+        if has_blocks and not any(name.startswith(f"{outer}.") for outer in containers):
             containers[name] = submodule
     return containers
 
 
-def _holds_blocks(module: nn.Module) -> bool:
-    blocks = [*module.children()]
-    if isinstance(module, nn.Sequential):
-        # Modules without children, such as activations and convolutions, are no blocks.
-        return len({original_class(block) for block in blocks}) == 1 and bool([*blocks[0].children()])
-    return isinstance(module, nn.ModuleList) and not any(isinstance(block, nn.ModuleList) for block in blocks)
-
-
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+# Marks a tensor as derived, among the names of the model arguments from which it was computed.
+_DERIVED = ""
 
 
 class _CallObserver(TorchFunctionMode):
@@ -138,8 +140,7 @@ class _CallObserver(TorchFunctionMode):
         self.observed = ObservedCall()
         self._start, self._streams = start, streams
         self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
-        self._derived = WeakTensorKeyDictionary()
-        # For each tensor: names of the model arguments from which it was computed.
+        # For each tensor: names of the model arguments from which it was computed, and _DERIVED if it is derived.
         self._sources = WeakTensorKeyDictionary()
         for name, value in inputs.items():
             self._set_sources(value, frozenset([name]))
@@ -147,7 +148,6 @@ class _CallObserver(TorchFunctionMode):
         self._alive: list[Any] = []
         # Names of the modules that are running, the innermost one last.
         self._module_names: list[str] = []
-        self._began: list[int] = []
         self._num_running_blocks = 0
         self._time = 0
         self.observed.inputs = {name: self._record(value) for name, value in inputs.items()}
@@ -159,8 +159,7 @@ class _CallObserver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self._record_attention(SdpaCall(*args, **kwargs))
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
-            name = self._module_names[-1] if self._module_names else ""
-            self.observed.softmax.setdefault(name, tuple(args[0].shape))
+            self.observed.softmax.setdefault(self._innermost(), tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
             # Compute this function's attention through the observer: torch function modes are off inside an intercepted
@@ -171,13 +170,15 @@ class _CallObserver(TorchFunctionMode):
         else:
             out = func(*args, **kwargs)
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._set_sources(out, self._sources_of(operands))
-        if len(self._derived) and any(x in self._derived for x in operands):
-            self._mark_derived(out)
-            if not self._module_names:
-                names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
-                self.observed.joined_inputs.update(names)
+        sources = self._sources_of(operands)
+        self._set_sources(out, sources)
+        if _DERIVED in sources and not self._module_names:
+            names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
+            self.observed.joined_inputs.update(names)
         return out
+
+    def _innermost(self) -> str:
+        return self._module_names[-1] if self._module_names else ""
 
     def _set_sources(self, value: Any, names: frozenset[str]) -> None:
         if names:
@@ -188,17 +189,11 @@ class _CallObserver(TorchFunctionMode):
     def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
         return frozenset().union(*[self._sources.get(x, frozenset()) for x in tensors])
 
-    def _mark_derived(self, value: Any) -> None:
-        for x in tree_leaves(value):
-            if isinstance(x, Tensor):
-                self._derived[x] = True
-
     def _record_attention(self, call: SdpaCall) -> None:
         self._time += 1
-        name = self._module_names[-1] if self._module_names else ""
         mask = None if call.attn_mask is None else tuple(call.attn_mask.shape)
-        attention = ObservedAttention(name, self._time, call.query.shape[-2], call.key.shape[-2], mask)
-        self.observed.attention.append(attention)
+        queries, keys = call.query.shape[-2], call.key.shape[-2]
+        self.observed.attention.append(ObservedAttention(self._innermost(), self._time, queries, keys, mask))
 
     def _attend(self, call: SdpaCall) -> Tensor:
         self._record_attention(call)
@@ -206,10 +201,13 @@ class _CallObserver(TorchFunctionMode):
 
     def _record(self, value: Any) -> Any:
         self._alive.append(value)
-        return tree_map(
-            lambda x: TensorRecord(tuple(x.shape), x.dtype, id(x), x in self._derived) if isinstance(x, Tensor) else x,
-            value,
-        )
+
+        def record(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return TensorRecord(tuple(x.shape), x.dtype, id(x), derived=_DERIVED in self._sources_of([x]))
+
+        return tree_map(record, value)
 
     @contextmanager
     def hooks_on(self, module: nn.Module) -> Iterator[None]:
@@ -217,38 +215,35 @@ class _CallObserver(TorchFunctionMode):
         lists = block_lists(module)
         with ExitStack() as stack:
             for name, submodule in module.named_modules():
-                if not name:
-                    continue
-                block_list = next((outer for outer in lists if submodule in [*lists[outer].children()]), None)
-                for handle in self._add_hooks(name, submodule, block_list):
-                    stack.callback(handle.remove)
+                if name:
+                    block_list = next((outer for outer in lists if submodule in [*lists[outer].children()]), None)
+                    for handle in self._add_hooks(name, submodule, block_list):
+                        stack.callback(handle.remove)
             yield
 
     def _add_hooks(self, name: str, module: nn.Module, block_list: str | None) -> list[Any]:
         parameters = parameters_of(module)
-        # This list is a stack, because a module may call itself.
-        recorded_arguments: list[dict[str, Any] | None] = []
+        # The beginnings and recorded arguments of calls that run: a stack, because a module may call itself.
+        running: list[tuple[int, dict[str, Any] | None]] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._time += 1
-            self._began.append(self._time)
             is_recorded = block_list is not None or not self._num_running_blocks
             self._module_names.append(name)
             self._num_running_blocks += block_list is not None
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            recorded_arguments.append(
-                {key: self._record(value) for key, value in arguments.items()} if is_recorded else None
-            )
+            records = {key: self._record(value) for key, value in arguments.items()} if is_recorded else None
+            running.append((self._time, records))
             if name == self._start:
-                self.observed.sources = self._sources_of([arguments[stream] for stream in self._streams])
+                self.observed.sources = self._sources_of(arguments[stream] for stream in self._streams) - {_DERIVED}
                 for stream in self._streams:
-                    self._mark_derived(arguments[stream])
+                    self._set_sources(arguments[stream], self._sources_of([arguments[stream]]) | {_DERIVED})
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._time += 1
             self._module_names.pop()
             self._num_running_blocks -= block_list is not None
-            began, arguments = self._began.pop(), recorded_arguments.pop()
+            began, arguments = running.pop()
             attends = bool(self.observed.attention) and self.observed.attention[-1].time > began
             if arguments is not None and (block_list is not None or not self._module_names or attends):
                 call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
@@ -265,12 +260,8 @@ def observe(
 ) -> ObservedCall:
     """Call ``module(**inputs)`` without gradients and return the record of the call.
 
-    Args:
-        module: The model.
-        inputs: Keyword arguments of the call.
-        start (`str`, *optional*): Name of a block. Its arguments ``streams``, and all tensors computed from them, are
-            marked as ``derived``.
-        streams (`Sequence[str]`, defaults to `()`): Names of parameters of the block ``start``.
+    The arguments ``streams`` of the block named ``start``, and all tensors computed from them, are marked as
+    ``derived``.
     """
     observer = _CallObserver(inputs, start, streams)
     with torch.no_grad(), observer.hooks_on(module), observer:
@@ -281,10 +272,46 @@ def observe(
         name
         for name, container in block_lists(module).items()
         if isinstance(container, nn.Sequential)
-        and not any(
-            call.began < attention.time < call.ended
-            for call in observed.of_list(name)
-            for attention in observed.attention
-        )
+        and not any(observed.attends(call.began, call.ended) for call in observed.of_list(name))
     }
     return replace(observed, calls=[call for call in observed.calls if call.block_list not in no_blocks])
+
+
+def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
+    """Yield copies of ``observed`` with one more token, one copy for each length that may be the number of tokens.
+
+    A size counts as the number of tokens if it equals that length, or that length plus the length of another tensor
+    that a block receives (such as text). The check of the resulting plan on virtual ranks confirms or refutes this.
+    """
+    # Token tensors are [B, S, C], so dim 1 of each 3-dim floating-point argument is a candidate.
+    lengths = {
+        record.shape[1]: None
+        for call in observed.calls
+        for record in tensors_of(dict(call.arguments))
+        if len(record.shape) == 3 and record.dtype.is_floating_point
+    }
+    for length in lengths:
+
+        def grow(size: int, length: int = length) -> int:
+            return size + 1 if size == length or size - length in lengths else size
+
+        if any(length == call.queries or grow(call.keys) != call.keys for call in observed.attention):
+            yield _larger(observed, length, grow)
+
+
+def _larger(observed: ObservedCall, length: int, grow: Callable[[int], int]) -> ObservedCall:
+    def change(value: Any) -> Any:
+        if isinstance(value, TensorRecord):
+            shape = value.shape
+            # Do not change the last dim of [B, S, C]: it holds channels, even if there are as many channels as tokens.
+            num_dims = 2 if len(shape) == 3 and value.dtype.is_floating_point and length in shape[:2] else len(shape)
+            return replace(value, shape=(*[grow(size) for size in shape[:num_dims]], *shape[num_dims:]))
+        if isinstance(value, Mapping):
+            return {key: change(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [change(entry) for entry in value]
+        return value + 1 if type(value) is int and value == length else value
+
+    calls = [replace(call, arguments=change(call.arguments), output=change(call.output)) for call in observed.calls]
+    attention = [replace(call, queries=grow(call.queries), keys=grow(call.keys)) for call in observed.attention]
+    return replace(observed, inputs=change(observed.inputs), calls=calls, attention=attention)

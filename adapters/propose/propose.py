@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion
-from para_core.adapters.propose.observe import ObservedCall, observe
-from para_core.adapters.propose.one_size import imagined_larger
+from para_core.adapters.propose.observe import ObservedCall, imagined_larger, observe
 from para_core.adapters.propose.optional_arguments import StackGuess, stacks
 from para_core.adapters.propose.overrides import (
     PARAMETER_NAME,

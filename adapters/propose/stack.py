@@ -13,7 +13,7 @@ from torch import nn
 
 from para_core.adapters.propose.candidates import ObservedRegion
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
-from para_core.adapters.propose.starts import attends, streams_of
+from para_core.adapters.propose.starts import streams_of
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.torch_internals import tree_leaves
@@ -35,7 +35,7 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
         calls = region.small.of_list(name)
         # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
-        if calls[0].began < began or not attends(region.small, calls[0].began, calls[-1].ended):
+        if calls[0].began < began or not region.small.attends(calls[0].began, calls[-1].ended):
             continue
         streams = streams_of(calls, 0)
         if not all(streams):

@@ -16,7 +16,6 @@ class Start:
     """A module at whose inputs tokens may be sharded: the first block of a list, or a module that contains all blocks.
 
     Args:
-        block: Name of the module.
         tokens: Number of tokens in the smaller and in the larger call.
         streams: Parameters of the module that hold the tokens.
         dim: Dim of the tokens in the ``streams``.
@@ -67,9 +66,9 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
     """
     for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
         calls, larger_calls = small.of_list(name), large.of_list(name)
-        if larger_calls and attends(small, calls[0].began, calls[-1].ended):
+        if larger_calls and small.attends(calls[0].began, calls[-1].ended):
             yield from _start(calls[0], larger_calls[0], streams_of(calls, 0))
-    outer = [call for call in small.calls if call.block_list is None and attends(small, call.began, call.ended)]
+    outer = [call for call in small.calls if call.block_list is None and small.attends(call.began, call.ended)]
     for call in sorted(outer, key=lambda call: call.began):
         larger_call = next((other for other in large.calls if other.name == call.name), None)
         sequences = [
@@ -79,11 +78,6 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
         ]
         if larger_call is not None:
             yield from _start(call, larger_call, sequences)
-
-
-def attends(observed: ObservedCall, began: int, ended: int) -> bool:
-    """Whether attention was called between the times ``began`` and ``ended``."""
-    return any(began < attention.time < ended for attention in observed.attention)
 
 
 def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) -> Iterator[Start]:
