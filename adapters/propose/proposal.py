@@ -1,13 +1,20 @@
-"""The result of :func:`propose_plan`."""
+"""The result of :func:`propose_plan`, and its Python source in the form of the modules in adapters/models/."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import para_core.plans.plan
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.propose.source import source_of
 from para_core.cache.blocks import CachedBlocks
 from para_core.plans.plan import Plan
+
+_WIDTH = 118
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,10 @@ class Proposal:
 
     Args:
         transformer (`str`): Name of the model's class.
-        plan (`Plan`, *optional*): A plan that was exact in the check. None if no guess was.
-        blocks (`CachedBlocks`, *optional*): A block stack for First Block Cache that was exact in the check. None if no
-            guess was.
-        error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual ranks, where
-            ``expected`` is the output of the unmodified model.
-        blocks_error (`float`, *optional*): The same error for a call that skips blocks.
+        plan, blocks (`Plan`, `CachedBlocks`, *optional*): A plan, and a block stack for First Block Cache, that were
+            exact in the check. None if no guess was.
+        error, blocks_error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual
+            ranks, and of a call that skips blocks. ``expected`` is the output of the unmodified model.
         reasons (`tuple[str, ...]`): A sentence for each guess.
         questions (`tuple[str, ...]`): What the user must state in ``answers``.
         guess (`Plan`, *optional*): The likeliest plan if none was exact, to be corrected by hand.
@@ -63,3 +68,40 @@ class Proposal:
         if self.guess is not None:
             lines += ["", "The likeliest guess:", source_of(Adapter(self.transformer, self.transformer, self.guess))]
         return "\n".join(lines)
+
+
+def source_of(adapter: Adapter) -> str:
+    """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``."""
+    call = _text(adapter, 0)
+    names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
+    imports = ["from para_core.adapters.adapter import Adapter"]
+    if adapter.blocks is not None:
+        imports.append("from para_core.cache.blocks import BlockGroup, CachedBlocks")
+    imports.append(f"from para_core.plans.plan import {', '.join(names)}")
+    return "\n".join([f'"""{adapter.transformer}."""', "", *imports, "", f"ADAPTER = {call}", ""])
+
+
+def _text(value: Any, indent: int) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = []
+        for field in dataclasses.fields(value):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if getattr(value, field.name) != default:
+                items.append(f"{field.name}={_text(getattr(value, field.name), indent + 4)}")
+        return _wrapped(f"{type(value).__name__}(", items, ")", indent)
+    if isinstance(value, Mapping):
+        items = [f"{_text(key, 0)}: {_text(entry, indent + 4)}" for key, entry in value.items()]
+        return _wrapped("{", items, "}", indent)
+    if isinstance(value, tuple):
+        if len(value) == 1:
+            return f"({_text(value[0], indent)},)"
+        return _wrapped("(", [_text(entry, indent + 4) for entry in value], ")", indent)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _wrapped(opening: str, items: list[str], closing: str, indent: int) -> str:
+    line = opening + ", ".join(items) + closing
+    if indent + len(line) <= _WIDTH and "\n" not in line:
+        return line
+    inner = " " * (indent + 4)
+    return "\n".join([opening, *[f"{inner}{item}," for item in items], " " * indent + closing])

@@ -5,7 +5,7 @@ import torch
 
 from para_core import Gather, Split, check_parallel
 from para_core.adapters import Adapter, propose_plan
-from para_core.adapters.propose.source import source_of
+from para_core.adapters.propose.proposal import source_of
 from para_core.plans.plan import (
     Attention,
     AttentionByHeads,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.adapters import Adapter, parallelize_transformer, propose_plan
-from para_core.adapters.propose.source import source_of
+from para_core.adapters.propose.proposal import source_of
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import (
     Attention,
