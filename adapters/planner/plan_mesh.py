@@ -31,7 +31,7 @@ from para_core.adapters.vaes import vaes_of
 from para_core.instance_patching import original_class, uncompiled
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
-from para_core.planner.mesh_plan import MeshPlan, make_plan
+from para_core.planner.mesh_plan import MeshPlan, make_plan, require_positive
 from para_core.planner.prediction import Workload
 from para_core.planner.weights import SHARING, Choices, Sharing
 from para_core.weights.pipefusion import PipeFusion
@@ -135,12 +135,6 @@ def workload(
         _require_size(pipe_or_name, sizes, is_video=model.sizes.frames > 1)
         return _published_workload(pipe_or_name, sizes, steps or model.steps)
     return _pipe_workload(pipe_or_name, changed, steps)
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raise ``ValueError`` if ``value`` is not a positive integer; ``name`` is the argument's name in the message."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected a positive integer.")
 
 
 def _require_size(name: str, sizes: GenerationSizes, *, is_video: bool) -> None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -254,6 +255,7 @@ def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
 
 def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> MeshPlan:
     """Predict all meshes of ``ranks`` ranks, a positive integer. Without ``choices`` the planner chooses everything."""
+    require_positive("ranks", ranks)
     choices = choices or Choices()
     rows = _rows(work, machine, ranks, choices)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
@@ -264,6 +266,12 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
         larger = (_rows(work, machine, size, choices)[0] for size in (2, 4, 8, 16, 32, 64) if size > ranks)
         more = next((row for row in larger if _runs(row, machine)), None)
     return MeshPlan(work, machine, ranks, tuple(rows), fewer, more)
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raise ``ValueError`` if ``value`` is not a positive integer; ``name`` is the argument's name in the message."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected a positive integer.")
 
 
 def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
