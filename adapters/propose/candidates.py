@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from operator import itemgetter
 from typing import Any, Literal
 
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
@@ -23,11 +24,10 @@ class Choice:
 
     Args:
         text_first: Whether the replicated text tokens precede the sharded ones in a joint sequence.
-        split_masks: Whether masks and other arguments that are not floating-point are split with the tokens; otherwise
-            they are replicated.
+        split_masks: Whether masks and other arguments that are not floating-point are split with the tokens, or else
+            replicated.
         mask: How attention reads its mask (``Attention.mask``).
-        numbers: Type of the rule for an integer argument that grows with the tokens: the integer counts the first or
-            the last tokens of a sequence.
+        numbers: Rule of an integer argument that grows with the tokens: it counts the first or the last tokens.
     """
 
     text_first: bool
@@ -56,14 +56,6 @@ class Candidate:
 
     plan: Plan
     reasons: tuple[str, ...]
-
-
-def _entry_pairs(value: Any, larger: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of entries of two lists or mappings. Empty if they differ in type, length or keys."""
-    if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
-        return [(entry, larger[key]) for key, entry in value.items()]
-    both = isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger)
-    return [*zip(value, larger, strict=True)] if both else []
 
 
 @dataclass(frozen=True)
@@ -105,13 +97,13 @@ class ObservedRegion:
     def _endings(self) -> list[tuple[ModuleCall, int, int]]:
         """Return where the tokens may be gathered, as (call, index of the output, dim), the latest call first.
 
-        Calls with an output larger than the tokens come last: gathering logits over a vocabulary costs more than
-        gathering what they are computed from, and some models compute them for the last token only.
+        Calls with an output larger than the tokens come last: logits over a vocabulary cost more to gather than what
+        they are computed from, and some models compute them for the last token only.
         """
         calls = self.calls()
         size = prod(self._first_arguments[self.start.streams[0]].shape)
         last_block = max((call.ended for call, _ in calls if call.block_list is not None), default=0)
-        endings = []
+        endings: list[tuple[bool, ModuleCall, int, int]] = []
         for call, larger_call in calls:
             if call.ended < last_block:
                 continue
@@ -119,9 +111,10 @@ class ObservedRegion:
             for index, (record, larger) in enumerate(outputs):
                 dims = [dim for dim, lengths in grown_dims(record, larger).items() if lengths == self.start.tokens]
                 if record.derived and len(dims) == 1:
-                    endings.append((call, index, dims[0], prod(record.shape) > size))
+                    endings.append((prod(record.shape) > size, call, index, dims[0]))
                     break
-        return [ending[:3] for is_larger in (False, True) for ending in endings[::-1] if ending[3] is is_larger]
+        endings.reverse()
+        return [(call, index, dim) for _, call, index, dim in sorted(endings, key=itemgetter(0))]
 
     def _candidate(self, choice: Choice, ending: ModuleCall, index: int, dim: int) -> Candidate | None:
         inner: dict[str, dict[str | int, ShardRule]] = {}
@@ -142,21 +135,15 @@ class ObservedRegion:
         joint, attention, attention_reasons = self._attention(choice, ending)
         if joint is None:
             return None
-        name = self._pattern_of(ending)
+        # The last block of a list is named ``-1``, because another checkpoint of the model may have more blocks.
+        of_list = [] if ending.block_list is None else self.small.of_list(ending.block_list)
+        name = f"{ending.block_list}.-1" if of_list and ending.name == of_list[-1].name else ending.name
         gather = Gather(dim, self.segment)
         reasons.append(f"{name}: its output is gathered, because it has one entry for each token.")
         inputs = self._joined_inputs()
         reasons += [f"{parameter}: the model joins it to the tokens between its blocks." for parameter in inputs]
         outputs = {name: gather if index == 0 else (*[None] * index, gather)}
         return Candidate(Plan(inputs, outputs, joint, inner, attention), (*reasons, *attention_reasons))
-
-    def _pattern_of(self, call: ModuleCall) -> str:
-        """Return the name of the module of ``call`` in a plan.
-
-        The last block of a list is named ``-1``, because another checkpoint of the model may have more blocks.
-        """
-        of_list = [] if call.block_list is None else self.small.of_list(call.block_list)
-        return f"{call.block_list}.-1" if of_list and call.name == of_list[-1].name else call.name
 
     def _joined_inputs(self) -> dict[str, ShardRule]:
         """Return a split rule for each argument with an entry per token that the model itself combines with the tokens.
@@ -177,12 +164,11 @@ class ObservedRegion:
         return rules
 
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return a rule, and a reason for it, for each block parameter whose size or value grows with the tokens.
+        """Return a rule and its reason, by (module, parameter), for block parameters that grow with the tokens.
 
         Such a parameter is not computed from the tokens: a tensor with an entry per token (a position embedding, for
         example), an int that counts tokens, or a list of these. If a rule depends on the length of text, the text
-        parameter gets a :class:`Replicate` rule. The keys are (module, parameter). Blocks of one list that need the
-        same rule share the module name ``list.*``.
+        parameter gets a :class:`Replicate` rule. Blocks of one list that need the same rule share the name ``list.*``.
         """
         rules: dict[tuple[str, str], dict[str, ShardRule]] = {}
         blocks: dict[str, set[str]] = {}
@@ -208,20 +194,17 @@ class ObservedRegion:
         return companions
 
     def _replicated(self, rules: Iterable[ShardRule]) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return the rule that replicates the text argument, and its reason, by the key of that argument.
-
-        The dict is empty if no rule needs the length of text (``Split.after``).
-        """
+        """Return the rule that replicates the text argument; none if no rule needs its length (``Split.after``)."""
         entries = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
         text = self.text_parameter()
         if text is None or not any(isinstance(entry, Split) and entry.after for entry in entries):
             return {}
-        parameter, dim = text
+        parameter, dim, _ = text
         why = f"{self.start.block}({parameter}): does not grow; its tokens come first in tensors that hold both."
         return {(self.start.block, parameter): (Replicate(dim, TEXT), why)}
 
-    def text_parameter(self) -> tuple[str, int] | None:
-        """Return the parameter of the first block that holds the text of a joint sequence, and the dim of its tokens.
+    def text_parameter(self) -> tuple[str, int, int] | None:
+        """Return the parameter of the first block that holds the text of a joint sequence, its token dim and length.
 
         None if no parameter of the block is as long as the part of the keys that does not grow.
         """
@@ -235,12 +218,8 @@ class ObservedRegion:
             if isinstance(value, TensorRecord) and len(value.shape) == 3 and parameter not in self.start.streams:
                 for dim in (1, 0):
                     if value.shape[dim] in lengths:
-                        return parameter, dim
+                        return parameter, dim, value.shape[dim]
         return None
-
-    def length(self, parameter: str, dim: int) -> int:
-        """Return the length of ``parameter`` of the first block along ``dim``, in the smaller call."""
-        return int(self._first_arguments[parameter].shape[dim])
 
     def samples(self) -> int | None:
         """Return the number of samples in the smaller call. None if the tokens at the start have no batch dim."""
@@ -259,12 +238,15 @@ class ObservedRegion:
 
         Entries with different rules are possible in the outermost list only.
         """
-        rules: list[Split | None] = []
-        for entry, larger_entry in _entry_pairs(value, larger):
-            rule = self._rule(parameter, entry, larger_entry, choice)
-            if isinstance(rule, (Split, type(None))):
-                rules.append(rule)
-        if not any(rules) or len(rules) != len(value):
+        if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
+            pairs = [(entry, larger[key]) for key, entry in value.items()]
+        elif isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger):
+            pairs = [*zip(value, larger, strict=True)]
+        else:
+            return None
+        entries = [self._rule(parameter, entry, larger_entry, choice) for entry, larger_entry in pairs]
+        rules = [rule for rule in entries if rule is None or isinstance(rule, Split)]
+        if not any(rules) or len(rules) != len(entries):
             return None
         if len({repr(rule) for rule in rules}) == 1:
             return rules[0]

@@ -178,7 +178,7 @@ def _with_text(
     text = of_start.text_parameter()
     if proposal.plan is None or text is None:
         return None
-    text_lengths = [of_start.length(*text)] * 2
+    text_lengths = [text[2]] * 2
     for candidate in with_sharded_text(of_start, proposal.plan):
         plan = with_answers(candidate.plan, answers)
         errors = []
@@ -188,16 +188,15 @@ def _with_text(
                 break
             errors.append(error)
         else:
-            reasons = [reason for reason in proposal.reasons if _applies(reason, plan)]
+            entries = [PARAMETER_NAME.fullmatch(reason.partition(": ")[0]) for reason in proposal.reasons]
+            reasons = [
+                reason
+                for reason, entry in zip(proposal.reasons, entries, strict=True)
+                if entry is None or entry[2] in plan.inner.get(entry[1], {})
+            ]
             error = max(*errors, proposal.error or 0.0)
             return replace(proposal, plan=plan, error=error, reasons=(*reasons, *candidate.reasons))
     return None
-
-
-def _applies(reason: str, plan: Plan) -> bool:
-    """Whether ``plan`` has the entry ``module(parameter)`` that ``reason`` begins with; True if it names no entry."""
-    name = PARAMETER_NAME.fullmatch(reason.partition(": ")[0])
-    return name is None or name[2] in plan.inner.get(name[1], {})
 
 
 def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
@@ -209,16 +208,7 @@ def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
 
 # Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2 and 3, so at
 # least one mesh has uneven shards.
-_SOME_MESHES = ((1, 2), (2, 1), (1, 3), (3, 1))
-
-
-def _uneven_meshes(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return two meshes as (ring, ulysses), with the fewest ranks that divide none of ``lengths``.
-
-    Uneven shards reveal errors that equal shards hide.
-    """
-    ranks = next(ranks for ranks in count(2) if all(length % ranks for length in lengths))
-    return ((1, ranks), (ranks, 1))
+_SOME_MESHES: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 3), (3, 1))
 
 
 def _error_or_failure(
@@ -230,18 +220,17 @@ def _error_or_failure(
     """Return the largest relative error of ``plan`` over all examples, or, as a string, what is wrong with the plan.
 
     Args:
-        module: The unmodified model.
-        plan: The plan to check.
-        examples: Keyword arguments of the calls.
-        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example. Pass none if they are
-            unknown.
+        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example; none if unknown.
     """
-    largest = 0.0
-    tolerance = _tolerance_of(module)
+    largest, tolerance, meshes = 0.0, _tolerance_of(module), _SOME_MESHES
     for i, inputs in enumerate(examples):
         with torch.no_grad():
             expected = module(**fresh(inputs))
-        for ring, ulysses in _uneven_meshes([of_segment[i] for of_segment in lengths]) if lengths else _SOME_MESHES:
+        if lengths:
+            # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide none of the lengths.
+            ranks = next(ranks for ranks in count(2) if all(of_segment[i] % ranks for of_segment in lengths))
+            meshes = ((1, ranks), (ranks, 1))
+        for ring, ulysses in meshes:
             try:
                 outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
             # With a wrong plan the model may raise anything, which means that the guess is wrong.
@@ -260,18 +249,12 @@ def _tolerance_of(module: nn.Module) -> float:
 def _complete(
     module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
 ) -> Proposal:
-    """Return ``proposal`` with its block stack and its rule for samples, as far as these can be guessed."""
-    return _with_samples(module, _with_blocks(module, proposal, of_start, inputs, answers), of_start, inputs, answers)
+    """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
 
-
-def _with_samples(
-    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
-) -> Proposal:
-    """Return ``proposal`` with ``batched`` and ``common`` in its plan, or with a question about samples.
-
-    Without ``answers["samples"]`` a question is added instead of the two fields, unless the samples depend on each
+    Without ``answers["samples"]`` a question is added instead of these two fields, unless the samples depend on each
     other.
     """
+    proposal = _with_blocks(module, proposal, of_start, inputs, answers)
     samples = answers.get("samples", None if of_start is None else of_start.samples())
     if proposal.plan is None or samples is None:
         return proposal

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -119,14 +119,14 @@ def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
 
 def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
     """Whether the model only passes the streams from block to block, with equal other arguments for all blocks."""
-    others = [_identities({k: v for k, v in call.arguments.items() if k not in streams}) for call in calls]
+
+    def others_of(call: ModuleCall) -> list[Any]:
+        leaves = tree_leaves([value for name, value in sorted(call.arguments.items()) if name not in streams])
+        return [leaf.identity if isinstance(leaf, TensorRecord) else repr(leaf) for leaf in leaves]
+
+    others = [others_of(call) for call in calls]
     passed_on = all(_passes_on(call, following, streams) for call, following in pairwise(calls))
     return passed_on and all(other == others[0] for other in others)
-
-
-def _identities(arguments: Mapping[str, Any]) -> list[Any]:
-    leaves = tree_leaves([value for _, value in sorted(arguments.items())])
-    return [leaf.identity if isinstance(leaf, TensorRecord) else repr(leaf) for leaf in leaves]
 
 
 def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
@@ -148,12 +148,9 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
 
 @dataclass(frozen=True)
 class StackGuess:
-    """A guess of the block stack for First Block Cache.
+    """A guess of the block stack for First Block Cache, and the arguments of a call in which it can be cached.
 
-    Args:
-        blocks: The block stack.
-        inputs: Arguments of a call in which this stack can be cached.
-        reasons: A sentence for each argument that the guess lists in ``between`` or ``uncached``.
+    ``reasons`` has a sentence for each argument that the guess lists in ``between`` or ``uncached``.
     """
 
     blocks: CachedBlocks
@@ -167,18 +164,14 @@ def stacks(
     """Yield guesses of the block stack, the likeliest first.
 
     Args:
-        module: The model.
-        region: Its observed calls.
         inputs: Arguments of the smaller call.
         tolerance (`float`): Relative error below which a call that skips blocks counts as exact.
     """
     guess = guess_blocks(region)
-    if guess is None or not all(group.chained for group in guess.groups):
-        yield from _without_options(module, region, inputs, tolerance)
-    if guess is not None:
-        yield StackGuess(guess, inputs)
-        if all(group.chained for group in guess.groups):
-            yield from _without_options(module, region, inputs, tolerance)
+    is_chained_guess = guess is not None and all(group.chained for group in guess.groups)
+    guesses = [] if guess is None else [StackGuess(guess, inputs)]
+    others = _without_options(module, region, inputs, tolerance)
+    yield from chain(guesses, others) if is_chained_guess else chain(others, guesses)
 
 
 def _without_options(

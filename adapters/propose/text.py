@@ -27,8 +27,7 @@ def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]
     text = region.text_parameter()
     if text is None or plan.cuts(TEXT):
         return
-    parameter, dim = text
-    length = region.length(parameter, dim)
+    parameter, dim, length = text
     at_blocks = _at_blocks(region, plan, parameter, dim, length)
     if at_blocks is not None:
         yield Candidate(at_blocks, (f"{region.start.block}({parameter}): {_WHY}.",))
@@ -53,7 +52,12 @@ def _at_blocks(region: ObservedRegion, plan: Plan, parameter: str, dim: int, len
             text_rule = _text_rule(value, length)
             if text_rule is not None:
                 rules = inner.setdefault(f"{call.block_list}.*", {})
-                rules[name] = _merged(rules.get(name), text_rule)
+                image_rule = rules.get(name)
+                if isinstance(image_rule, Entries) and isinstance(text_rule, Entries):
+                    # The argument holds both, such as a tuple of the positions of image and of text.
+                    pairs = zip(image_rule.cuts, text_rule.cuts, strict=True)
+                    text_rule = Entries(tuple(image or text for image, text in pairs))
+                rules[name] = text_rule
     return replace(plan, inner=inner)
 
 
@@ -77,16 +81,6 @@ def _text_rule(value: Any, length: int) -> Split | Entries | None:
     if len(splits) == len(rules) and len({repr(rule) for rule in splits}) == 1:
         return splits[0]
     return Entries(tuple(rule if isinstance(rule, Split) else None for rule in rules))
-
-
-def _merged(image_rule: ShardRule | None, text_rule: Split | Entries) -> ShardRule:
-    """Return one rule for an argument that has an image rule and a text rule, such as a tuple of positions of both.
-
-    Unless both rules are per entry, the text rule replaces the image rule.
-    """
-    if not (isinstance(image_rule, Entries) and isinstance(text_rule, Entries)):
-        return text_rule
-    return Entries(tuple(image or text for image, text in zip(image_rule.cuts, text_rule.cuts, strict=True)))
 
 
 def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
