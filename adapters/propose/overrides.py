@@ -42,19 +42,21 @@ def require_answers(answers: Answers) -> None:
 
 
 def _fits(name: str, answer: Any) -> bool:
-    if name == "CachedBlocks":
-        return answer is None or isinstance(answer, CachedBlocks)
-    if name == "samples":
-        return answer is None or type(answer) is int
-    if name == "plan":
-        return isinstance(answer, Plan)
     if name == "joint_order":
         return isinstance(answer, tuple) and all(isinstance(segment, str) for segment in answer)
-    if name in _PLAN_FIELDS:
-        return isinstance(answer, _PLAN_FIELDS[name])
+    if name == "plan" or name in _PLAN_FIELDS:
+        return isinstance(answer, _PLAN_FIELDS.get(name, Plan))
+    if answer is None:
+        return True
+    if name == "CachedBlocks":
+        return isinstance(answer, CachedBlocks)
+    if name == "samples":
+        return type(answer) is int
     if PARAMETER_NAME.fullmatch(name):
-        return answer is None or isinstance(answer, get_args(ShardRule))
-    return answer is None or isinstance(answer, Halo) or _is_gather(answer) or _is_attention(answer)
+        return isinstance(answer, get_args(ShardRule))
+    if isinstance(answer, tuple) and all(isinstance(entry, Attention) for entry in answer):
+        return True
+    return isinstance(answer, (Halo, *_ATTENDING)) or _is_gather(answer)
 
 
 def _is_gather(answer: Any) -> bool:
@@ -64,12 +66,6 @@ def _is_gather(answer: Any) -> bool:
     return isinstance(answer, Gather)
 
 
-def _is_attention(answer: Any) -> bool:
-    if isinstance(answer, tuple):
-        return all(isinstance(entry, Attention) for entry in answer)
-    return isinstance(answer, _ATTENDING)
-
-
 def form_a_plan(answers: Answers) -> bool:
     """Whether ``answers`` are a complete plan: they have a ``"plan"``, or split a segment and gather an output."""
     splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
@@ -77,10 +73,7 @@ def form_a_plan(answers: Answers) -> bool:
 
 
 def _gathers(answers: Answers) -> dict[str, Any]:
-    """Return the answers that gather outputs of modules.
-
-    A Gather for a parameter, such as ``"block(hidden_states)"``, is not one of them: it gathers an input.
-    """
+    """Return the answers that gather outputs of modules, not inputs such as ``"block(hidden_states)"``."""
     return {
         name: answer for name, answer in answers.items() if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
     }
@@ -126,10 +119,11 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
     if not module:
         inputs = {key: old for key, old in plan.inputs.items() if key != parameter}
         return replace(plan, inputs=inputs if rule is None else {**inputs, parameter: rule})
-    # An integer names an output of the module by its index.
+    # An integer names an output of the module by its index. In ``module``, ``*`` matches one part between dots.
     key: str | int = int(parameter) if parameter.isdecimal() else parameter
+    pattern = re.compile(re.escape(module).replace(r"\*", "[^.]+"))
     inner = {
-        name: {other: old for other, old in rules.items() if other != key or not _is_within(name, module)}
+        name: {other: old for other, old in rules.items() if other != key or not pattern.fullmatch(name)}
         for name, rules in plan.inner.items()
     }
     if rule is not None:
@@ -137,32 +131,30 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
     return replace(plan, inner={name: rules for name, rules in inner.items() if rules})
 
 
-def _is_within(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` (``*`` matches one part between dots) matches the module name or pattern ``name``."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
-
-
 def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan | str:
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one call.
 
     Assumes that the first dim of length ``samples`` of an argument is its sample dim, and checks that each sample alone
     gives the same result as in the batch. If the check fails, returns the reason as a string.
-
-    Args:
-        module: The model.
-        plan: Its plan.
-        inputs: Arguments of a call.
-        samples (`int`): Number of samples in ``inputs``.
     """
-    dims = {name: _dim_of_samples(value, samples) for name, value in inputs.items()}
-    batched = {name: dim for name, dim in dims.items() if dim is not None}
+    batched: dict[str, int] = {}
+    for name, value in inputs.items():
+        shapes = [tuple(x.shape) for x in tensors_in(value)]
+        if shapes and all(samples in shape for shape in shapes):
+            dims = {shape.index(samples) for shape in shapes}
+            batched |= {name: dims.pop()} if len(dims) == 1 else {}
+
+    def sample(index: int) -> dict[str, Any]:
+        narrowed = {
+            name: tree_map(lambda x, dim=dim: x.narrow(dim, index, 1) if isinstance(x, Tensor) else x, inputs[name])
+            for name, dim in batched.items()
+        }
+        return fresh({**inputs, **narrowed})
+
     with torch.no_grad():
         expected = _stacked([module(**fresh(inputs))])
         try:
-            parts = [
-                module(**fresh({name: _sample(value, dims[name], index) for name, value in inputs.items()}))
-                for index in range(samples)
-            ]
+            parts = [module(**sample(index)) for index in range(samples)]
         # The model may raise anything if an argument does not hold samples, or if it needs more than one sample.
         except Exception as failure:
             return f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
@@ -171,18 +163,6 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
         return f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
     common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
     return replace(plan, batched=batched, common=common)
-
-
-def _dim_of_samples(value: Any, samples: int) -> int | None:
-    shapes = [tuple(x.shape) for x in tensors_in(value)]
-    if not shapes or not all(samples in shape for shape in shapes):
-        return None
-    dims = {shape.index(samples) for shape in shapes}
-    return dims.pop() if len(dims) == 1 else None
-
-
-def _sample(value: Any, dim: int | None, index: int) -> Any:
-    return value if dim is None else tree_map(lambda x: x.narrow(dim, index, 1) if isinstance(x, Tensor) else x, value)
 
 
 def _stacked(outs: list[Any]) -> list[Tensor]:
