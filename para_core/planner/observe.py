@@ -39,7 +39,6 @@ from para_core.plans.plan import (
     Attention,
     Count,
     Gather,
-    Halo,
     LinearAttention,
     Plan,
     Replicate,
@@ -71,18 +70,17 @@ class _ModelObserver(TorchFunctionMode):
         self._coarse = coarse_segments(plan)
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
-        # The names of segments whose entries are image rows or frames, each of which consists of many tokens.
+        # Segments whose entries are image rows or frames, each of which consists of many tokens.
         self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
         self._segments: dict[str, Tokens] = {}
         self._counter = LaunchCounter()
-        # A stack with a list for each running module for which the plan describes attention calls, the innermost module
-        # last. A list contains the descriptions of the calls that are still to come. Its last description is never
-        # removed, so that it applies to all further calls.
+        # For each running module for which the plan describes attention calls, the innermost last: descriptions of the
+        # calls that are still to come. The last one is never removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
-        # A stack with an entry for each running module with linear attention, the innermost module last: the module's
-        # description in the plan, and the names of the summing functions that it has called.
+        # For each running module with linear attention, the innermost last: its description in the plan, and the names
+        # of the summing functions that it has called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -111,8 +109,9 @@ class _ModelObserver(TorchFunctionMode):
                 self._summing.append((attention, []))
             elif attention:
                 self._attending.append([*attention_calls(attention, parameters, args, kwargs)])
-            if rules.halo is not None:
-                self._note_halo(rules.halo, args[0])
+            if rules.halo is not None and self._counter.is_sharded:
+                rows = args[0].narrow(rules.halo.dim, 0, rules.halo.size)
+                self._note(CountedHalo(self._segments[rules.halo.segment], rows.numel() * rows.element_size()))
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if isinstance(attention, LinearAttention):
@@ -166,11 +165,6 @@ class _ModelObserver(TorchFunctionMode):
                 tokens = segment.total if gather.per != 1 else value.shape[gather.dim]
                 self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
-    def _note_halo(self, halo: Halo, x: Tensor) -> None:
-        if self._counter.is_sharded:
-            rows = x.narrow(halo.dim, 0, halo.size)
-            self._note(CountedHalo(self._segments[halo.segment], rows.numel() * x.element_size()))
-
     def _note_sum(self, name: str, out: Tensor) -> None:
         attention, calls = self._summing[-1]
         if self._counter.is_sharded and name in dict(attention.sums):
@@ -188,8 +182,12 @@ class _ModelObserver(TorchFunctionMode):
             self._counter.launches += 1
             self._counter.in_attention = True
             try:
-                has_data = not (call.query.is_meta or isinstance(call.query, FakeTensor))
-                return call.original() if has_data else _attention_output(call)
+                query, value = call.query, call.value
+                if not query.is_meta and not isinstance(query, FakeTensor):
+                    return call.original()
+                # Return the memory layout of a fused kernel. SDPA on fake tensors could allocate all scores.
+                batch, heads, queries = query.shape[:3]
+                return query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
             finally:
                 self._counter.in_attention = False
         out = func(*args, **kwargs)
@@ -205,16 +203,12 @@ class _ModelObserver(TorchFunctionMode):
 
     def _note_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         rows, inner = x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
-        tensor_split = self._tensor_splits.get(id(weight))
-        samples = x.numel() // (rows * inner)
-        tokens = self._segments_of(rows)
-        self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), tensor_split))
+        samples, tokens = x.numel() // (rows * inner), self._segments_of(rows)
+        split = self._tensor_splits.get(id(weight))
+        self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
-        """Return the segments whose lengths add up to ``rows``.
-
-        If there are none, return a single :class:`Tokens` of ``rows`` that belongs to no segment.
-        """
+        """Return the segments whose lengths add up to ``rows``; else a single :class:`Tokens` of no segment."""
         if not self._counter.is_sharded:
             return (Tokens(rows, sharded=False, min_per_rank=1),)
         segments = self._segments.values()
@@ -237,7 +231,12 @@ class _ModelObserver(TorchFunctionMode):
             attention = calls.pop(0) if len(calls) > 1 else calls[0]
             names = attention.queries if attention.keys is None else attention.keys
             queries, keys = self._tokens(attention.queries, query.shape[-2]), self._tokens(names, key.shape[-2])
-            mask_bytes = self._mask_bytes(attention, call.attn_mask)
+            # If the plan shards the mask, each rank has the columns of its own keys, and must gather the others. Other
+            # masks have the columns of all keys already.
+            mask = call.attn_mask if attention.mask or self._shards_masks else None
+            if mask is not None and mask.shape[-1] > 1:
+                rows = mask[..., :1, :] if attention.mask == "pairs" else mask
+                mask_bytes = rows.numel() // mask.shape[-1] * mask.element_size()
         self._note(
             CountedAttention(
                 samples=query.shape[:-3].numel(),
@@ -279,23 +278,9 @@ class _ModelObserver(TorchFunctionMode):
 
         self.work = self.work.map(change)
 
-    def _mask_bytes(self, attention: Attention, mask: Tensor | None) -> int:
-        # If the plan shards the mask, each rank has the columns of its own keys, and must gather the others. Other
-        # masks have the columns of all keys already.
-        if mask is None or mask.shape[-1] == 1 or not (attention.mask or self._shards_masks):
-            return 0
-        rows = mask[..., :1, :] if attention.mask == "pairs" else mask
-        return rows.numel() // mask.shape[-1] * mask.element_size()
-
 
 # A mask argument whose name ends like this hides keys. Other masks have other uses, such as selecting modulations.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
-
-
-def _attention_output(call: SdpaCall) -> Tensor:
-    """Return an empty output in the memory layout of a fused kernel. SDPA on fake tensors could allocate all scores."""
-    batch, heads, queries = call.query.shape[:3]
-    return call.query.new_empty(batch, queries, heads, call.value.shape[-1]).transpose(1, 2)
 
 
 @contextmanager
@@ -312,10 +297,9 @@ def observed(
     Args:
         batch (`int`, defaults to `1`): Number of parts into which the samples of a call are split, if the plan permits
             it. Each part is run and recorded by itself.
-        tensor (`TensorPlan`, *optional*): The tensor-parallel plan of the model, which says how its linear layers are
-            split.
-        is_foreseen (`Callable`, *optional*): A function ``is_foreseen(model, args, kwargs)`` that returns whether the
-            size of the output is known before the call. Defaults to False.
+        tensor (`TensorPlan`, *optional*): The tensor-parallel plan, which says how linear layers are split.
+        is_foreseen (`Callable`, *optional*): Returns, for ``(model, args, kwargs)``, whether the size of the output is
+            known before the call. Defaults to False.
     """
     parameters, forward = parameters_of(model), model.forward
     # The instance may have a forward of its own already, for example from a hook of accelerate.
@@ -357,13 +341,11 @@ def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, 
     total = number_of_samples(arguments[name], dim)
     if total is None or total % batch:
         return [arguments]
-    parts = []
-    for index in range(batch):
-        mesh_dim = MeshDim("batch", batch, index, "", None)
-        batched = [(name, of) for name, of in plan.batched.items() if name in arguments]
-        own = {name: own_samples(arguments[name], of, total, mesh_dim) for name, of in batched}
-        parts.append({**arguments, **own})
-    return parts
+    batched = {name: dim for name, dim in plan.batched.items() if name in arguments}
+    return [
+        {**arguments, **{name: own_samples(arguments[name], dim, total, rank) for name, dim in batched.items()}}
+        for rank in (MeshDim("batch", batch, index, "", None) for index in range(batch))
+    ]
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
