@@ -20,9 +20,9 @@ from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
 from para_core.fleet.modular import components_without_weights, open_modular
 from para_core.fleet.recipe import Recipe
-from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.prediction import default_text_encoders, memory_of
+from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Placement
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from benchmarks.pipelines.generation import observe_pipeline, observed, takes_tu
 from benchmarks.planner.sizes import machine_of
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.planner.plan_mesh import workload
-from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import predict
-from para_core.planner.traffic import sent_in_rounds
+from para_core.planner.traffic import MeshShape, sent_in_rounds
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines.registry import PIPELINES
@@ -80,7 +79,9 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
             expected[name, size] = calls
     for rank, sent in enumerate(rank_pool.run(count_in_models, torch.Size(shape).numel(), names, shape)):
         for key, counted in sent.items():
-            assert counted == sent_in_rounds([expected[key]], shape, rank, apart=False), (key, rank)
+            batch, ring, ulysses = shape
+            mesh = MeshShape(batch, ring=ring, ulysses=ulysses)
+            assert counted == sent_in_rounds([expected[key]], mesh, rank, apart=False), (key, rank)
 
 
 # Branches one after the other: two calls of a step, of one and of two models; none; in one batch; by a guider; in a
@@ -113,7 +114,7 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
         rounds = observe_pipeline(pipe, lambda pipe=pipe, name=name: generate(pipe, name), batch=2)
         assert len(rounds) == 3
         for rank, sent in enumerate(results):
-            assert sent[name] == sent_in_rounds(rounds, (2, 1, 1), rank, apart=takes_turns(pipe)), (name, rank)
+            assert sent[name] == sent_in_rounds(rounds, MeshShape(batch=2), rank, apart=takes_turns(pipe)), (name, rank)
 
 
 def test_a_model_of_real_size_needs_no_weights():

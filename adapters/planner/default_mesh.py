@@ -33,8 +33,8 @@ from para_core.adapters.registry import transformers_of, unets_of
 from para_core.attention.attention_options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
-from para_core.planner.cost import MeshShape
 from para_core.planner.hardware import gpu_at_hand
+from para_core.planner.traffic import MeshShape
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from para_core.adapters import parallelize_pipe
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.planner import observe
-from para_core.planner.traffic import ModelCall, sent_in_rounds
+from para_core.planner.traffic import MeshShape, ModelCall, sent_in_rounds
 from zoo.tiny.pipelines.registry import PIPELINES as OTHERS
 from zoo.tiny.pipelines.registry import TinyPipeline
 
@@ -199,9 +199,8 @@ def measure_mesh(
     counted = [0] * mesh.size()
     dist.all_gather_object(counted, traffic.bytes)
     batch, ring, ulysses = mesh.shape
-    foretold = [
-        sent_in_rounds(rounds, (batch, ring, ulysses), rank, apart=takes_turns(pipe)) for rank in range(mesh.size())
-    ]
+    shape = MeshShape(batch, ring=ring, ulysses=ulysses)
+    foretold = [sent_in_rounds(rounds, shape, rank, apart=takes_turns(pipe)) for rank in range(mesh.size())]
     return {
         "error": error,
         "steps": len(rounds),

@@ -37,8 +37,8 @@ from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
-from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import Workload, memory_of
+from para_core.planner.traffic import MeshShape
 from para_core.weights.fsdp import is_sharded
 from para_core.weights.subclasses import plain_tensors
 

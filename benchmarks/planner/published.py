@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from benchmarks.planner.published_tables import NOT_PREDICTED, TABLES, Published
 from para_core.adapters.planner.plan_mesh import plan_mesh, workload
-from para_core.planner.cost import Machine, MeshShape
+from para_core.planner.cost import Machine
 from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
 from para_core.planner.prediction import Workload, predict
+from para_core.planner.traffic import MeshShape
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from para_core.planner.cost import MeshShape, Runtime
+from para_core.planner.cost import Runtime
 from para_core.planner.hardware import LINKS
+from para_core.planner.traffic import MeshShape
 
 # diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)

@@ -14,8 +14,8 @@ from benchmarks.harness import markdown_table, parser_of, read_results, write_re
 from benchmarks.pipelines.generation import MESHES, problems
 from benchmarks.planner.sizes import machine_of
 from para_core.adapters.planner.plan_mesh import workload
-from para_core.planner.cost import MeshShape
 from para_core.planner.prediction import predict
+from para_core.planner.traffic import MeshShape
 
 # With the number of frames, if it is not the published one.
 REAL: dict[str, dict[str, int]] = {

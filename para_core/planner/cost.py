@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from para_core.attention.grid import choose_grid
 from para_core.planner.hardware import Device, Host, Topology
@@ -17,6 +16,7 @@ from para_core.planner.traffic import (
     CountedAttention,
     CountedGather,
     CountedSum,
+    MeshShape,
     Product,
     Tokens,
     bytes_of_attention,
@@ -26,56 +26,10 @@ from para_core.planner.traffic import (
     sent_of_sum,
     shard_size,
 )
-from para_core.weights.pipefusion import PipeFusion
 
 # While communication overlaps with computation, this number of an H100's 132 multiprocessors communicates and does not
 # compute (arXiv:2412.19437, section 3.2.2).
 _SENDING_MULTIPROCESSORS = 20
-RingMethod = Literal["rotate", "all-gather", "2d"]
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """The sizes of the mesh dims, and what ranks along them do.
-
-    Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
-
-    Args:
-        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
-            pipeline stages.
-        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is
-            Attention2D (arXiv:2503.15758).
-        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion: all stages work at the same time, on different
-            patches (not exact). Defaults to exact stages, which work one after the other.
-        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
-            block before it runs.
-    """
-
-    batch: int = 1
-    pipe: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-    ring_method: RingMethod = "rotate"
-    pipefusion: PipeFusion | None = None
-    fsdp: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.batch * self.pipe * self.sequence * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        return self.ring * self.ulysses
-
-    def __str__(self) -> str:
-        sizes = [self.batch, self.pipe, self.ring, self.ulysses, self.tensor]
-        named = {
-            "2d": self.ring_method == "2d" and self.ring > 1,
-            "fsdp": self.fsdp,
-            "PipeFusion (not exact)": self.pipefusion is not None,
-        }
-        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_used in named.items() if is_used]])
 
 
 @dataclass(frozen=True)
@@ -222,7 +176,7 @@ def exchange_seconds(
     ``attending`` is the call's compute time in seconds, with which part of the communication overlaps.
     """
     own = of_tensor_rank(call, shape.tensor)
-    sent = bytes_of_attention(own, shape.ring, shape.ulysses, 0, two_dims=shape.ring_method == "2d")
+    sent = bytes_of_attention(own, shape, 0)
     if not sent.total:
         return 0.0, 0.0
     runtime, topology = machine.runtime, machine.topology
@@ -334,9 +288,9 @@ def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
             if isinstance(operation, CountedGather):
                 sent = operation.bytes_per_token * tokens * (shape.sequence - 1)
             elif isinstance(operation, CountedSum):
-                sent = sent_of_sum(operation, shape.ring, shape.ulysses)
+                sent = sent_of_sum(operation, shape)
             else:
-                sent = sent_of_halo(operation, shape.ring, shape.ulysses, rank=0)
+                sent = sent_of_halo(operation, shape, rank=0)
             waiting += number * machine.topology.link(shape.tensor, shape.sequence).seconds(sent)
             launches += 3 * number
     share = region_share(own, shape.sequence)

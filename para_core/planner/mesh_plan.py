@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.planner.cost import Machine, MeshShape
+from para_core.planner.cost import Machine
 from para_core.planner.prediction import (
     MeshPrediction,
     Workload,
@@ -20,6 +20,7 @@ from para_core.planner.prediction import (
     predict,
     shapes,
 )
+from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Choices, Placement
 
 # Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from para_core.attention.grid import choose_grid
 from para_core.planner.cost import (
     Machine,
-    MeshShape,
     Seconds,
     call_seconds,
     local_rows,
@@ -18,7 +17,15 @@ from para_core.planner.cost import (
     product_seconds,
     region_share,
 )
-from para_core.planner.traffic import CallWork, CountedAttention, ModelCall, Operation, Product, sent_in_rounds
+from para_core.planner.traffic import (
+    CallWork,
+    CountedAttention,
+    MeshShape,
+    ModelCall,
+    Operation,
+    Product,
+    sent_in_rounds,
+)
 from para_core.planner.weights import (
     Placement,
     Sharing,
@@ -286,9 +293,7 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
 
     # As in a later step than the first, in which all ranks compute the calls whose sizes are not foreseen.
     later = replace(call, parts=[part.map(of_rank) for part in call.parts], foreseen=True)
-    sequence = (shape.batch, shape.ring, shape.ulysses)
-    two_dims = shape.ring_method == "2d"
-    own = sent_in_rounds([[later] * work.branches], sequence, 0, apart=work.branches > 1, two_dims=two_dims)
+    own = sent_in_rounds([[later] * work.branches], shape, 0, apart=work.branches > 1)
     summed = sum(
         number * product_seconds(x, shape, machine)[1]
         for x, number in call.parts[0].operations.items()

@@ -9,14 +9,58 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from para_core.attention.grid import choose_grid
+from para_core.weights.pipefusion import PipeFusion
 
 # The lse has 4 bytes per element, because it is float32 for all dtypes except float64.
-LSE_BYTES = 4
-# A shape contains the sizes of the mesh dims (batch, ring, ulysses).
-Shape = tuple[int, int, int]
+_LSE_BYTES = 4
+RingMethod = Literal["rotate", "all-gather", "2d"]
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of the mesh dims, and what ranks along them do.
+
+    Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
+
+    Args:
+        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
+            pipeline stages.
+        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is
+            Attention2D (arXiv:2503.15758).
+        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion: all stages work at the same time, on different
+            patches (not exact). Defaults to exact stages, which work one after the other.
+        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
+            block before it runs.
+    """
+
+    batch: int = 1
+    pipe: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    ring_method: RingMethod = "rotate"
+    pipefusion: PipeFusion | None = None
+    fsdp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.batch * self.pipe * self.sequence * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        return self.ring * self.ulysses
+
+    def __str__(self) -> str:
+        sizes = [self.batch, self.pipe, self.ring, self.ulysses, self.tensor]
+        named = {
+            "2d": self.ring_method == "2d" and self.ring > 1,
+            "fsdp": self.fsdp,
+            "PipeFusion (not exact)": self.pipefusion is not None,
+        }
+        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_used in named.items() if is_used]])
 
 
 @dataclass(frozen=True)
@@ -191,9 +235,7 @@ def held_by(tokens: Sequence[Tokens], rank: int, ranks: int, count: int = 1) -> 
     return sum(x.held(rank, ranks, count) for x in tokens)
 
 
-def bytes_of_attention(
-    call: CountedAttention, ring: int, ulysses: int, rank: int, *, two_dims: bool = False
-) -> AttentionBytes:
+def bytes_of_attention(call: CountedAttention, shape: MeshShape, rank: int) -> AttentionBytes:
     """Return the bytes that sequence rank ``rank`` sends in an attention call; all 0 if no key is sharded.
 
     Let rank r have Ulysses index u, S_r sharded tokens, H_u query heads and H_kv,u key heads. Per sample the rank sends
@@ -203,9 +245,9 @@ def bytes_of_attention(
     - over Ulysses, after attention: Σ_{j≠u} (S_j + replicated tokens) · H_u · D_v;
     - around the ring: S_block · H_kv,u · (D + D_v) for each ring block that it passes on.
 
-    With ``two_dims`` Attention2D replaces the ring, see :func:`_sent_in_grid`.
+    For Attention2D, which replaces the ring, see :func:`_sent_in_grid`.
     """
-    ranks = ring * ulysses
+    ranks, ring, ulysses = shape.sequence, shape.ring, shape.ulysses
     keys = held_by(call.keys, 0, ranks, ranks)
     if not keys:
         return AttentionBytes()
@@ -219,20 +261,20 @@ def bytes_of_attention(
     others = held_by(call.queries, block * ulysses, ranks, ulysses) - own_queries + (ulysses - 1) * replicated
     unit = call.samples * call.element_size
     grid = (0, 0, 0)
-    if two_dims:
-        grid = _sent_in_grid(call, heads[index], kv_heads[index], ring, ulysses, block)
+    if shape.ring_method == "2d":
+        grid = _sent_in_grid(call, heads[index], kv_heads[index], shape, block)
         around = sum(grid)
     else:
         # A rank passes on all ring blocks except the last one that it receives, which is the block of the next ring
         # rank.
         not_passed_on = held_by(call.keys, (block + 1) % ring * ulysses, ranks, ulysses)
         around = unit * (keys - not_passed_on) * kv_heads[index] * both
-    mask = call.mask_bytes * _tokens_sent_in_gather(call.keys, ring, ulysses, rank)
+    mask = call.mask_bytes * _tokens_sent_in_gather(call.keys, shape, rank)
     return AttentionBytes(unit * way_in, unit * others * heads[index] * call.value_dim, around, mask, grid)
 
 
 def _sent_in_grid(
-    call: CountedAttention, heads: int, kv_heads: int, ring: int, ulysses: int, block: int
+    call: CountedAttention, heads: int, kv_heads: int, shape: MeshShape, block: int
 ) -> tuple[int, int, int]:
     """Return the bytes that a rank sends in Attention2D, as ``(queries, keys and values, results)``.
 
@@ -243,15 +285,15 @@ def _sent_in_grid(
         heads, kv_heads (`int`): Numbers of query and key heads that this rank computes.
         block (`int`): Ring index of the rank.
     """
-    ranks = ring * ulysses
-    rows, columns = choose_grid(ring, call.heads, call.kv_heads)
+    ranks, ulysses = shape.sequence, shape.ulysses
+    rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
     queries, keys = (held_by(x, block * ulysses, ranks, ulysses) for x in (call.queries, call.keys))
     replicated = sum(x.replicated(ranks) for x in call.queries)
     of_row = held_by(call.queries, (block - block % columns) * ulysses, ranks, columns * ulysses)
     others = of_row - queries + (columns - 1) * replicated
     to_row = heads * call.head_dim * (queries + replicated) * (columns - 1)
     to_column = kv_heads * (call.head_dim + call.value_dim) * keys * (rows - 1)
-    results = heads * others * (call.value_dim * call.element_size + LSE_BYTES)
+    results = heads * others * (call.value_dim * call.element_size + _LSE_BYTES)
     unit = call.samples * call.element_size
     return unit * to_row, unit * to_column, call.samples * results
 
@@ -269,71 +311,63 @@ def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], lis
     return heads, kv_heads
 
 
-def _tokens_sent_in_gather(tokens: Sequence[Tokens], ring: int, ulysses: int, rank: int) -> int:
+def _tokens_sent_in_gather(tokens: Sequence[Tokens], shape: MeshShape, rank: int) -> int:
     """Return the number of tokens that ``rank`` sends in an all-gather.
 
     First the rank sends its own tokens to its Ulysses group, then the tokens of this group along the ring.
     """
-    ranks = ring * ulysses
+    ranks, ulysses = shape.sequence, shape.ulysses
     block = held_by(tokens, rank // ulysses * ulysses, ranks, ulysses)
-    return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (ring - 1)
+    return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (shape.ring - 1)
 
 
-def sent_in_call(call: ModelCall, shape: Shape, rank: int, *, two_dims: bool = False) -> int:
+def _sent_in_call(call: ModelCall, shape: MeshShape, rank: int) -> int:
     """Return the bytes that ``rank`` of the mesh sends in a model call that it computes."""
-    _, ring, ulysses = shape
-    index, rank = divmod(rank, ring * ulysses)
+    index, rank = divmod(rank, shape.sequence)
     own = call.parts[index if len(call.parts) > 1 else 0]
     total = own.returned * (len(call.parts) - 1)
     for operation, number in own.operations.items():
         if isinstance(operation, CountedAttention):
-            sent = bytes_of_attention(operation, ring, ulysses, rank, two_dims=two_dims).total
+            sent = bytes_of_attention(operation, shape, rank).total
         elif isinstance(operation, CountedGather):
-            sent = operation.bytes_per_token * _tokens_sent_in_gather([operation.tokens], ring, ulysses, rank)
-        elif isinstance(operation, Product) or not operation.tokens.held(rank, ring * ulysses):
+            sent = operation.bytes_per_token * _tokens_sent_in_gather([operation.tokens], shape, rank)
+        elif isinstance(operation, Product) or not operation.tokens.held(rank, shape.sequence):
             continue
         elif isinstance(operation, CountedSum):
-            sent = sent_of_sum(operation, ring, ulysses)
+            sent = sent_of_sum(operation, shape)
         else:
-            sent = sent_of_halo(operation, ring, ulysses, rank)
+            sent = sent_of_halo(operation, shape, rank)
         total += number * sent
     return total
 
 
-def sent_of_sum(summed: CountedSum, ring: int, ulysses: int) -> int:
+def sent_of_sum(summed: CountedSum, shape: MeshShape) -> int:
     """Return the bytes that a rank sends to sum over all ranks: first in its Ulysses group, then along the ring."""
-    return summed.size * (ulysses - 1 + ring - 1)
+    return summed.size * (shape.ulysses - 1 + shape.ring - 1)
 
 
-def sent_of_halo(halo: CountedHalo, ring: int, ulysses: int, rank: int) -> int:
-    """Return the bytes that ``rank`` sends in a halo exchange.
-
-    A rank sends to its neighbours in its Ulysses group. The first and last ranks of a group also send to the next
-    group.
-    """
-    at_an_end = rank % ulysses in (0, ulysses - 1)
-    return 2 * halo.size * ((ulysses > 1) + (ring > 1 and at_an_end))
+def sent_of_halo(halo: CountedHalo, shape: MeshShape, rank: int) -> int:
+    """Return the bytes that ``rank`` sends to its neighbours in its Ulysses group; at an end also to the next group."""
+    at_an_end = rank % shape.ulysses in (0, shape.ulysses - 1)
+    return 2 * halo.size * ((shape.ulysses > 1) + (shape.ring > 1 and at_an_end))
 
 
-def sent_in_rounds(
-    rounds: Sequence[Sequence[ModelCall]], shape: Shape, rank: int, *, apart: bool, two_dims: bool = False
-) -> int:
+def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: MeshShape, rank: int, *, apart: bool) -> int:
     """Return the bytes that ``rank`` sends in several steps. Each of ``rounds`` lists the model calls of one step.
 
     Args:
         apart (`bool`): Whether the ``batch`` ranks compute different calls of a step, and exchange the outputs. A call
             with new input sizes is computed by all of them, unless the size of its output is known in advance.
-        two_dims (`bool`): Whether Attention2D replaces the ring.
     """
-    batch, earlier, total = shape[0], set(), 0
-    index = rank // (shape[1] * shape[2])
+    batch, earlier, total = shape.batch, set(), 0
+    index = rank // shape.sequence
     for calls in rounds:
         for number, call in enumerate(calls):
             shared = apart and batch > 1 and (call.foreseen or call.inputs in earlier)
             earlier.add(call.inputs)
             if shared and number % batch != index:
                 continue
-            total += sent_in_call(call, shape, rank, two_dims=two_dims)
+            total += _sent_in_call(call, shape, rank)
             if shared:
                 total += call.parts[0].returned * (batch - 1)
     return total

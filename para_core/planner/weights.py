@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
-from para_core.planner.cost import Machine, MeshShape, Seconds, call_seconds, local_rows, overlap_cost
-from para_core.planner.traffic import CallWork, CountedAttention, Operation, Product, Tokens
+from para_core.planner.cost import Machine, Seconds, call_seconds, local_rows, overlap_cost
+from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Operation, Product, Tokens
 from para_core.weights.pipefusion import PipeFusion
 from para_core.weights.stages import balanced
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.grid import choose_grid
-from para_core.planner.traffic import CountedAttention, Tokens, bytes_of_attention
+from para_core.planner.traffic import CountedAttention, MeshShape, Tokens, bytes_of_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
 from tests.attention.generated_calls import draw, worst_error
@@ -129,7 +129,7 @@ def test_attention_2d_sends_documented_bytes(rank_pool, ring, columns, num_text)
         assert others == []
         tokens = (Tokens(13, sharded=True), Tokens(num_text, sharded=False))
         predicted = CountedAttention(B, H, H, D, D, E, tokens, tokens)
-        assert sum(forward) == bytes_of_attention(predicted, ring, 1, rank, two_dims=True).total
+        assert sum(forward) == bytes_of_attention(predicted, MeshShape(ring=ring, ring_method="2d"), rank).total
     for rank, (_, backward, others) in enumerate(rank_pool.run(count, ring, ring, segments, backward=True)):
         row = [other for other in range(ring) if other // columns == rank // columns and other != rank]
         column = [other for other in range(ring) if other % columns == rank % columns and other != rank]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from para_core.planner.cost import MeshShape
 from para_core.planner.mesh_plan import COMMUNICATOR, communicators, room_of
+from para_core.planner.traffic import MeshShape
 from tests.planner.test_cost import machine
 
 

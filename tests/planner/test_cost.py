@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from para_core.adapters import plan_mesh
-from para_core.planner.cost import Machine, MeshShape, Runtime, attention_seconds, call_seconds, exchange_seconds
+from para_core.planner.cost import Machine, Runtime, attention_seconds, call_seconds, exchange_seconds
 from para_core.planner.hardware import (
     DEVICES,
     LINKS,
@@ -28,7 +28,7 @@ from para_core.planner.hardware import (
 )
 from para_core.planner.mesh_plan import PUBLISHED_RATIOS, make_plan
 from para_core.planner.prediction import Workload, divisors, predict, shapes
-from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, ModelCall, Product, Tokens
+from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, MeshShape, ModelCall, Product, Tokens
 from para_core.planner.weights import Choices, ModuleBytes, Placement, Weights
 from para_core.weights.pipefusion import PipeFusion
 from tests.planner.gpus import gpu_named

@@ -14,10 +14,10 @@ from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.planner.cost import MeshShape, Seconds
+from para_core.planner.cost import Seconds
 from para_core.planner.observe import observed
 from para_core.planner.prediction import MeshPrediction
-from para_core.planner.traffic import CallWork, CountedAttention, Product
+from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Product
 from tests.tiny import flux_call, flux_pipe, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
