@@ -64,10 +64,7 @@ class Unpredicted:
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
     """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of all ranks.
 
-    Args:
-        mesh: The mesh that the user gave.
-        owner: Pipeline or model that the mesh is for.
-        weights: How weights will be sharded on the mesh; None if they are not.
+    ``owner`` is the pipeline or model that the mesh is for, and ``weights`` how its weights will be sharded on it.
 
     Raises:
         TypeError, ValueError: If ``mesh`` is not a mesh of para_core.
@@ -171,32 +168,24 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
 
 
 def _log_choice(choice: MeshChoice, device_type: str) -> None:
-    tensor = choice.tensor > 1
+    dims = ["batch", "ring", "ulysses", *["tensor"] * (choice.tensor > 1)]
+    sizes = {name: getattr(choice, name) for name in dims}
     logger.info(
-        "parallelize_pipe: no mesh given, using batch × ring × ulysses%s = %d × %d × %d%s%s (%s); "
-        "mesh=init_context_parallel_mesh(%r, max_batch_dim_size=%d, max_ring_dim_size=%d%s) overrides it.",
-        " × tensor" if tensor else "",
-        choice.batch,
-        choice.ring,
-        choice.ulysses,
-        f" × {choice.tensor}" if tensor else "",
+        "parallelize_pipe: no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides it.",
+        " × ".join(dims),
+        " × ".join(map(str, sizes.values())),
         "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
         choice.reason,
         device_type,
-        choice.batch,
-        choice.ring,
-        f", max_tensor_dim_size={choice.tensor}" if tensor else "",
+        ", ".join(f"max_{name}_dim_size={size}" for name, size in sizes.items() if name != "ulysses"),
     )
 
 
 def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
     """Return the mesh of ``ranks`` GPUs that :func:`plan_mesh` predicts to be fastest, or why there is none.
 
-    Args:
-        pipe: The pipeline.
-        ranks: Number of GPUs, all on this host and of the kind of the current device.
-        weights (`str`, *optional*): With ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in
-            this way count. Any other value replicates weights.
+    All GPUs are on this host, and of the kind of the current device. With ``weights`` ``"fsdp"`` or ``"tensor"``, only
+    meshes on which weights can be sharded in this way count; any other value replicates weights.
     """
     if hasattr(pipe, "pag_applied_layers"):
         return Unpredicted("the planner does not count perturbed attention guidance")
@@ -254,10 +243,8 @@ def choose_mesh(
     fewest ranks (at least two) that divide the heads; ``"fsdp"`` keeps at least two ranks per branch.
 
     Args:
-        num_ranks: Number of ranks.
         num_heads: Number of key heads; None if unknown, which sets no limit.
-        guidance: Reason to expect two CFG branches, such as ``"guidance_scale is 6.0 by default"``; None without
-            guidance.
+        guidance: Reason to expect two CFG branches, such as ``"guidance_scale is 6.0 by default"``, or None.
         ranks_per_host: Number of ranks on each host; None if all are on one host, or if it is unknown.
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
 

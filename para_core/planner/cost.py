@@ -34,14 +34,12 @@ _SENDING_MULTIPROCESSORS = 20
 
 @dataclass(frozen=True)
 class Runtime:
-    """Properties of the software. The defaults describe para_core. Other values can describe other software, to predict
-    its published figures.
+    """Properties of the software: by default of para_core, otherwise of software whose published figures are predicted.
 
     Args:
         compiled (`bool`): Whether the transformer is compiled. Otherwise it runs eagerly.
         messages (`int`): Number of all-to-alls that exchange queries, keys and values before an attention call.
-        copies (`int`): Number of times that the tensors of a Ulysses all-to-all are copied before it, and again after
-            it.
+        copies (`int`): Number of copies of the tensors of a Ulysses all-to-all before it, and again after it.
         overlapped (`bool`): Whether the keys of the next ring block are sent while attention to the current block is
             computed. In Attention2D, all tensors are sent while attention is computed with those that have arrived.
         merge_passes (`int`): Number of times that a partial result in float32 is read or written when it is merged.
@@ -217,10 +215,7 @@ def _ring_seconds(
 
 
 def overlap_cost(hidden: float, machine: Machine) -> float:
-    """Return the seconds that computation loses in ``hidden`` seconds of overlapping communication.
-
-    Communication occupies some of the multiprocessors, which cannot compute meanwhile.
-    """
+    """Return the seconds that computation loses because ``hidden`` seconds of communication occupy multiprocessors."""
     device = machine.device
     return hidden * min(1.0, _SENDING_MULTIPROCESSORS / device.multiprocessors) if device.multiprocessors > 1 else 0.0
 
@@ -258,13 +253,7 @@ def _grid_seconds(
 
 
 def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of one model call on the first rank, by cause.
-
-    Args:
-        own: The operations of the call, or of this rank's part of its samples.
-        shape: The mesh.
-        machine: The hardware and software.
-    """
+    """Return the seconds of one model call, or of this rank's part ``own`` of its samples, on the first rank."""
     products = attention = waiting = copying = 0.0
     runtime, host = machine.runtime, machine.host
     launches = own.launches * (host.fused if runtime.compiled else 1.0)
@@ -314,7 +303,7 @@ def region_share(own: CallWork, ranks: int) -> float:
     Only the longest sharded sequence of queries is considered.
     """
     longest: tuple[Tokens, ...] = max(
-        (x.queries for x in own.operations if isinstance(x, CountedAttention) and any(y.sharded for y in x.queries)),
+        (x.queries for x in own.attention if any(y.sharded for y in x.queries)),
         key=lambda tokens: sum(x.total for x in tokens),
         default=(),
     )

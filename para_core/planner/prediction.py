@@ -46,10 +46,10 @@ class Workload:
     """The work of one generation with a pipeline.
 
     Args:
-        calls (`Mapping[int, ModelCall]`): The operations of a transformer call. The key is the size of the ``batch``
-            mesh dim (1 or 2), which splits the samples of the call if possible.
+        calls (`Mapping[int, ModelCall]`): The operations of a transformer call, by the size of the ``batch`` mesh dim
+            (1 or 2), which splits the samples of the call if possible.
         branches (`int`): Number of CFG branches per step, if the pipeline calls the model once per branch; else 1.
-        encoder, decoder (`float`): Number of floating-point operations of the text encoders and of the VAE decoder.
+        encoder, decoder (`float`): Floating-point operations of the text encoders and of the VAE decoder.
         heads (`int`): Number of key heads of the transformer.
         frames (`int`): Number of frames of the result; 1 for an image.
         encodings (`int`): Number of times that each text encoder is called.
@@ -317,25 +317,13 @@ def memory_of(
     # about half of the peak (measured: 26 to 70 %).
     share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2
     kept = stale_key_bytes(own, passes, shape.pipe) if shape.pipefusion is not None else 0.0
-    denoising = (
-        weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept + _exchanged_at_once(own, shape)
-    )
+
+    def exchanged(x: CountedAttention) -> float:
+        # The send and receive buffers of a Ulysses exchange of q, k, v and output.
+        rows = local_rows(x.queries, shape.sequence) * x.heads + local_rows(x.keys, shape.sequence) * x.kv_heads
+        return 2.0 * x.samples * x.element_size * (x.head_dim + x.value_dim) * rows
+
+    attention = own.attention if shape.ulysses > 1 else []
+    largest = max((exchanged(of_tensor_rank(x, shape.tensor)) for x in attention), default=0.0)
+    denoising = weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept + largest
     return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(shape, placement))
-
-
-def _exchanged_at_once(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the send and receive buffers of the largest Ulysses exchange (q, k, v and output)."""
-    if shape.ulysses == 1:
-        return 0.0
-    attention = [of_tensor_rank(x, shape.tensor) for x in own.operations if isinstance(x, CountedAttention)]
-    return max(
-        (
-            2.0
-            * x.samples
-            * x.element_size
-            * (x.head_dim + x.value_dim)
-            * (local_rows(x.queries, shape.sequence) * x.heads + local_rows(x.keys, shape.sequence) * x.kv_heads)
-            for x in attention
-        ),
-        default=0.0,
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from para_core.attention.grid import choose_grid
@@ -128,10 +129,7 @@ class CountedSum:
 
 @dataclass(frozen=True)
 class CountedHalo:
-    """A halo exchange, in which a rank sends ``size`` bytes to each neighbour.
-
-    These bytes are the rows at one edge of the rank's shard of ``tokens``.
-    """
+    """A halo exchange: a rank sends each neighbour ``size`` bytes, the rows at one edge of its shard of ``tokens``."""
 
     tokens: Tokens
     size: int
@@ -178,6 +176,10 @@ class CallWork:
     moved: tuple[int, int] = (0, 0)
     peak: tuple[int, int] = (0, 0)
 
+    @property
+    def attention(self) -> list[CountedAttention]:
+        return [operation for operation in self.operations if isinstance(operation, CountedAttention)]
+
     def map(self, change: Callable[[Operation], Operation]) -> CallWork:
         """Return a copy in which each operation is replaced by ``change(operation)``."""
         operations: Counter[Operation] = Counter()
@@ -192,8 +194,7 @@ class ModelCall:
 
     Args:
         inputs (`Any`): The model and the sizes of its inputs. Calls with equal ``inputs`` have outputs of equal sizes.
-        parts (`list[CallWork]`): The work of each ``batch`` rank, if these split the samples of the call; else one
-            entry.
+        parts (`list[CallWork]`): The work of each ``batch`` rank, if these split the samples of the call; else one.
         foreseen (`bool`): Whether the size of the output is known before the call.
     """
 
@@ -212,8 +213,7 @@ class AttentionBytes:
     """The bytes that one rank sends to others in each exchange of an attention call.
 
     Args:
-        to_heads (`int`): The all-to-all of queries, keys and values over Ulysses.
-        from_heads (`int`): The all-to-all of the output over Ulysses.
+        to_heads, from_heads (`int`): The all-to-alls over Ulysses of queries, keys and values, and of the output.
         around (`int`): Keys and values in the ``ring - 1`` steps of a ring; in Attention2D, the sum of ``grid``.
         mask (`int`): The all-gather of the mask's columns.
         grid (`tuple[int, int, int]`): In Attention2D, the bytes of queries, of keys and values, and of partial results.
@@ -301,21 +301,14 @@ def _sent_in_grid(
 def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
     """Return the number of query heads and the number of key heads that each Ulysses rank computes, as two lists."""
     group = call.heads // call.kv_heads
-    heads, kv_heads, start = [], [], 0
-    for u in range(ulysses):
-        heads.append(shard_size(call.heads, u, ulysses))
-        end = start + heads[u]
-        # If neighbouring ranks have query heads that share a key head, each of them receives this key head.
-        kv_heads.append(-(-end // group) - start // group if heads[u] else 0)
-        start = end
-    return heads, kv_heads
+    heads = [shard_size(call.heads, rank, ulysses) for rank in range(ulysses)]
+    ends = accumulate(heads)
+    # If neighbouring ranks have query heads that share a key head, each of them receives this key head.
+    return heads, [-(-end // group) - (end - own) // group if own else 0 for own, end in zip(heads, ends, strict=True)]
 
 
 def _tokens_sent_in_gather(tokens: Sequence[Tokens], shape: MeshShape, rank: int) -> int:
-    """Return the number of tokens that ``rank`` sends in an all-gather.
-
-    First the rank sends its own tokens to its Ulysses group, then the tokens of this group along the ring.
-    """
+    """Return the tokens that ``rank`` sends in an all-gather: its own over Ulysses, then its group's along the ring."""
     ranks, ulysses = shape.sequence, shape.ulysses
     block = held_by(tokens, rank // ulysses * ulysses, ranks, ulysses)
     return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (shape.ring - 1)

@@ -26,18 +26,8 @@ QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 class Choices:
     """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its default.
 
-    Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights that are considered: ``"tensor"``, ``"stages"``,
-            ``"fsdp"``. ``"fsdp"`` is tried only if the weights do not fit otherwise.
-        text_encoders (`str`, *optional*): Placement of the text encoders, as in ``parallelize_pipe``. Defaults to the
-            default there, or to host memory if the weights do not fit otherwise.
-        vae_placement (`str`, *optional*): Placement of the VAE, as in ``parallelize_pipe``. Defaults to the device, or
-            to host memory if no mesh fits otherwise.
-        offload (`bool`): Whether blocks may wait in host memory if the weights do not fit otherwise.
-        quantize (`str`, *optional*): Scheme of quantized weights, which are not exact. Defaults to exact weights, or to
-            int8 if no mesh fits otherwise.
-        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion, which is not exact. If given, meshes with
-            PipeFusion are included.
+    ``sharing`` lists the ways to shard weights. It and the other arguments are as in ``plan_mesh``, which documents
+    them; ``sharing`` is named ``weights`` there.
 
     Raises:
         ValueError, TypeError: An argument has an unknown value.
@@ -106,11 +96,10 @@ class ModuleBytes:
     """The bytes of one module's parameters.
 
     Args:
-        sharded (`int`): Bytes of the parameters that FSDP2 would shard, and gather unit by unit.
+        sharded (`int`): Bytes of the parameters that FSDP2 would shard, and gather in ``parts`` units.
         at_once (`int`): Bytes of gathered weights that FSDP2 would hold at the same time: a block, the buffer in which
             it was gathered, the next block, and parameters outside blocks.
-        largest_layer (`int`): Bytes of the largest layer. If the module waits in host memory, only the layer that is
-            running is on the device.
+        largest_layer (`int`): Bytes of the largest layer, the only one on the device if the module waits on the host.
     """
 
     total: int = 0
@@ -130,14 +119,11 @@ class ModuleBytes:
 
 @dataclass(frozen=True)
 class Weights:
-    """The bytes of a pipeline's parameters.
+    """The bytes of a pipeline's parameters: of one of its ``transformers``, of all text encoders, and of the rest.
 
     Args:
-        transformer (`ModuleBytes`): The bytes of one transformer.
         tensor (`int`): Bytes of one transformer's parameters that tensor parallelism would split.
-        encoders (`ModuleBytes`): The bytes of all text encoders.
-        vae (`float`): Bytes of all autoencoders.
-        other (`float`): Bytes of all other modules.
+        vae, other (`float`): Bytes of all autoencoders, and of all other modules.
         blocks (`tuple[tuple[float, int], ...]`): Relative cost and bytes of each block of a transformer, in order.
         in_8_bits (`Weights`, *optional*): The same pipeline with the linear layers of its transformers in 8 bits.
         no_stages, no_patches (`str`, *optional*): The reason why the model cannot run in stages, or on patches; None if
@@ -236,8 +222,7 @@ def _stream(own: CallWork, shape: MeshShape) -> float:
 
     They are estimated as large as the queries of the longest attention call.
     """
-    calls = [x for x in own.operations if isinstance(x, CountedAttention)]
-    widest = max(calls, key=lambda x: sum(y.total for y in x.queries), default=None)
+    widest = max(own.attention, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
         return 0.0
     tokens = local_rows(widest.queries, shape.sequence)
