@@ -90,8 +90,8 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
     Raises:
         UnknownModelError: If the inputs or the plan of the transformer are unknown.
     """
-    cls, plan = unwrapped_class(transformer), plan_for(transformer)
-    if cls.__name__ not in INPUTS or plan is None:
+    cls = unwrapped_class(transformer)
+    if cls.__name__ not in INPUTS:
         raise UnknownModelError(f"the inputs of {cls.__name__} are unknown; expected one of {', '.join(INPUTS)}.")
     parameters = inspect.signature(cls).parameters
     own_config: Any = transformer.config
@@ -103,13 +103,11 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
         # differ.
         if _DEPTH.fullmatch(name) and isinstance(value, int) and value > 1 and not config.get("dual_attention_layers")
     }
-    calls: dict[int, ModelCall] = {}
+    shallow, calls = {**config, **dict.fromkeys(depths, 1)}, dict[int, ModelCall]()
     for batch in (1, 2):
-        if batch > 1 and not plan.batched:
-            calls[batch] = calls[1]
-            continue
-        shallow = {**config, **dict.fromkeys(depths, 1)}
         base = _count_call(cls(**shallow), sizes, batch)
+        if len(base.parts) < batch:
+            return {1: calls[1], 2: calls[1]}  # The samples of a call cannot be split.
         more = {name: _count_call(cls(**{**shallow, name: 2}), sizes, batch) for name in depths}
         parts = [
             _extrapolated(part, [(depths[name] - 1, call.parts[i]) for name, call in more.items()])
@@ -131,9 +129,7 @@ def _count_call(transformer: nn.Module, sizes: GenerationSizes, batch: int) -> M
 def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
     """Return the work of a model with more blocks than ``base``, which has one block of each kind.
 
-    Args:
-        base: The work with one block of each kind.
-        more: For each kind, the number of further blocks, and the work with one further block.
+    ``more`` has, for each kind, the number of further blocks, and the work with one further block.
     """
     operations = Counter(base.operations)
     for blocks, part in more:
@@ -149,10 +145,7 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
 def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
     """Return the bytes of the module's parameters. Shared parameters count once.
 
-    Args:
-        module: The module.
-        in_8_bits: Whether to count weights of linear layers as quantized: 1 byte per element and a float32 scale per
-            row.
+    With ``in_8_bits`` weights of linear layers count 1 byte per element and a float32 scale per row.
     """
     whole = {id(x): x.numel() * x.element_size() for x in module.parameters()}
     if in_8_bits:
@@ -164,14 +157,9 @@ def bytes_of(module: nn.Module, *, in_8_bits: bool = False) -> int:
 def weights_of(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
-    """Return the bytes of the weights of a pipeline, as the planner's :class:`Weights`.
+    """Return the bytes of the weights of a pipeline with ``transformers`` transformers of this size.
 
-    Args:
-        transformer: The transformer.
-        encoders: The text encoders.
-        vae (`float`): Bytes of all autoencoders.
-        other (`float`): Bytes of all other modules.
-        transformers: Number of transformers of this size that the pipeline has.
+    ``vae`` and ``other`` are the bytes of all autoencoders, and of all modules that are not named.
     """
     no_stages = why_no_stages(transformer)
     patches = no_stages or patch_plan_for(transformer)
@@ -264,11 +252,7 @@ _SIDE = 8
 def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float = 0.0) -> float:
     """Return the floating-point operations of decoding latents of ``sizes``. Call it inside :func:`on_meta`.
 
-    Args:
-        vae: The autoencoder.
-        channels: Number of channels of the latents.
-        sizes: Sizes of the generation.
-        tiled (`float`, defaults to `0.0`): Fraction of a tile that overlaps with the next one.
+    ``channels`` is that of the latents, and ``tiled`` the fraction of a tile that overlaps with the next one.
     """
 
     def decode(*frames: int) -> _Operations:

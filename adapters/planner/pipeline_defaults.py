@@ -32,20 +32,16 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
     name = "guidance_scale" if guides or "true_cfg_scale" not in defaults else "true_cfg_scale"
     scale = defaults.get(name)
     if guides is None:
+        embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
+        two_branches = "negative_prompt" in defaults and not embedded
         if name == "true_cfg_scale":
             two_branches = defaults.get("negative_prompt") is not None
-        else:
-            embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
-            two_branches = "negative_prompt" in defaults and not embedded
         guides = two_branches and isinstance(scale, (int, float)) and scale > 1
     return f"{name} is {scale} by default" if guides else None
 
 
 def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
-    """Return the value of ``pipe.do_classifier_free_guidance`` during a call with the arguments ``defaults``.
-
-    None if the class has no such property, or if the property fails outside of a call.
-    """
+    """Return ``pipe.do_classifier_free_guidance`` as in a call with ``defaults``; None if it is missing or fails."""
     cls: Any = original_class(pipe)
     if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
         return None
@@ -60,15 +56,8 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
 
 # Config entries that hold the number of heads. Key heads come first, because models with grouped queries have fewer of
 # them. The config of LongCat-AudioDiT also has the heads of its text encoder; those of the transformer are dit_heads.
-_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "num_attention_heads",
-    "num_heads",
-    "n_heads",
-    "dit_heads",
-)
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEADS = (*_KEY_HEADS, "num_attention_heads", "num_heads", "n_heads", "dit_heads")
 
 
 def number_of_heads(transformer: Any) -> int | None:

@@ -180,10 +180,7 @@ def _size(sizes: GenerationSizes) -> str:
 
 
 def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Workload:
-    """Return the work of one generation with ``pipe``.
-
-    Leaves out the time of text encoders and VAE, which is equal on every mesh.
-    """
+    """Return the work of one generation with ``pipe``, without encoding and decoding, which are equal on every mesh."""
     transformers = transformers_of(pipe)
     if not transformers:
         raise UnknownModelError(
@@ -202,11 +199,11 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
         calls = count_calls(transformer, replace(sizes, dtype=dtype))
     plan = plan_for(transformer)
     guides = default_guidance(pipe, transformer) is not None and plan is not None and not plan.batched
-    modules = {name: uncompiled(x) for name, x in pipe.components.items() if isinstance(x, nn.Module)}
     encoders = [module for name, module in components_of(pipe).items() if name not in transformers]
     vaes = vaes_of(pipe).values()
     inside = {id(x) for x in (*transformers.values(), *encoders, *vaes)}
-    other = sum(bytes_of(x) for x in {id(x): x for x in modules.values() if id(x) not in inside}.values())
+    modules = {id(x): x for x in map(uncompiled, pipe.components.values()) if isinstance(x, nn.Module)}
+    other = sum(bytes_of(x) for key, x in modules.items() if key not in inside)
     return Workload(
         name=f"{original_class(pipe).__name__}, {_size(sizes)}",
         calls=calls,
