@@ -62,11 +62,8 @@ class Candidate:
 class ObservedRegion:
     """The same part of the model in a smaller and in a larger call: everything from a :class:`Start` on.
 
-    Args:
-        start: The block at which tokens are first sharded.
-        small: The smaller call. Tensors computed from the tokens at the start are marked as ``derived``.
-        large: The larger call.
-        segment: Name of the segment of these tokens in plans.
+    Tensors of the smaller call that were computed from the tokens at the start are marked as ``derived``. Plans name
+    the tokens ``segment``.
     """
 
     start: Start
@@ -109,7 +106,7 @@ class ObservedRegion:
                 continue
             outputs = zip(tensors_of(call.output), tensors_of(larger_call.output), strict=False)
             for index, (record, larger) in enumerate(outputs):
-                dims = [dim for dim, lengths in grown_dims(record, larger).items() if lengths == self.start.tokens]
+                dims = self.start.token_dims(record, larger)
                 if record.derived and len(dims) == 1:
                     endings.append((prod(record.shape) > size, call, index, dims[0]))
                     break
@@ -132,9 +129,10 @@ class ObservedRegion:
             elif parameter not in inner.get(name, {}):
                 inner.setdefault(name, {})[parameter] = rule
             reasons.append(why)
-        joint, attention, attention_reasons = self._attention(choice, ending)
-        if joint is None:
+        of_attention = self._attention(choice, ending)
+        if of_attention is None:
             return None
+        joint, attention, attention_reasons = of_attention
         # The last block of a list is named ``-1``, because another checkpoint of the model may have more blocks.
         of_list = [] if ending.block_list is None else self.small.of_list(ending.block_list)
         name = f"{ending.block_list}.-1" if of_list and ending.name == of_list[-1].name else ending.name
@@ -153,12 +151,7 @@ class ObservedRegion:
         rules: dict[str, ShardRule] = {}
         for name in sorted(self.small.joined_inputs):
             pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
-            dims = {
-                dim
-                for record, larger in pairs
-                for dim, lengths in grown_dims(record, larger).items()
-                if lengths == self.start.tokens
-            }
+            dims = {dim for record, larger in pairs for dim in self.start.token_dims(record, larger)}
             if len(dims) == 1:
                 rules[name] = Split(dims.pop(), like=self.segment)
         return rules
@@ -227,17 +220,14 @@ class ObservedRegion:
         return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
     def _rule(self, parameter: str, value: Any, larger: Any, choice: Choice) -> ShardRule | None:
+        """Return the rule for a tensor, a number of tokens, or a list or mapping of them; None if it needs none.
+
+        Entries with different rules are possible in the outermost list only.
+        """
         if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
             return self._rule_of_tensor(parameter, value, larger, choice)
         if type(value) is int and type(larger) is int and value != larger:
             return choice.numbers(self.segment)
-        return self._rule_of_entries(parameter, value, larger, choice)
-
-    def _rule_of_entries(self, parameter: str, value: Any, larger: Any, choice: Choice) -> Split | Entries | None:
-        """Return the rule for a list or mapping; None if no entry needs a rule.
-
-        Entries with different rules are possible in the outermost list only.
-        """
         if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
             pairs = [(entry, larger[key]) for key, entry in value.items()]
         elif isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger):
@@ -264,11 +254,8 @@ class ObservedRegion:
         segments = self._segments_of(lengths, choice)
         if segments is None:
             return None
-        if len(segments) == 1:
-            return Split(dim, like=self.segment)
-        if choice.text_first:
-            return Split(dim, like=self.segment, after=TEXT)
-        return Split(dim, like=self.segment, then_replicated=True)
+        after = TEXT if segments[0] == TEXT and len(segments) > 1 else None
+        return Split(dim, like=self.segment, after=after, then_replicated=segments[1:] == (TEXT,))
 
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
         """Return the segments that make up a sequence of ``lengths`` in the two calls; None if no segments fit."""
@@ -283,10 +270,10 @@ class ObservedRegion:
 
     def _attention(
         self, choice: Choice, ending: ModuleCall
-    ) -> tuple[tuple[str, ...] | None, dict[str, tuple[Attention, ...]], list[str]]:
+    ) -> tuple[tuple[str, ...], dict[str, tuple[Attention, ...]], list[str]] | None:
         """Return the joint order, the rules of modules whose attention differs from the joint order, and the reasons.
 
-        The joint order is None if the lengths of an attention call fit no combination of segments.
+        None if the lengths of an attention call fit no combination of segments.
         """
         began = self.calls()[0][0].began
         by_module: dict[str, list[Attention]] = {}
@@ -300,7 +287,7 @@ class ObservedRegion:
                 # the segment of all tokens: if keys are replicated, attention does not depend on the number of queries.
                 queries = (self.segment,)
             if queries is None or keys is None:
-                return None, {}, []
+                return None
             masked = observed.mask is not None and observed.mask[-1] == observed.keys
             mask = choice.mask if masked and self.segment in keys else None
             call = Attention(queries, None if keys == queries else keys, mask)

@@ -15,16 +15,18 @@ Lengths = tuple[int, int]
 class Start:
     """A module at whose inputs tokens may be sharded: the first block of a list, or a module that contains all blocks.
 
-    Args:
-        tokens: Number of tokens in the smaller and in the larger call.
-        streams: Parameters of the module that hold the tokens.
-        dim: Dim of the tokens in the ``streams``.
+    ``tokens`` are their numbers in the smaller and in the larger call, and ``streams`` the parameters of the module
+    that hold them, along ``dim``.
     """
 
     block: str
     tokens: Lengths
     streams: tuple[str, ...]
     dim: int
+
+    def token_dims(self, small: TensorRecord, large: TensorRecord) -> list[int]:
+        """Return the dims that are as long as the tokens in both calls."""
+        return [dim for dim, lengths in grown_dims(small, large).items() if lengths == self.tokens]
 
 
 def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:

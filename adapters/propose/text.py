@@ -97,9 +97,8 @@ def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
 def _input_rule(value: Any, larger: Any, region: ObservedRegion, length: int) -> Split | None:
     rules: set[Split] = set()
     for record, larger_record in zip(tensors_of(value), tensors_of(larger), strict=False):
-        grown = grown_dims(record, larger_record)
-        dims = [dim for dim, lengths in grown.items() if lengths == region.start.tokens]
-        if len(dims) == 1 and len(grown) == 1:
+        grown, dims = grown_dims(record, larger_record), region.start.token_dims(record, larger_record)
+        if len(dims) == len(grown) == 1:
             rules.add(Split(dims[0], segment=region.segment))
         text_dims = [dim for dim, size in enumerate(record.shape) if size == length and not grown]
         if len(text_dims) == 1:
