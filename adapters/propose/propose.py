@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -82,14 +82,14 @@ def propose_plan(
     examples = _checked_examples(example_inputs)
     answers = answers or {}
     require_answers(answers)
-    small = examples[0]
+    check = _Check(module, examples, answers)
     failures: dict[str, tuple[Plan, str]] = {}
     observations = [*_observations(module, name, examples)]
     begins = [(start, large) for small_call, large in observations for start in starts(small_call, large)]
     if not begins and not form_a_plan(answers):
         raise ValueError(_nothing_grows(name, *observations[0]))
     for start, large in begins:
-        observed = observe(module, small, start.block, start.streams)
+        observed = observe(module, examples[0], start.block, start.streams)
         of_start = ObservedRegion(start, observed, large, segment)
         likeliest_here: Proposal | None = None
         for candidate in of_start.candidates():
@@ -97,28 +97,26 @@ def propose_plan(
             if repr(plan) in failures:
                 continue
             proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, answers))
-            error = _error_or_failure(module, plan, examples, start.tokens)
+            error = check.error_or_failure(plan, start.tokens)
             if isinstance(error, float):
                 proposal = replace(proposal, error=error)
-                proposal = _with_text(module, proposal, of_start, examples, answers) or proposal
-                return _complete(module, proposal, of_start, small, answers)
+                return check.completed(check.with_text(proposal, of_start) or proposal, of_start)
             likeliest_here = likeliest_here or proposal
             failures[repr(plan)] = plan, f"{start.block}: {error}"
         # No candidate of this start was exact. If one tensor holds entries of text and image, only a plan that shards
         # text at the model's inputs can be exact, so try that.
-        sharded = likeliest_here and _with_text(module, likeliest_here, of_start, examples, answers)
+        sharded = likeliest_here and check.with_text(likeliest_here, of_start)
         if sharded is not None:
-            return _complete(module, sharded, of_start, small, answers)
+            return check.completed(sharded, of_start)
     if form_a_plan(answers):
         plan = with_answers(Plan({}, {}, (segment,)), answers)
-        error = _error_or_failure(module, plan, examples)
+        error = check.error_or_failure(plan)
         if isinstance(error, float):
             proposal = Proposal(name, plan, error=error, reasons=tuple(f"{key}: from answers." for key in answers))
-            return _complete(module, proposal, None, small, answers)
+            return check.completed(proposal, None)
         failures = {repr(plan): (plan, f"the plan in answers: {error}"), **failures}
-    likeliest, failure = next(
-        iter(failures.values()), (None, "attention has lengths that are not those of the tokens.")
-    )
+    none_fits = "attention has lengths that are not those of the tokens."
+    likeliest, failure = next(iter(failures.values()), (None, none_fits))
     questions = _questions_of([start for start, _ in begins], failure, *observations[0])
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
     return Proposal(name, questions=unanswered, guess=likeliest)
@@ -138,10 +136,7 @@ def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
 def _observations(
     module: nn.Module, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[ObservedCall, ObservedCall]]:
-    """Yield pairs of a smaller and a larger observed call.
-
-    With two examples this is one pair. With one example, the observed call is paired with each made-up larger call
-    (:func:`imagined_larger`).
+    """Yield the pair of the two observed calls, or pairs of the only one and each :func:`imagined_larger` call.
 
     Raises:
         ValueError: If the model fails with the second example.
@@ -163,42 +158,6 @@ def _observations(
     yield observed, large
 
 
-def _with_text(
-    module: nn.Module,
-    proposal: Proposal,
-    of_start: ObservedRegion,
-    examples: Sequence[Mapping[str, Any]],
-    answers: Answers,
-) -> Proposal | None:
-    """Return ``proposal`` with a plan that also shards text; None if no such plan is exact.
-
-    The plan must be exact in two checks: as it is, and changed by ``plan.with_replicated("text")``, because a user can
-    choose replicated text.
-    """
-    text = of_start.text_parameter()
-    if proposal.plan is None or text is None:
-        return None
-    text_lengths = [text[2]] * 2
-    for candidate in with_sharded_text(of_start, proposal.plan):
-        plan = with_answers(candidate.plan, answers)
-        errors = []
-        for variant in (plan, plan.with_replicated(TEXT)):
-            error = _error_or_failure(module, variant, examples, of_start.start.tokens, text_lengths)
-            if isinstance(error, str):
-                break
-            errors.append(error)
-        else:
-            entries = [PARAMETER_NAME.fullmatch(reason.partition(": ")[0]) for reason in proposal.reasons]
-            reasons = [
-                reason
-                for reason, entry in zip(proposal.reasons, entries, strict=True)
-                if entry is None or entry[2] in plan.inner.get(entry[1], {})
-            ]
-            error = max(*errors, proposal.error or 0.0)
-            return replace(proposal, plan=plan, error=error, reasons=(*reasons, *candidate.reasons))
-    return None
-
-
 def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
     """Return the reasons of the guesses that no answer replaced, and a reason for each answer."""
     answered = tuple(f"{name}: " for name in answers)
@@ -211,98 +170,120 @@ def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
 _SOME_MESHES: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 3), (3, 1))
 
 
-def _error_or_failure(
-    module: nn.Module,
-    plan: Plan,
-    examples: Sequence[Mapping[str, Any]],
-    *lengths: Sequence[int],
-) -> float | str:
-    """Return the largest relative error of ``plan`` over all examples, or, as a string, what is wrong with the plan.
+@dataclass(frozen=True)
+class _Check:
+    """A model, examples of its calls and the user's answers, with which guesses are checked and completed."""
 
-    Args:
-        lengths (`Sequence[int]`): For each sharded segment, its number of tokens in each example; none if unknown.
-    """
-    largest, tolerance, meshes = 0.0, _tolerance_of(module), _SOME_MESHES
-    for i, inputs in enumerate(examples):
-        with torch.no_grad():
-            expected = module(**fresh(inputs))
-        if lengths:
-            # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide none of the lengths.
-            ranks = next(ranks for ranks in count(2) if all(of_segment[i] % ranks for of_segment in lengths))
-            meshes = ((1, ranks), (ranks, 1))
-        for ring, ulysses in meshes:
-            try:
-                outs = run_on_virtual_ranks(module, plan, inputs, ring=ring, ulysses=ulysses)
-            # With a wrong plan the model may raise anything, which means that the guess is wrong.
-            except Exception as failure:
-                return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
-            largest = max(largest, *[largest_error(out, expected) for out in outs])
-            if not largest < tolerance:
-                return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
-    return largest
+    module: nn.Module
+    examples: Sequence[Mapping[str, Any]]
+    answers: Answers
 
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCE.get(next(self.module.parameters()).dtype, 1e-5)
 
-def _tolerance_of(module: nn.Module) -> float:
-    return _TOLERANCE.get(next(module.parameters()).dtype, 1e-5)
+    def error_or_failure(self, plan: Plan, *lengths: Sequence[int]) -> float | str:
+        """Return the largest relative error of ``plan`` over all examples, or, as a string, what is wrong with it.
 
+        ``lengths`` are, for each sharded segment, its numbers of tokens in the examples; none if unknown.
+        """
+        largest, meshes = 0.0, _SOME_MESHES
+        for i, inputs in enumerate(self.examples):
+            with torch.no_grad():
+                expected = self.module(**fresh(inputs))
+            if lengths:
+                # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
+                ranks = next(ranks for ranks in count(2) if all(of_segment[i] % ranks for of_segment in lengths))
+                meshes = ((1, ranks), (ranks, 1))
+            for ring, ulysses in meshes:
+                try:
+                    outs = run_on_virtual_ranks(self.module, plan, inputs, ring=ring, ulysses=ulysses)
+                # With a wrong plan the model may raise anything, which means that the guess is wrong.
+                except Exception as failure:
+                    return f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
+                largest = max(largest, *[largest_error(out, expected) for out in outs])
+                if not largest < self.tolerance:
+                    return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
+        return largest
 
-def _complete(
-    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
-) -> Proposal:
-    """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
+    def with_text(self, proposal: Proposal, of_start: ObservedRegion) -> Proposal | None:
+        """Return ``proposal`` with a plan that also shards text; None if no such plan is exact.
 
-    Without ``answers["samples"]`` a question is added instead of these two fields, unless the samples depend on each
-    other.
-    """
-    proposal = _with_blocks(module, proposal, of_start, inputs, answers)
-    samples = answers.get("samples", None if of_start is None else of_start.samples())
-    if proposal.plan is None or samples is None:
-        return proposal
-    plan = with_samples(module, proposal.plan, inputs, samples)
-    if isinstance(plan, Plan) and "samples" in answers:
-        return replace(proposal, plan=plan)
-    if isinstance(plan, Plan):
+        The plan must be exact as it is, and with replicated text, which a user can choose.
+        """
+        text = of_start.text_parameter()
+        if proposal.plan is None or text is None:
+            return None
+        text_lengths = [text[2]] * 2
+        for candidate in with_sharded_text(of_start, proposal.plan):
+            plan = with_answers(candidate.plan, self.answers)
+            errors = []
+            for variant in (plan, plan.with_replicated(TEXT)):
+                error = self.error_or_failure(variant, of_start.start.tokens, text_lengths)
+                if isinstance(error, str):
+                    break
+                errors.append(error)
+            else:
+                entries = [PARAMETER_NAME.fullmatch(reason.partition(": ")[0]) for reason in proposal.reasons]
+                reasons = [
+                    reason
+                    for reason, entry in zip(proposal.reasons, entries, strict=True)
+                    if entry is None or entry[2] in plan.inner.get(entry[1], {})
+                ]
+                error = max(*errors, proposal.error or 0.0)
+                return replace(proposal, plan=plan, error=error, reasons=(*reasons, *candidate.reasons))
+        return None
+
+    def completed(self, proposal: Proposal, of_start: ObservedRegion | None) -> Proposal:
+        """Return ``proposal`` with its block stack, and with ``batched`` and ``common`` in its plan.
+
+        Without ``answers["samples"]`` these two become a question, unless the samples depend on each other.
+        """
+        proposal, answers = self.with_blocks(proposal, of_start), self.answers
+        samples = answers.get("samples", None if of_start is None else of_start.samples())
+        if proposal.plan is None or samples is None:
+            return proposal
+        plan = with_samples(self.module, proposal.plan, self.examples[0], samples)
+        if isinstance(plan, Plan) and "samples" in answers:
+            return replace(proposal, plan=plan)
+        if isinstance(plan, Plan):
+            question = (
+                f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: "
+                f"with answers={{'samples': {samples}}} they are split over the batch mesh dim. A pipeline "
+                "that calls the model once for each branch needs no answer."
+            )
+        elif "samples" in answers:
+            question = f"samples: {plan}"
+        else:
+            return proposal
+        return replace(proposal, questions=(*proposal.questions, question))
+
+    def with_blocks(self, proposal: Proposal, of_start: ObservedRegion | None) -> Proposal:
+        answer, inputs = self.answers.get("CachedBlocks"), self.examples[0]
+        if answer is None and "CachedBlocks" in self.answers:
+            return proposal
         question = (
-            f"samples: does a call compute all CFG branches? Its {samples} samples do not depend on each other: with "
-            f"answers={{'samples': {samples}}} they are split over the batch mesh dim. A pipeline "
-            "that calls the model once for each branch needs no answer."
+            "CachedBlocks: which parameters of its blocks do they return updated, in which order? No guess was exact."
         )
-    elif "samples" in answers:
-        question = f"samples: {plan}"
-    else:
-        return proposal
-    return replace(proposal, questions=(*proposal.questions, question))
-
-
-def _with_blocks(
-    module: nn.Module, proposal: Proposal, of_start: ObservedRegion | None, inputs: Mapping[str, Any], answers: Answers
-) -> Proposal:
-    if "CachedBlocks" in answers and answers["CachedBlocks"] is None:
-        return proposal
-    question = (
-        "CachedBlocks: which parameters of its blocks do they return updated, in which order? No guess was exact."
-    )
-    tolerance = _tolerance_of(module)
-    answer = answers.get("CachedBlocks")
-    guesses: Iterable[StackGuess] = () if answer is None else [StackGuess(answer, inputs)]
-    if answer is None and of_start is not None:
-        guesses = stacks(module, of_start, inputs, tolerance)
-    for guess in guesses:
-        try:
-            error = cached_error(module, guess.blocks, guess.inputs)
-        # With a wrong block stack the cached model may raise anything, so any error means that the guess is wrong.
-        except Exception as failure:
-            question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
-            continue
-        if error is not None and error < tolerance:
-            why = [
-                f"{' and '.join(group.lists)}: blocks that return {' and '.join(group.streams)}"
-                + (", with equal other arguments." if group.chained else ", which the model changes between blocks.")
-                for group in guess.blocks.groups
-            ]
-            reasons = (*proposal.reasons, *why, *guess.reasons)
-            return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
-    return replace(proposal, questions=(*proposal.questions, question))
+        guesses: Iterable[StackGuess] = () if answer is None else [StackGuess(answer, inputs)]
+        if answer is None and of_start is not None:
+            guesses = stacks(self.module, of_start, inputs, self.tolerance)
+        for guess in guesses:
+            try:
+                error = cached_error(self.module, guess.blocks, guess.inputs)
+            # With a wrong block stack the cached model may raise anything, so any error means that the guess is wrong.
+            except Exception as failure:
+                question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
+                continue
+            if error is not None and error < self.tolerance:
+                rest = {True: "with equal other arguments", False: "which the model changes between blocks"}
+                why = [
+                    f"{' and '.join(x.lists)}: blocks that return {' and '.join(x.streams)}, {rest[x.chained]}."
+                    for x in guess.blocks.groups
+                ]
+                reasons = (*proposal.reasons, *why, *guess.reasons)
+                return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
+        return replace(proposal, questions=(*proposal.questions, question))
 
 
 def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:

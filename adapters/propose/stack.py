@@ -64,9 +64,9 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
 def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """Return the names of the arguments that distinguish CFG branches.
 
-    Sequences (text) are chosen; if there are none, embeddings with one vector per sample; if there are none either,
-    labels. Arguments that grow with the tokens are left out. So are vectors and numbers whose names suggest a time
-    step: two calls do not show whether they change between steps.
+    These are sequences (text); if there are none, embeddings with one vector per sample; if there are none either,
+    labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names suggest a time step:
+    two calls do not show whether they change between steps.
     """
     kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
     sample = _image_arguments(small, large)
@@ -232,25 +232,18 @@ def _without_options(
 def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return the names of ``inputs`` that have a default in ``forward``, so that a call may omit them.
 
-    Names of booleans and strings are not returned, because these arguments decide what the model returns.
+    Booleans and strings are left out, because these arguments decide what the model returns.
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
-    return [
-        name
-        for name, value in inputs.items()
-        if name in parameters
-        and parameters[name].default is not inspect.Parameter.empty
-        and value is not None
-        and not isinstance(value, (bool, str))
-    ]
+    defaults = {name for name, x in parameters.items() if x.default is not inspect.Parameter.empty}
+    return [name for name, x in inputs.items() if name in defaults and not isinstance(x, (bool, str, type(None)))]
 
 
 def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]) -> ObservedCall | None:
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
+    # The model may raise anything if an argument that it needs, and so belongs to every call, is missing.
     except Exception as error:
-        # The model may raise anything if an argument that it needs is missing. Then this argument belongs to every
-        # call.
         logger.debug("%s cannot be called with %s alone: %s", type(module).__name__, ", ".join(inputs), error)
         return None
 
@@ -268,12 +261,10 @@ def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) ->
 def _problem_of_cache(
     module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
 ) -> str | None:
-    """Compare a call that skips ``blocks`` with the unmodified call. Return None if the outputs agree within
-    ``tolerance``, else the end of a sentence that says what is wrong.
-    """
+    """Return what is wrong with a call that skips ``blocks``, as the end of a sentence; None if it is exact."""
     try:
         error = cached_error(module, blocks, inputs)
+    # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
     except Exception as failure:
-        # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
         return f"fails ({type(failure).__name__}: {failure})"
     return None if error is not None and error < tolerance else "is not exact"
