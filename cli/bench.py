@@ -92,8 +92,7 @@ def _require_new_file(path: Path | None) -> None:
 def _require_new_traces(folder: Path | None, ranks: int) -> None:
     """Make the folder for the profiler traces, one file per rank. Do nothing if ``folder`` is None.
 
-    Raises:
-        OSError: If the folder cannot be written to, or already holds one of these files.
+    Raise OSError if it cannot be written to, or already holds one of these files.
     """
     if folder is None:
         return

@@ -75,13 +75,10 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
 def compare(
     pipe: Any, request: Request, recipe: Recipe, reference: Reference | None, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree.
+    """Generate twice on all ranks, and return whether the runs, the ranks and the reference agree. A collective call.
 
-    This is a collective call.
-
-    Args:
-        reference: The result of :func:`make_reference` on the first rank, None on others.
-        progress: Called after each generation.
+    ``reference`` is the result of :func:`make_reference` on the first rank, None on others. ``progress`` is called
+    after each generation.
     """
     results = []
     for _ in range(2):

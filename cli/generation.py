@@ -90,14 +90,13 @@ def make_task(
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
+    Raise typer.BadParameter, ValueError or OSError if an option is invalid, or the results cannot be written.
+
     Args:
         common: Fields of every request that does not set them itself.
         prompts: File of requests. None if ``common`` is the only request.
         prefix: Beginning of the file names of results.
         room: Bytes that a rank may hold. None for the memory of its device.
-
-    Raises:
-        typer.BadParameter, ValueError, OSError: If an option is invalid, or the results cannot be written.
     """
     chosen = choose_format(model, format_)
     require_name(prefix)

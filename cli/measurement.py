@@ -58,11 +58,7 @@ class MeasurementJob:
 def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
     """Measure on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
 
-    Returns:
-        The figures on the first rank, None on others.
-
-    Raises:
-        RuntimeError: If a new process ended early.
+    Return the figures on the first rank, None on others. Raise RuntimeError if a new process ended early.
     """
     if ranks == 1 or in_torchrun():
         return measure_rank(job)
@@ -184,8 +180,7 @@ def _wait_for_ranks() -> None:
 def _seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Return median, minimum and maximum of the seconds per generation and per step. The slowest rank counts.
 
-    Args:
-        runs_of_ranks: Results of :func:`timed_run` for each rank and run.
+    ``runs_of_ranks`` are results of :func:`timed_run` for each rank and run.
     """
     runs = list(zip(*runs_of_ranks, strict=True))
     generations = [max(rank["seconds"] for rank in run) for run in runs]

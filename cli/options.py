@@ -34,11 +34,7 @@ def flag(name: str, help_: str, panel: str | None = None) -> Any:
 
 
 def read_folder(text: str | Path) -> Path:
-    """Return the folder as a path.
-
-    Raises:
-        ValueError: If ``text`` is empty, for example from an unset shell variable: it must not mean the current folder.
-    """
+    """Return the folder as a path. Raise ValueError if ``text`` is empty, as from an unset variable of the shell."""
     if text == "":
         raise ValueError("expected a folder")
     return Path(text)
@@ -77,8 +73,7 @@ class CallOptions:
     def fields(self, **others: Any) -> dict[str, Any]:
         """Return the fields of a request except the seed: options that are given, and entries of ``others`` but None.
 
-        Raises:
-            typer.BadParameter: If two options set the same field.
+        Raise typer.BadParameter if two options set the same field.
         """
         named: dict[str, Any] = {"size": self.size, "steps": self.steps, "frames": self.frames, "image": self.image}
         named |= {"guidance_scale": self.guidance, "negative_prompt": self.negative_prompt, **others}
@@ -162,8 +157,7 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
 def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
     """Parse ``FIELD=JSON`` options into a dict. A value that is not JSON is kept as a string.
 
-    Raises:
-        typer.BadParameter: If an option has no ``=``, or two options set the same field.
+    Raise typer.BadParameter if an option has no ``=``, or two options set the same field.
     """
     fields: dict[str, Any] = {}
     for text in texts or ():
@@ -191,10 +185,7 @@ _SUBJECT = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>
 
 
 def name_options(text: str, arguments: Sequence[str]) -> str:
-    """Return the error message ``text`` with each argument or field replaced by the option that set it.
-
-    Args:
-        arguments (`Sequence[str]`): The command line. An argument that no option in it sets keeps its name.
+    """Return the error message ``text`` with each argument or field replaced by its option in the command line, if any.
 
     >>> name_options("field 'num_inference_steps' is 0: expected at least 1.", ["generate", "--steps", "0"])
     '--steps is 0: expected at least 1.'
@@ -212,12 +203,9 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
 
 
 def make_recipe(model: str, options: LoadOptions) -> Recipe:
-    """Validate command-line options, and return the recipe that they describe.
+    """Return the recipe that command-line options describe.
 
-    Raises:
-        ImportError: If a backend is a library that is not installed.
-        typer.BadParameter: If ``attention_schedule``, ``cache`` or ``lora`` cannot be read.
-        ValueError: If another option is invalid.
+    Raise ImportError if a backend's library is not installed; ValueError or typer.BadParameter if an option is invalid.
     """
     from para_core.attention.libraries import require_library
     from para_core.fleet.recipe import Recipe, read_mesh_sizes

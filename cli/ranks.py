@@ -70,8 +70,7 @@ def in_torchrun() -> bool:
 def count_ranks(requested: int | None, replicas: int) -> int:
     """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else one per available GPU.
 
-    Raises:
-        typer.BadParameter: If the numbers contradict the ranks of torchrun or the GPUs of this machine.
+    Raise typer.BadParameter if the numbers contradict the ranks of torchrun or the GPUs of this machine.
     """
     if replicas < 1 or (requested is not None and requested < 1):
         numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
@@ -94,10 +93,7 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
     """Generate all lines on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
 
     Return a problem for each failed line. If the new processes end during a line, it has failed, and new processes
-    generate the rest.
-
-    Raises:
-        RuntimeError: If the processes ended before their first line, or a result cannot be written.
+    generate the rest. Raise RuntimeError if they ended before their first line, or a result cannot be written.
     """
     problems: list[Problem] = []
     remaining = job.lines
@@ -135,11 +131,8 @@ def _run_once(job: RankJob, ranks: int) -> str | None:
 def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[int, Any]:
     """Run ``function(job)`` on ``ranks`` new processes of this machine, and return the results by rank.
 
-    Args:
-        job: A picklable object. Its attribute ``debug`` says whether torchrun's own messages are shown.
-
-    Raises:
-        ChildFailedError: If a rank ended early. :func:`describe_end` says why.
+    ``job`` is pickled. Its attribute ``debug`` says whether torchrun's messages are shown. Raise ChildFailedError if a
+    rank ended early; :func:`describe_end` says why.
     """
     if not job.debug:
         for name in logging.root.manager.loggerDict:
@@ -204,10 +197,8 @@ def run_rank(job: RankJob) -> None:
 def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool) -> Iterator[None]:
     """If an exception is raised inside this context, pass its message to ``note``, then end the process.
 
-    A process that no launcher started does not end: the exception is raised.
-
-    Args:
-        launched (`bool`): Whether the process that started the ranks prints the message. If not, this rank does.
+    Print the message unless the process that ``launched`` the ranks does. A process that no launcher started does not
+    end: the exception is raised.
     """
     try:
         yield
@@ -248,8 +239,7 @@ def quiet(debug: bool) -> None:
 def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
     """Initialize the default process group inside this context, if this process is a rank of torchrun.
 
-    Args:
-        late (`float`, defaults to `0.0`): Seconds that ranks wait for each other beyond the recipe's timeout.
+    Ranks wait for each other ``late`` seconds longer than the recipe's timeout.
     """
     if not in_torchrun():
         yield
@@ -331,10 +321,8 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars, first: bool) -> N
 def _all_ranks_failed(phase: str, number: int) -> bool:
     """Return whether all ranks raised on line ``number``, so that none still waits in a collective.
 
-    Ranks report through the store of the process group, because a collective of the group may be blocked.
-
-    Args:
-        phase: Name of the current phase, because a line may have one call in each phase.
+    Ranks report through the store of the process group, because a collective of the group may be blocked. ``phase``
+    tells the calls apart that a line has.
     """
     if not dist.is_initialized():
         return True

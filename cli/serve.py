@@ -200,8 +200,7 @@ def _pixels(size: str | None, kind: Kind) -> int:
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the values in the YAML file ``path``, by option names without dashes, the defaults of the command's options.
 
-    Raises:
-        typer.BadParameter: If the file cannot be read, or names an option that the command does not have.
+    Raise typer.BadParameter if the file cannot be read, or names an option that the command does not have.
     """
     if path is None:
         return None

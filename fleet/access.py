@@ -19,12 +19,10 @@ _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,
 
 
 class Access:
-    """Access check of requests: by the API key, or if the server has none, by the Host header.
+    """Access check of requests: by the API key, or if the server has none, by the headers Host and Origin.
 
     Args:
-        api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
-            ``127.0.0.1`` or ``::1`` are accepted.
-        origins (`Sequence[str]`): Sites whose pages may use a server without a key (CORS), or ``"*"`` for all.
+        api_key, origins: ``api_key`` and ``cors`` of :class:`~para_core.fleet.server.ServerOptions`.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:

@@ -40,11 +40,7 @@ class StoredResults:
             self._results.popitem(last=False)
 
     def get(self, id_: str, index: str) -> Output:
-        """Return one file of the result of request ``id_``.
-
-        Raises:
-            RequestError: If the result was never stored or has been dropped, or has no file of this index.
-        """
+        """Return one file of a result. Raise RequestError (404) if it was never stored, or has been dropped."""
         outputs = {str(i): output for i, output in enumerate(self._results.get(id_, ()))}
         if index not in outputs:
             raise RequestError(404, "not_found", f"result {id_[:64]!r}, {index[:64]!r} is not stored (any more).")
@@ -54,9 +50,7 @@ class StoredResults:
 def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any]:
     """Return the JSON body of the response to a finished request.
 
-    Args:
-        base_url (`str`, *optional*): Address of the server, with which the body has URLs of the files. Without it, the
-            body has the files as base64.
+    It has URLs of the result's files below ``base_url``, the address of the server, or without one the files as base64.
     """
     if base_url is not None:
         data = [{"url": f"{base_url}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))]
@@ -73,16 +67,12 @@ def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any
 async def answer_events(
     job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None, *, progress: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a job, encoded.
+    """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as ``"image_generation"``.
 
-    The last events are one ``completed`` for each file of the result, or one ``error``. Before them come
-    ``partial_image`` events if the request asks for previews. With ``progress`` there are also one ``accepted``, and
-    ``progress`` events with the number of finished steps.
-
-    Args:
-        waiting (`asyncio.Future[Result]`): Gives the result, or raises :class:`RequestError`.
-        kind (`str`): Prefix of the types ``partial_image`` and ``completed``, such as ``"image_generation"``.
-        base_url (`str`, *optional*): As in :func:`answer_body`.
+    The last events are one ``completed`` for each file of the result that ``waiting`` gives, as in :func:`answer_body`,
+    or one ``error`` if it raises RequestError. Before them come ``partial_image`` events if the request asks for
+    previews. With ``progress`` there are also one ``accepted``, and ``progress`` events with the number of finished
+    steps.
     """
     if progress:
         yield _event({"type": "accepted", "id": job.id_})

@@ -26,15 +26,10 @@ def generate_lines(
     write: Callable[[Line, Result], None],
     debug: bool = False,
 ) -> list[Problem]:
-    """Generate ``lines`` on ``replicas`` replicas on Ray.
+    """Generate ``lines`` on ``replicas`` replicas on Ray, and return a :class:`Problem` for each line without a result.
 
-    If a replica dies, it is restarted and tries its current line once more.
-
-    Args:
-        write (`Callable`): Called in this process with each line and its result.
-
-    Returns:
-        One :class:`Problem` for each line without a result.
+    ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
+    current line once more.
     """
     connected = connect(shape.ranks * replicas, debug=debug)
     try:

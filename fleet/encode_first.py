@@ -48,11 +48,10 @@ class EncodeFirst:
         return recipe.weights == "replicate" and not (recipe.text_encoders or recipe.offload or in_stages)
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
-        """Prepare ``pipe``, whose weights are in host memory. Does nothing without a text encoder or denoiser.
+        """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.
 
-        Args:
-            device: Device on which the pipeline will run.
-            park: Whether the denoisers' weights stay in host memory while text encoders run.
+        Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
+        text encoders run.
         """
         encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **unets_of(pipe)}
         if not encoders or not denoisers:
@@ -71,15 +70,12 @@ class EncodeFirst:
         run: Callable[[Request], Any],
         fails_alike: Callable[[Line], bool] = lambda line: True,
     ) -> Iterator[Sequence[Line]]:
-        """Yield batches of ``lines`` whose prompts are encoded. All ranks of ``pipe`` call this function.
+        """Yield batches of ``lines`` whose prompts are encoded by ``run``, which calls ``pipe`` for one request.
 
-        The last batch has the lines whose encoding failed. All weights are then on the device, so that the caller runs
-        the whole pipeline and gets the same exception again.
-
-        Args:
-            run: Calls ``pipe`` for one request.
-            fails_alike: Called on a rank where encoding a line raised; returns whether all ranks raised. If not, the
-                exception is raised at once, because the other ranks wait for this one.
+        All ranks of ``pipe`` call this function. The last batch has the lines whose encoding failed. All weights are
+        then on the device, so that the caller runs the whole pipeline and gets the same exception again.
+        ``fails_alike`` is called on a rank where encoding a line raised, and returns whether all ranks raised. If not,
+        the exception is raised at once, because the other ranks wait for this one.
         """
         if self._encoded is None:
             yield lines

@@ -79,15 +79,11 @@ def bytes_of_device() -> float:
 
 
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
-    """Predict the memory of weights and transformer activations on a rank. Activations of the VAE are not included.
+    """Predict the memory of weights and transformer activations on a rank, which may hold ``room`` bytes.
 
-    Args:
-        mesh: Sizes of the mesh dims by name.
-        room: Bytes that the rank may hold.
-
-    Returns:
-        The prediction. None if the planner does not know the pipeline, if components take turns on the device
-        (``offload="model"``), or if not even the weights are predicted to fit.
+    Activations of the VAE are not included. ``mesh`` has the sizes of the mesh dims by name. Return None if the planner
+    does not know the pipeline, if components take turns on the device (``offload="model"``), or if not even the weights
+    are predicted to fit.
     """
     if recipe.offload == "model":
         return None
@@ -165,11 +161,8 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     """Return the mesh sizes by dim that :func:`~para_core.fleet.loading.build` will choose for ``ranks`` ranks.
 
-    Args:
-        pipe: Pipeline, with or without weights. Unused if the recipe states a mesh or ``ranks`` is 1.
-
-    Raises:
-        ValueError: If ``ranks`` exceeds the product of the mesh sizes that the recipe allows.
+    ``pipe`` may lack weights. It is not used if the recipe states a mesh (then see :func:`mesh_of_recipe`) or ``ranks``
+    is 1.
     """
     if recipe.mesh and ranks > 1:
         return mesh_of_recipe(recipe, ranks)
@@ -185,8 +178,7 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
 def mesh_of_recipe(recipe: Recipe, ranks: int) -> dict[str, int]:
     """Return the mesh sizes by dim for ``ranks`` ranks within the largest sizes that the recipe states.
 
-    Raises:
-        ValueError: If ``ranks`` exceeds the product of these sizes.
+    Raise ValueError if ``ranks`` exceeds the product of these sizes.
     """
     limits, left = dict(recipe.mesh), ranks
     outer: dict[str, int] = {}

@@ -60,9 +60,7 @@ class Replica:
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them.
 
-        Raises:
-            RuntimeError: If the cluster has no free resources within the recipe's timeout, or the pipeline cannot be
-                loaded.
+        Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
         bundle = _bundle()
         strategy = "PACK" if self._shape.spread else "STRICT_PACK"
@@ -116,16 +114,9 @@ class Replica:
     ) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
 
-        Args:
-            request (`Request`): The request.
-            id_ (`str`, *optional*): Name of the request for :func:`cancel`. Defaults to a random name.
-            progress (`Callable[[int | Output], None]`, *optional*): Called with each partial image, and with the number
-                of finished steps whenever it has changed.
-
-        Raises:
-            RequestFailed: If the pipeline raised on all ranks.
-            RequestCancelled: If the request was cancelled.
-            ReplicaDied: If a rank died. The replica is stopped.
+        ``progress`` is called with each partial image, and with the number of finished steps whenever it has changed.
+        ``id_`` names the request for :func:`cancel`. Raise RequestFailed if the pipeline raised on all ranks,
+        RequestCancelled if the request was cancelled, and ReplicaDied if a rank died. The replica is then stopped.
         """
         (outcome,) = await self.generate_batch([(id_ or uuid.uuid4().hex, request)], progress)
         if isinstance(outcome, Exception):
@@ -135,15 +126,10 @@ class Replica:
     async def generate_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None = None
     ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
+        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
 
-        If the call fails, each request is run alone, because only one of them may be the reason.
-
-        Args:
-            batch (`Sequence[tuple[str, Request]]`): Name and request of each entry.
-
-        Raises:
-            ReplicaDied: If a rank died. The replica is stopped.
+        If the call fails, each request is run alone, because only one of them may be the reason. Raise ReplicaDied if a
+        rank died. The replica is then stopped.
         """
         async with self._turn:
             answers = await self._run(batch, progress)
@@ -209,11 +195,7 @@ class Replica:
 
 
 def cancel(first_rank: Any, id_: str) -> Any:
-    """Cancel a request after its current step, on the replica whose first rank is given.
-
-    Returns:
-        A Ray object reference, ready when the first rank has noted it.
-    """
+    """Cancel a request after its current step, on the replica whose first rank is given. Return a Ray reference."""
     return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
@@ -242,17 +224,12 @@ def connect(cpus: int, *, debug: bool) -> bool:
     """Connect to the Ray cluster of ``ray start`` or ``RAY_ADDRESS``; if there is none, start one on this machine.
 
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
-    ``address="auto"`` would use it.)
+    ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected before.
+    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``.
 
     Args:
         cpus: Least number of CPUs of a cluster that is started here.
         debug: Whether to show Ray's log messages.
-
-    Returns:
-        True if this call connected, False if the process was connected before.
-
-    Raises:
-        RuntimeError: If Ray does not start, or no cluster answers at ``RAY_ADDRESS``.
     """
     if ray.is_initialized():
         return False
@@ -290,14 +267,10 @@ def _kept_sigterm_handler() -> Iterator[None]:
 
 
 def _start(**options: Any) -> None:
-    """Start a Ray cluster on this machine. Tries again if the node starts too slowly.
+    """Start a Ray cluster on this machine, and try again if its node starts too slowly.
 
-    Args:
-        options: Arguments of ``ray.init``.
-
-    Raises:
-        ValueError: If there is a cluster already.
-        RuntimeError: If Ray does not start.
+    Raise ValueError if there is a cluster already, and RuntimeError if Ray does not start. ``options`` are arguments of
+    ``ray.init``.
     """
     for left in range(_STARTS - 1, -1, -1):
         try:
@@ -321,9 +294,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
 
     A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
     collective. A "done" answer starts none: the first rank answers later than the others, because it encodes the files.
-
-    Raises:
-        ReplicaDied: If a rank died, or did not answer in time after another rank had failed or was cancelled.
+    Raise ReplicaDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)

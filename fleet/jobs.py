@@ -45,14 +45,9 @@ class Backend(Protocol):
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
         """Run a request as soon as a replica is free, and return its result.
 
-        Args:
-            progress (`Callable[[int | Output], None]`): Called with the number of finished steps, and with each partial
-                image.
-
-        Raises:
-            RequestFailed: If the pipeline raised on all ranks.
-            RequestCancelled: If :meth:`cancel` was called.
-            ReplicaDied: If the replica died.
+        ``progress`` is called with the number of finished steps, and with each partial image. Raise RequestFailed if
+        the pipeline raised on all ranks, RequestCancelled if :meth:`cancel` was called, and ReplicaDied if the replica
+        died.
         """
 
     def cancel(self, id_: str) -> None:
@@ -179,8 +174,7 @@ class Job:
 
     Attributes:
         task: Future of the result.
-        events: Queue of progress events: an int for the number of finished steps, an :class:`Output` for a partial
-            image.
+        events: Queue of the numbers of finished steps, and of partial images.
         steps_done: Number of finished steps.
     """
 
@@ -215,13 +209,9 @@ class Jobs:
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
     def start(self, request: Request, id_: str | None = None) -> Job:
-        """Send ``request`` to the backend.
+        """Send ``request`` to the backend, by default under a random name.
 
-        Args:
-            id_ (`str`, *optional*): Name of the request. Defaults to a random one.
-
-        Raises:
-            RequestError: If too many requests wait already, or the name is in use or invalid.
+        Raise RequestError if too many requests wait already, or the name ``id_`` is in use or invalid.
         """
         self.require_room()
         id_ = id_ or uuid.uuid4().hex
@@ -234,11 +224,7 @@ class Jobs:
         return job
 
     def cancel(self, id_: str) -> None:
-        """Cancel a request.
-
-        Raises:
-            RequestError: If no such request waits or runs.
-        """
+        """Cancel a request. Raise RequestError (404) if no such request waits or runs."""
         if id_ not in self._jobs:
             raise RequestError(404, "not_found", f"no request {id_[:64]!r} is waiting or running.")
         self._backend.cancel(id_)
@@ -246,14 +232,9 @@ class Jobs:
     async def wait(
         self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
     ) -> Result:
-        """Wait for a job, and return its result. The caller then calls :meth:`end`.
+        """Wait for a job at most ``seconds``, and return its result. The caller then calls :meth:`end`.
 
-        Args:
-            disconnected (`Callable`, *optional*): Returns whether the client has disconnected.
-            seconds (`float`): Longest time to wait.
-
-        Raises:
-            RequestError: If the job failed or was cancelled, its client disconnected, or its time ran out.
+        Raise RequestError if the job failed or was cancelled, its time ran out, or its client has ``disconnected``.
         """
         start = time.monotonic()
         outcome = "failed"

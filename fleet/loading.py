@@ -116,8 +116,7 @@ def _load_whole(
 ) -> Any:
     """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host memory.
 
-    Args:
-        weights: How the caller will shard the weights, None for not at all.
+    ``weights`` says how the caller will shard the weights, None for not at all.
     """
     quantize = recipe.quantize
     pipe = _load_pipeline(recipe, quantize if weights is None else None)

@@ -39,8 +39,7 @@ class LoadedLoras:
     def use(self, lora: Lora | None) -> None:
         """Activate the recipe's LoRAs and, unless None, ``lora``, which is loaded if necessary.
 
-        Raises:
-            ValueError: If ``lora`` cannot be loaded. The previous LoRA then stays active.
+        Raise ValueError if it cannot be loaded. The previous LoRA then stays active.
         """
         if lora == self._active:
             return
@@ -85,10 +84,8 @@ class LoadedLoras:
 class LoraFolder:
     """The LoRAs that requests may name: ``.safetensors`` files in ``folder``, and folders there that contain any.
 
-    The folder is read at each call, so LoRAs can be added while the server runs.
-
-    Attributes:
-        default: Name of the LoRA for requests that name none, with an optional scale. None for no LoRA.
+    The folder is read at each call, so LoRAs can be added while the server runs. ``default`` is the LoRA for requests
+    that name none: a name with an optional scale, or None.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,8 +102,7 @@ class LoraFolder:
     def find(self, text: str) -> Lora:
         """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
 
-        Raises:
-            ValueError: If the folder has no LoRA of this name, or the scale is infinite.
+        Raise ValueError if the folder has no LoRA of this name, or the scale is infinite.
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):

@@ -23,8 +23,7 @@ _SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_durati
 def find_tiny_flux() -> Path:
     """Return the folder of the small trained FLUX, in the checkout of para_core or below the current folder.
 
-    Raises:
-        FileNotFoundError: If it is in neither place.
+    Raise FileNotFoundError if it is in neither.
     """
     for root in (Path(para_core.__file__).parents[1], Path.cwd()):
         if (root / TINY_FLUX / "model_index.json").is_file():
@@ -38,14 +37,13 @@ def find_tiny_flux() -> Path:
 def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
     """Return the description of a model without loading its weights.
 
+    Raise FileNotFoundError if there is no such folder or repository, and ValueError if this diffusers lacks the
+    pipeline's class, the model generates neither images nor videos, or its repository contains code that is not
+    trusted.
+
     Args:
         name (`str`, *optional*): Folder or Hub repository of a classical or modular pipeline. None for the tiny FLUX.
         trust_remote_code (`bool`): Whether code in a modular pipeline's repository may run.
-
-    Raises:
-        FileNotFoundError: If there is no such folder or repository.
-        ValueError: If this diffusers lacks the pipeline's class, the model generates neither images nor videos, or its
-            repository contains code that is not trusted.
     """
     defaults: Mapping[str, Any] = {}
     if name is None:
@@ -71,13 +69,9 @@ def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
 
 
 def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
-    """Return the description of model ``name``, whose pipeline class is ``cls``.
+    """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of fields.
 
-    Args:
-        defaults: Values of fields that requests omit.
-
-    Raises:
-        ValueError: If ``cls`` generates audio only.
+    Raise ValueError if ``cls`` generates audio only.
     """
     parameters = inspect.signature(cls.__call__).parameters
     fields = {key: parameter.default for key, parameter in parameters.items() if can_be_given(key)}

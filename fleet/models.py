@@ -47,10 +47,7 @@ class Model:
 
 
 def can_be_given(name: str) -> bool:
-    """Whether a request may set the parameter ``name`` of a pipeline's call.
-
-    A request may not set tensors, callbacks, or parameters that the command or server sets itself.
-    """
+    """Whether a request may set a parameter of a pipeline's call: no tensor, callback, or what the server sets."""
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 

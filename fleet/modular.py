@@ -49,8 +49,7 @@ def has_modular_index(name: str) -> bool:
 def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the modular pipeline of a folder or repository, without the components that are loaded from files.
 
-    Raises:
-        ValueError: If this diffusers lacks its class, or its repository contains code of blocks that is not trusted.
+    Raise ValueError if this diffusers lacks its class, or its repository has code of blocks that is not trusted.
     """
     import diffusers
     from diffusers import ModularPipeline, ModularPipelineBlocks
@@ -75,9 +74,7 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 def describe_modular(name: str, pipe: Any) -> Model:
     """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded components.
 
-    Raises:
-        ValueError: If ``pipe`` generates neither images nor videos, or requires a video as input, which requests cannot
-            contain.
+    Raise ValueError if ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
     """
     blocks, pipeline = _blocks(pipe), original_class(pipe)
     output = _output_of(blocks)
@@ -130,13 +127,9 @@ def guiders_of(pipe: Any) -> dict[str, str]:
 def load_modular(
     name: str, *, dtype: torch.dtype, quantize: Quantize | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load the modular pipeline of a folder or repository, with its components.
+    """Load the modular pipeline of a folder or repository. With ``quantize``, torchao quantizes its transformers.
 
-    Args:
-        quantize (`str`, *optional*): Scheme by which torchao quantizes each transformer while it is loaded.
-
-    Raises:
-        RuntimeError: If a component cannot be loaded.
+    Raise RuntimeError if a component cannot be loaded.
     """
     pipe = open_modular(name, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
@@ -176,10 +169,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     """Call a modular pipeline with the arguments of a classical one.
 
     Guidance scales are set on its guiders, ``callback_on_step_end`` is called after each scheduler step, and arguments
-    that are inputs of no block are ignored.
-
-    Returns:
-        A namespace with ``images`` or ``frames``, like the output of a classical pipeline.
+    that are inputs of no block are ignored. Return a namespace with ``images`` or ``frames``, like a classical output.
     """
     blocks, guiders = _blocks(pipe), guiders_of(pipe)
     inputs = {x.name for x in blocks.inputs}
@@ -196,13 +186,9 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Set the guiders of a modular pipeline to the guidance scales in ``calls``. Return the calls without these fields.
+    """Set the guiders of a modular pipeline to the guidance scales in the arguments of several ``calls``.
 
-    Args:
-        calls: Arguments of several calls of the pipeline. Their scales must be equal.
-
-    Raises:
-        ValueError: If the scales of two calls differ.
+    Return the calls without these fields. Raise ValueError if the scales of two calls differ.
     """
     guiders = guiders_of(pipe)
     for field, name in guiders.items():
@@ -216,10 +202,9 @@ def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 @contextmanager
 def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``.
+    """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``, unless one of them is None.
 
-    Modular pipelines take no callback argument, so the scheduler's ``step`` is wrapped. Does nothing without a
-    scheduler or callback.
+    Modular pipelines take no callback argument, so the scheduler's ``step`` is wrapped.
     """
     scheduler = getattr(pipe, "scheduler", None)
     if scheduler is None or callback is None:

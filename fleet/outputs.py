@@ -33,12 +33,7 @@ _HALF_WRITTEN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\
 
 @dataclass(frozen=True)
 class Output:
-    """One file of a result.
-
-    Args:
-        suffix (`str`): End of the file name: ``".png"``, or ``"-1.png"`` for the second of several images.
-        data (`bytes`): Contents of the file.
-    """
+    """One file of a result. ``suffix`` is ``".png"``, or ``"-1.png"`` for the second of several images."""
 
     suffix: str
     data: bytes
@@ -51,8 +46,7 @@ class Output:
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
 
-    Raises:
-        ValueError: If the model's results cannot have this format, or its encoder is not installed.
+    Raise ValueError if the model's results cannot have this format, or its encoder is not installed.
     """
     allowed = FORMATS[model.kind]
     chosen = format_ or allowed[0]
@@ -90,8 +84,7 @@ def _amount(number: int) -> str:
 def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
-    Raises:
-        OSError: If the folder cannot be made or written to, or its disk has too little free space.
+    Raise OSError if the folder cannot be made or written to, or its disk has too little free space.
     """
     sizes = [estimated_pixels(request, model.kind) for request in requests]
     needed = int(sum(sizes) * _BYTES_PER_PIXEL[format_])
@@ -142,9 +135,8 @@ def digest(request: Request, recipe: Recipe, kind: Kind, format_: str, fps: int)
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
     """Return the lines to generate and the finished lines, each with the name of its files.
 
-    A line is finished if the folder has a complete result with its digest. A line to generate is named by its number,
-    such as ``cat-00001`` if ``name`` is ``cat``. If the folder already has files of that name, the line gets an unused
-    number.
+    A line is finished if the folder has a complete result with its digest. A line to generate is named by its number
+    (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
     """
     prefix = "" if name is None else f"{name}-"
     pattern = re.compile(re.escape(prefix) + r"(\d{5,})(-\d+)?\.\w+")
@@ -177,13 +169,10 @@ def digest_of(folder: Path, name: str) -> str:
 
 
 def encode(result: Any, format_: str, *, fps: int, quality: int | None = None) -> list[Output]:
-    """Encode the PIL images or frames of a pipeline's output, one file for each image or video.
+    """Encode the PIL images or frames of a pipeline's output, one file for each image or video, at ``fps``.
 
-    Equal pixels give equal bytes.
-
-    Args:
-        fps (`int`): Frames per second of a video.
-        quality (`int`, *optional*): 0 to 100, for JPEG and WebP images. By default JPEG has 95, and WebP is lossless.
+    Equal pixels give equal bytes. ``quality``, 0 to 100, is for JPEG and WebP images. By default JPEG has 95, and WebP
+    is lossless.
     """
     videos = getattr(result, "frames", None)
     if videos is not None:
@@ -225,10 +214,8 @@ def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: M
     """Write the files of a result and its metadata, and return the paths of the files.
 
     The metadata go to ``name.json``, which is written last: if it exists, the other files are complete. A PNG also has
-    the metadata inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
-
-    Raises:
-        FileExistsError: If one of the files exists. Nothing is written then.
+    the metadata inside, in its text chunks ``prompt`` and ``para_core`` (JSON). If one of the files exists, nothing is
+    written, and FileExistsError is raised.
     """
     paths = [folder / f"{name}{output.suffix}" for output in outputs]
     record_path = folder / f"{name}.json"
@@ -286,10 +273,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary files.
 
-    On a file system without locks, nothing is locked.
-
-    Raises:
-        RuntimeError: If another process holds the lock.
+    Raise RuntimeError if another process holds the lock. On a file system without locks, nothing is locked.
     """
     import fcntl
 

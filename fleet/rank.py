@@ -95,11 +95,7 @@ class Rank:
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> None:
-        """Connect to the other ranks, and load the pipeline. A collective call.
-
-        Args:
-            host, port: Address of the first rank's store, see :meth:`open_store`.
-        """
+        """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A collective call."""
         # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select another.
         for name in list(os.environ):
             if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):

@@ -60,8 +60,7 @@ class Body(NamedTuple):
 def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
     """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API.
 
-    Args:
-        loras: Whether a request may name a LoRA.
+    ``loras`` says whether a request may name a LoRA.
     """
     limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
     formats = (*FORMATS[model.kind], *(["jpeg"] if model.kind == "image" else []))
@@ -84,14 +83,11 @@ def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[Ba
 
 
 async def read_content(http: Any, limits: Limits) -> tuple[bytes | dict[str, Any], dict[str, bytes]]:
-    """Receive the body of the HTTP request ``http``. Receiving stops if the body exceeds its limit.
+    """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
-    Returns:
-        The body, not validated: JSON as bytes and no files, or the fields of a form and its files. A field that is a
-        file has a placeholder string as its value, which is the key of the file's contents.
-
-    Raises:
-        RequestError: If the body is too large, too slow, or neither JSON nor a form.
+    Return it unvalidated: JSON as bytes and no files, or the fields of a form and its files. A field that is a file has
+    a placeholder string as its value, which is the key of the file's contents. Raise RequestError if the body is too
+    large, too slow, or neither JSON nor a form.
     """
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind not in ("application/json", "multipart/form-data"):
@@ -124,16 +120,14 @@ def read_request(
     fps: int,
     loras: LoraFolder | None,
 ) -> Body:
-    """Validate a body, and return its request and options. Images are decoded to validate them.
+    """Validate a body, the result of :func:`read_content`, and return its request and options.
+
+    Images are decoded to validate them. Raise RequestError if the body is not valid, or the request exceeds a limit.
 
     Args:
-        values, files: The result of :func:`read_content`.
         schema (`type[BaseModel]`): The result of :func:`body_schema`.
         fps (`int`): Frames per second, by which the field ``seconds`` becomes a number of frames.
         loras (`LoraFolder`, *optional*): LoRAs that a request may name. None refuses all.
-
-    Raises:
-        RequestError: If the body is not valid, or the request exceeds a limit.
     """
     try:
         fields = _validated(values, schema)

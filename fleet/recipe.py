@@ -152,13 +152,10 @@ class Recipe:
 
 
 def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Parse the option ``--mesh``: largest sizes of mesh dims.
+    """Parse the option ``--mesh``: largest sizes of mesh dims. Raise ValueError if a name or size is invalid.
 
     >>> read_mesh_sizes("batch=2,ring=4")
     (('batch', 2), ('ring', 4))
-
-    Raises:
-        ValueError: If a name or size is invalid.
     """
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():

@@ -41,8 +41,7 @@ class Delivery:
 
     Args:
         format_ (`str`, *optional*): Format of the files, such as ``"png"``. Defaults to that of the replica.
-        quality (`int`, *optional*): 0 to 100, for JPEG and WebP. For the default see
-            :func:`~para_core.fleet.outputs.encode`.
+        quality (`int`, *optional*): As in :func:`~para_core.fleet.outputs.encode`.
         partial_images (`int`): Number of previews that are sent while the request runs.
     """
 
@@ -78,10 +77,7 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that identify what the request generates, equal in all processes.
-
-        Fields that only say how the result is delivered are left out.
-        """
+        """16 hex digits that identify in all processes what the request generates, however that is delivered."""
         images = {name: [hashlib.sha256(data).hexdigest() for data in files] for name, files in self.images.items()}
         decisive = [self.fields, self.seed, images, *filter(None, [self.lora])]
         text = json.dumps(decisive, sort_keys=True)
@@ -119,9 +115,7 @@ def estimated_pixels(request: Request, kind: Kind) -> int:
 def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
     """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and ``size``.
 
-    Args:
-        at_most (`Mapping[str, int]`, *optional*): Largest value of an integer field, or largest number of images of an
-            image field, by field.
+    ``at_most`` has the largest value of integer fields, and the largest number of images of image fields.
     """
     limits = at_most or {}
     fields: dict[str, Any] = {}
@@ -170,8 +164,7 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
 def describe_error(error: ValidationError, model: Model, subject: str) -> str:
     """Return a sentence about the first invalid field: its name, its value and what was expected.
 
-    Args:
-        subject (`str`): Name for the validated object in the sentence, such as ``"body"``.
+    ``subject`` names the validated object, such as ``"body"``.
     """
     errors = error.errors(include_url=False)
     first = errors[0]
@@ -204,6 +197,8 @@ def make_request(
 ) -> Request:
     """Validate ``values``, and return the request.
 
+    Raise ValueError if a field is unknown or its value is invalid, and OSError if a file cannot be read.
+
     Args:
         values (`Mapping[str, Any]`): Fields of the pipeline's call, or ``seed``, ``size`` (``"1024x768"``), ``steps``,
             ``frames``. They override the model's defaults.
@@ -211,10 +206,6 @@ def make_request(
         read_image (`Callable[[str], bytes]`, *optional*): Returns the contents of an image file, given the string in
             an image field. By default requests with images are refused.
         schema (`type[BaseModel]`, *optional*): The result of :func:`request_schema`, to make it once for many requests.
-
-    Raises:
-        ValueError: If a field is unknown or its value is invalid.
-        OSError: If a file cannot be read.
     """
     try:
         fields = (schema or request_schema(model)).model_validate(values).model_dump(exclude_unset=True)
@@ -260,13 +251,10 @@ def request_from(
 
 
 def read_size(value: str) -> tuple[int, int]:
-    """Parse ``"WIDTHxHEIGHT"``, and return ``(width, height)`` in pixels.
+    """Parse ``"WIDTHxHEIGHT"`` in pixels. Raise ValueError if ``value`` has another form.
 
     >>> read_size("1024x768")
     (1024, 768)
-
-    Raises:
-        ValueError: If ``value`` has another form.
     """
     match = _SIZE.match(value)
     if match is None:
@@ -298,10 +286,7 @@ def batch_key(request: Request) -> str | None:
 
 
 def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the arguments of the one call that generates requests with the same :func:`batch_key`.
-
-    The generators are not included.
-    """
+    """Return the arguments, without generators, of the one call for requests with the same :func:`batch_key`."""
     first = requests[0]
     if len(requests) == 1:
         return call_arguments(first)
@@ -314,8 +299,7 @@ def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     """Decode an image file into a PIL image in RGB. The size is checked before decoding.
 
-    Raises:
-        ValueError: If ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
+    Raise ValueError if ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
     """
     from PIL import Image
 

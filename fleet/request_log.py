@@ -13,13 +13,9 @@ Message = MutableMapping[str, Any]
 
 
 class RequestLog:
-    """ASGI middleware that appends one JSON object per finished HTTP request to a file.
+    """ASGI middleware that appends one JSON object per finished HTTP request to a file, which may be rotated away.
 
     The object has time, client, method, path, status, seconds and bytes, but never the body, API key or query string.
-
-    Args:
-        app (`Callable`): The ASGI application.
-        path (`Path`): The file. Log rotation may move it away while the server runs.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], path: Path) -> None:

@@ -196,18 +196,10 @@ def start(
     port: int,
     debug: bool = False,
 ) -> None:
-    """Start the server on Ray, and return when all replicas have loaded.
+    """Start the server on Ray at this address, and return when all replicas have loaded.
 
-    Args:
-        shape (`ReplicaShape`): Size and placement of each replica.
-        host, port: Address on which Ray Serve listens.
-        debug (`bool`): Whether to show Ray's log messages.
-
-    Raises:
-        OSError: If the port is in use.
-        ValueError: If the cluster is too small.
-        RuntimeError: If a replica cannot start, the cluster runs such a server already, or Serve listens on another
-            port.
+    Raise OSError if the port is in use, ValueError if the cluster is too small, and RuntimeError if a replica cannot
+    start, the cluster runs such a server already, or Serve listens on another port. ``debug`` shows Ray's log messages.
     """
     if not debug:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -249,10 +241,7 @@ def start(
 
 
 def _constructor_error() -> str:
-    """Return the message that the constructor of a replica raised, or an empty string.
-
-    Serve raises a general error instead, and keeps the original one as text in its status.
-    """
+    """Return the message that the constructor of a replica raised: Serve keeps it as text in its status. Else ""."""
     application = serve.status().applications.get(REPLICAS)
     deployments = application.deployments.values() if application is not None else ()
     lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]

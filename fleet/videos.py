@@ -58,8 +58,7 @@ class Videos:
     def create(self, request: Request) -> dict[str, Any]:
         """Start generating a video, and return its record at once.
 
-        Raises:
-            RequestError: If too many requests wait already, or the record cannot be written.
+        Raise RequestError if too many requests wait already, or the record cannot be written.
         """
         id_ = f"video_{uuid.uuid4().hex}"
         job = self._jobs.start(request, id_)
@@ -92,11 +91,7 @@ class Videos:
         return self.get(id_)
 
     def get(self, id_: str) -> dict[str, Any]:
-        """Return the record of a video, in the form of OpenAI's API.
-
-        Raises:
-            RequestError: If there is no such video, or it has been deleted.
-        """
+        """Return the record of a video, in the form of OpenAI's API. Raise RequestError (404) if there is none."""
         self._delete_expired()
         record = self._records.get(id_)
         if record is None:
@@ -108,11 +103,7 @@ class Videos:
         return {name: value for name, value in record.items() if name != "files"}
 
     def list(self, *, after: str | None = None, limit: int = 20, newest_first: bool = True) -> dict[str, Any]:
-        """Return a page of at most ``limit`` records, sorted by the time of creation.
-
-        Args:
-            after (`str`, *optional*): Id of the last video on the previous page. Defaults to the first page.
-        """
+        """Return a page of at most ``limit`` records by time of creation, which begins after video ``after``."""
         self._delete_expired()
         ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=newest_first)
         if after is not None:
@@ -124,13 +115,9 @@ class Videos:
         return {"object": "list", "data": [self.get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
 
     def content(self, id_: str, index: int = 0) -> Path:
-        """Return the path of a file of a finished video.
+        """Return the path of a file of a finished video: number ``index``, from 0, if the request generated several.
 
-        Args:
-            index: Number of the video, from 0, if the request generated several.
-
-        Raises:
-            RequestError: If the video is not finished, or has no file of this index.
+        Raise RequestError if the video is not finished, or has no such file.
         """
         status = self.get(id_)["status"]
         if status != "completed":

@@ -61,17 +61,9 @@ class Result:
 def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: int, watch: Watch) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Args:
-        format_ (`str`): Format of the files if the request states none.
-        fps (`int`): Frames per second of a video.
-
-    Returns:
-        The result on the first rank of the pipeline's mesh, None on others.
-
-    Raises:
-        Cancelled: On every rank, if ``watch`` cancels the request.
-
-    Also raises what the pipeline raises. Invalid arguments raise on every rank.
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
+    ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank. ``format_`` is
+    for requests that state none; ``fps`` is for videos.
     """
     results = generate_batch(pipe, [request], recipe, format_=format_, fps=fps, watch=watch)
     return None if results is None else results[0]
@@ -114,8 +106,7 @@ def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: f
 def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
     """Call ``pipe`` once for requests with the same ``batch_key``, and return its output. A collective call.
 
-    Args:
-        options: Further arguments of the call. They override arguments of the requests.
+    ``options`` are further arguments of the call, and override those of the requests.
     """
     # CPU generators give the same noise on every device. Each request has its own generator, so that it gives the same
     # result in a batch as alone.
@@ -198,7 +189,6 @@ class Previews:
     Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines.
 
     Args:
-        request (`Request`): The request. ``delivery.partial_images`` is the number of previews.
         send (`Callable[[Output], None]`): Called with each preview.
         format_ (`str`): Format of previews if the request states none.
         decodes (`bool`): Whether this rank decodes previews. All ranks must if the VAE runs on several ranks.

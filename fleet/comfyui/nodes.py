@@ -103,10 +103,7 @@ def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _progress() -> Callable[[int, int | None], None]:
-    """Return a function of (finished steps, all steps) that moves ComfyUI's progress bar.
-
-    It raises if the user has interrupted the workflow.
-    """
+    """Return a function of (finished steps, all steps) that moves ComfyUI's bar, and raises if the user interrupts."""
     try:
         from comfy.model_management import throw_exception_if_processing_interrupted
         from comfy.utils import ProgressBar
@@ -149,17 +146,13 @@ def generate(
     """Send a request to the server, wait for the result, and return the contents of its files.
 
     The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is shared
-    should not contain it.
+    should not contain it. Raise RuntimeError if the server cannot be reached or refuses the request.
 
     Args:
-        server (`str`): Address, such as ``"http://127.0.0.1:8000"``.
         path (`str`): Path of the API, such as ``"/v1/images/generations"``.
         fields (`dict[str, Any]`): Fields of the request.
         progress (`Callable`): Called with the number of finished steps, and the number of all steps or None. If it
             raises, the server cancels the request.
-
-    Raises:
-        RuntimeError: If the server cannot be reached or refuses the request.
     """
     body = json.dumps({**fields, "stream": True, "progress": True}).encode()
     key = os.environ.get("PARA_CORE_API_KEY")
