@@ -62,7 +62,7 @@ def serve(
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet
-    from para_core.fleet.limits import Limits
+    from para_core.fleet.reading import Limits
     from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)

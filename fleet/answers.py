@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job
-from para_core.fleet.limits import RequestError
 from para_core.fleet.outputs import Output
 from para_core.fleet.work import Result
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.limits import Limits, RequestError
+from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
 from para_core.fleet.outputs import Output
+from para_core.fleet.reading import Limits
 from para_core.fleet.request import Request, batch_key
 from para_core.fleet.work import Result
 

@@ -8,7 +8,7 @@ import binascii
 import io
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, create_model
@@ -16,7 +16,8 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from para_core.fleet.limits import CHARACTERS_PER_TOKEN, Limits, RequestError
+from para_core.fleet.failures import RequestError
+from para_core.fleet.foresee import Memory
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import FORMATS
@@ -30,6 +31,9 @@ from para_core.fleet.request import (
     request_schema,
 )
 
+# Longest string of a request, in characters per token that the model reads (English has about 4 per token). The limit
+# exists because a tokenizer needs minutes for megabytes of text, although the model reads only the beginning.
+_CHARACTERS_PER_TOKEN = 32
 _MAX_IMAGES = 16
 # Limit on max_sequence_length. No text encoder reads more tokens, but a tokenizer would pad to any length.
 _MAX_TOKENS = 4096
@@ -40,6 +44,30 @@ _MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
 _IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
 _FORMAT_NAMES = {"jpeg": "jpg"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on what a server accepts.
+
+    Args:
+        waiting (`int`): Requests that may wait while all replicas are busy.
+        pixels (`int`): Largest number of pixels of a result, summed over all images or frames.
+        steps (`int`): Largest number of denoising steps.
+        body_bytes (`int`): Largest size of a request's body.
+        seconds (`float`): Seconds after which a request is cancelled, the time in the queue included. Asynchronous
+            videos have no such limit.
+        retries (`int`): How often a request is run again after its replica died.
+        memory (`Memory`, *optional*): Predicted memory of a rank, which also limits the pixels. None if unknown.
+    """
+
+    waiting: int = 8
+    pixels: int = 2048 * 2048
+    steps: int = 200
+    body_bytes: int = 32 * 2**20
+    seconds: float = 600.0
+    retries: int = 0
+    memory: Memory | None = None
 
 
 class Body(NamedTuple):
@@ -195,7 +223,7 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
     tokens = tokens if isinstance(tokens, int) else _CLIP_TOKENS
-    most = CHARACTERS_PER_TOKEN * tokens
+    most = _CHARACTERS_PER_TOKEN * tokens
     prompt = fields.get("prompt")
     prompts = max(1, len(prompt)) if isinstance(prompt, list) else 1
     for name in set(fields) - set(model.images):
@@ -207,7 +235,7 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
                 400,
                 "text_too_long",
                 f"field {name!r} has {sum(lengths)} characters; expected at most {most} for each of {prompts} prompts "
-                f"({CHARACTERS_PER_TOKEN} for each of the {tokens} tokens that the model reads).",
+                f"({_CHARACTERS_PER_TOKEN} for each of the {tokens} tokens that the model reads).",
             )
 
 

@@ -17,10 +17,10 @@ from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import QueuedRequest, RequestQueue
-from para_core.fleet.limits import Limits
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
+from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.server import Server, ServerOptions

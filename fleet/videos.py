@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job, Jobs
-from para_core.fleet.limits import RequestError
 from para_core.fleet.outputs import Output, write_atomically
 from para_core.fleet.request import Request
 

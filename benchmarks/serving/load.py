@@ -27,10 +27,10 @@ import uvicorn
 from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.fleet.limits import Limits
 from para_core.fleet.model_index import find_model
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import encode
+from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server, ServerOptions

@@ -239,7 +239,7 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
 
 
 def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[str, Any]:
-    from para_core.fleet.limits import Limits
+    from para_core.fleet.reading import Limits
 
     model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
     start = time.perf_counter()

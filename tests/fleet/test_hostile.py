@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from diffusers import FluxImg2ImgPipeline
 
-from para_core.fleet.limits import Limits
+from para_core.fleet.reading import Limits
 from tests.fleet.test_server import PATH, StandIn, ask, image_url, serving
 
 JSON = "application/json"

@@ -23,11 +23,11 @@ import ray
 import ray.serve
 
 from para_core.fleet import batch, group, serving
-from para_core.fleet.limits import Limits
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
+from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.server import ServerOptions

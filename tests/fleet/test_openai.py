@@ -12,8 +12,8 @@ from openai.types import Image as OpenAIImage
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse, Model
 from PIL import Image
 
-from para_core.fleet.limits import Limits
 from para_core.fleet.outputs import Output
+from para_core.fleet.reading import Limits
 from tests.fleet.test_server import StandIn, serving
 
 # The client's sockets are closed when it is collected.

@@ -10,7 +10,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from openai.types import Video, VideoDeleteResponse
 
 from para_core.fleet import videos as videos_module
-from para_core.fleet.limits import Limits
+from para_core.fleet.reading import Limits
 from tests.fleet.test_openai import client, picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
 
