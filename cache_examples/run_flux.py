@@ -1,10 +1,7 @@
 """FLUX.1-dev with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_flux.py
-
-On a CPU, with the small FLUX of this repository:
-
-python cache_examples/run_flux.py --model zoo/flux/pipeline --size 128
+python cache_examples/run_flux.py --model zoo/flux/pipeline --size 128  # on CPUs
 """
 
 import argparse

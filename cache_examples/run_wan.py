@@ -1,10 +1,7 @@
 """Wan 2.1 or 2.2 with First Block Cache, which skips blocks: the result is an approximation.
 
 python cache_examples/run_wan.py
-
-On a CPU, with the small Wan of this repository:
-
-python cache_examples/run_wan.py --model zoo/video/pipeline --size 64 64 17
+python cache_examples/run_wan.py --model zoo/video/pipeline --size 64 64 17  # on CPUs
 """
 
 import argparse

@@ -218,17 +218,12 @@ def _made(task: GenerationTask) -> list[str]:
 
 
 def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
-    if task.replicas > 1:
-        return _on_replicas(task, debug)
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Path(folder) / "journal"
-        job = RankJob(task.recipe, task.lines, task.folder, task.format_, task.fps, journal, debug=debug)
-        return run_job(job, task.ranks)
-
-
-def _on_replicas(task: GenerationTask, debug: bool) -> list[Problem]:
-    from para_core.fleet.batch import generate_lines
-    from para_core.fleet.group import ReplicaShape
+    if task.replicas == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            journal = Path(folder) / "journal"
+            job = RankJob(task.recipe, task.lines, task.folder, task.format_, task.fps, journal, debug=debug)
+            return run_job(job, task.ranks)
+    from para_core.fleet.group import ReplicaShape, generate_lines
 
     bars = Bars(len(task.lines), steps=False)
 

@@ -98,7 +98,15 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
     problems: list[Problem] = []
     remaining = job.lines
     while remaining:
-        reason = _run_once(replace(job, lines=remaining), ranks)
+        reason = None
+        job.journal.write_bytes(b"")
+        if ranks == 1 or in_torchrun():
+            run_rank(replace(job, lines=remaining))
+        else:
+            try:
+                launch_ranks(run_rank, replace(job, lines=remaining, launched=True), ranks)
+            except ChildFailedError as error:
+                reason = describe_end(error)
         events = _read_journal(job.journal)
         done = {event["line"] for event in events if event["event"] == "done"}
         problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
@@ -113,19 +121,6 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
         problems += [Problem(number, reason) for number in in_flight]
         remaining = tuple(line for line in remaining if line.number not in begun)
     return sorted(problems, key=lambda problem: problem.number)
-
-
-def _run_once(job: RankJob, ranks: int) -> str | None:
-    """Run the job, and return the reason if the ranks ended early, else None."""
-    job.journal.write_bytes(b"")
-    if ranks == 1 or in_torchrun():
-        run_rank(job)
-        return None
-    try:
-        launch_ranks(run_rank, replace(job, launched=True), ranks)
-    except ChildFailedError as error:
-        return describe_end(error)
-    return None
 
 
 def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[int, Any]:
@@ -206,7 +201,7 @@ def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool)
         note(sentence(error))
         if debug:
             traceback.print_exc()
-        if not dist.is_available() or "RANK" not in os.environ:
+        if "RANK" not in os.environ:
             raise
         if not launched:
             sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")

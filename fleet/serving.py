@@ -18,7 +18,6 @@ from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import QueuedRequest, RequestQueue
 from para_core.fleet.models import Model
-from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
@@ -83,11 +82,9 @@ class ReplicaDeployment:
                     group.cancel(self._replica.actors[0], id_)
 
     async def _answer(self, batch: Sequence[tuple[str, Request]], events: asyncio.Queue[Event]) -> None:
-        def progress(done: int | Output) -> None:
-            events.put_nowait(("step", done))
-
         try:
-            events.put_nowait(("done", await self._replica.generate_batch(batch, progress)))
+            outcomes = await self._replica.generate_batch(batch, lambda done: events.put_nowait(("step", done)))
+            events.put_nowait(("done", outcomes))
         except ReplicaDied as error:
             events.put_nowait(("died", str(error)))
 

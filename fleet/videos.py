@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,13 @@ class Videos:
         self._records: dict[str, dict[str, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("video_*.json"):
-            record = _read_record(path)
-            if record is None:
-                continue
-            self._records[record["id"]] = record
+            # Files that hold no record are left alone.
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads(path.read_bytes())
+                is_record = _ID.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                if is_record and path.stem == record["id"]:
+                    self._records[record["id"]] = record
+        for record in self._records.values():
             if record["status"] in _RUNNING:
                 self._fail(record, "server_restarted", "the server ended before the video was done.")
         self._delete_expired()
@@ -187,16 +191,6 @@ class Videos:
     def _remove_files(self, id_: str) -> None:
         for path in self._folder.glob(f"{id_}[.-]*"):
             path.unlink(missing_ok=True)
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """Return the record of a video in file ``path``, or None if the file has none."""
-    try:
-        record = json.loads(path.read_bytes())
-        is_record = bool(_ID.fullmatch(record["id"])) and path.stem == record["id"]
-        return record if is_record and {"status", "created_at", "expires_at"} <= record.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def add_routes(

@@ -1,10 +1,7 @@
 """FLUX.1-dev on several GPUs.
 
 torchrun --nproc_per_node=2 parallel_examples/run_flux.py
-
-On CPUs, with the small FLUX of this repository:
-
-torchrun --nproc_per_node=2 parallel_examples/run_flux.py --model zoo/flux/pipeline --size 128
+torchrun --nproc_per_node=2 parallel_examples/run_flux.py --model zoo/flux/pipeline --size 128  # on CPUs
 """
 
 import argparse

@@ -1,10 +1,7 @@
 """FLUX.1-dev with PipeFusion (which approximates): each GPU holds consecutive blocks, and all work at the same time.
 
 torchrun --nproc_per_node=4 parallel_examples/run_pipefusion.py
-
-On CPUs, with the small FLUX of this repository:
-
-torchrun --nproc_per_node=2 parallel_examples/run_pipefusion.py --model zoo/flux/pipeline --size 128
+torchrun --nproc_per_node=2 parallel_examples/run_pipefusion.py --model zoo/flux/pipeline --size 128  # on CPUs
 """
 
 import argparse

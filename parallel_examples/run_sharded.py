@@ -1,10 +1,7 @@
 """FLUX.2-dev on GPUs that are too small for all its weights: each GPU loads and keeps a shard of them (FSDP2).
 
 torchrun --nproc_per_node=8 parallel_examples/run_sharded.py
-
-On CPUs, with the small FLUX of this repository:
-
-torchrun --nproc_per_node=2 parallel_examples/run_sharded.py --model zoo/flux/pipeline --size 128
+torchrun --nproc_per_node=2 parallel_examples/run_sharded.py --model zoo/flux/pipeline --size 128  # on CPUs
 """
 
 import argparse

@@ -1,10 +1,7 @@
 """Wan 2.1 or 2.2 on several GPUs with CFG parallelism: one half of the GPUs for each CFG branch.
 
 torchrun --nproc_per_node=4 parallel_examples/run_wan.py
-
-On CPUs, with the small Wan of this repository:
-
-torchrun --nproc_per_node=2 parallel_examples/run_wan.py --model zoo/video/pipeline --size 64 64 17
+torchrun --nproc_per_node=2 parallel_examples/run_wan.py --model zoo/video/pipeline --size 64 64 17  # on CPUs
 """
 
 import argparse

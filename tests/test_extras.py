@@ -169,7 +169,7 @@ def test_commands_without_diffusers_say_so(environment, tmp_path):
 @pytest.mark.long
 def test_fleet_alone_brings_all_that_the_server_needs(environment):
     python = environment("fleet")
-    python.runs("-c", "import para_core.fleet.serving, para_core.fleet.batch, para_core.fleet.server")
+    python.runs("-c", "import para_core.fleet.serving, para_core.fleet.group, para_core.fleet.server")
     python.runs("-m", "para_core", *GENERATE, "--replicas", "2")
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 import ray
 from ray.cluster_utils import Cluster
 
-from para_core.fleet import batch, group
+from para_core.fleet import group
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
 from para_core.fleet.prompts import Line
@@ -40,7 +40,7 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
     written = []
 
     def on(shape):
-        return batch.generate_lines(
+        return group.generate_lines(
             [Line(1, request)],
             recipe,
             shape,

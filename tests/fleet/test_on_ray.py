@@ -22,7 +22,7 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 import ray
 import ray.serve
 
-from para_core.fleet import batch, group, serving
+from para_core.fleet import group, serving
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
 from para_core.fleet.prompts import Line
@@ -106,7 +106,7 @@ def test_prompts_finish_although_a_replica_is_killed(model, recipe):
         if len(written) == 3:
             os.kill(rank_processes()[0], signal.SIGKILL)
 
-    problems = batch.generate_lines(lines, recipe, group.ReplicaShape(2), 2, format_="png", fps=16, write=write)
+    problems = group.generate_lines(lines, recipe, group.ReplicaShape(2), 2, format_="png", fps=16, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
 
