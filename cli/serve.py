@@ -62,7 +62,6 @@ def serve(
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet
-    from para_core.fleet.reading import Limits
     from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
@@ -72,6 +71,7 @@ def serve(
     from para_core.fleet import serving
     from para_core.fleet.group import ReplicaShape
     from para_core.fleet.rank import ReplicaOptions
+    from para_core.fleet.reading import Limits
     from para_core.fleet.server import ServerOptions
 
     pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
