@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree, schema_of
 
@@ -55,14 +56,10 @@ class LiveDeferred:
     """
 
     def __init__(self) -> None:
-        self._refs: list[weakref.ref[Deferred]] = []
-        self._prune_at = 256
+        self._live = WeakTensorKeyDictionary()
 
     def add(self, x: Deferred) -> None:
-        self._refs.append(weakref.ref(x))
-        if len(self._refs) >= self._prune_at:
-            self._refs = [ref for ref in self._refs if ref() is not None]
-            self._prune_at = max(256, 2 * len(self._refs))
+        self._live[x] = None
 
     def become_tensors(self) -> None:
         """Turn each deferred tensor that still exists into an ordinary tensor, in place.
@@ -70,10 +67,10 @@ class LiveDeferred:
         If the round of a tensor never ended, because the call failed, the tensor is filled with NaN (with 0 if its
         dtype has no NaN).
         """
-        alive = [x for ref in self._refs if (x := ref()) is not None]
+        live = list(self._live)
         # Drop the weak references, because swap_tensors refuses tensors that have any.
-        self._refs.clear()
-        for x in alive:
+        self._live.clear()
+        for x in live:
             if x.is_ready:
                 value = x.value().detach()
             else:
