@@ -220,8 +220,7 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # A tensor subclass that intercepts no functions has this __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-# The first function returns the number of function modes that are entered, the second a list of them, innermost last.
-count_function_modes = torch._C._len_torch_function_stack
+# This function returns a list of the function modes that are entered, innermost last.
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 # This function creates a tensor without memory. The class of the tensor defines what operators do with it.
@@ -324,14 +323,13 @@ current_graph_task_id = torch._C._current_graph_task_id
 # This function returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell
 # of their closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-saved_tensors_hooks_are_enabled: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
 
 def all_saved_tensors_hooks() -> list[Any]:
     """Return all ``saved_tensors_hooks`` that this thread has entered, the innermost first."""
     hooks: list[Any] = []
-    if not saved_tensors_hooks_are_enabled():
+    if not vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]():
         return hooks
     try:
         while (top := top_saved_tensors_hooks(True)) is not None:

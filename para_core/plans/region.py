@@ -55,7 +55,7 @@ from para_core.plans.plan import (
 )
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
 from para_core.plans.samples import all_samples, own_arguments
-from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_CALLABLE, count_function_modes
+from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
@@ -254,7 +254,7 @@ class Region:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
             return False
         # An active function mode sees calls before the dispatcher does, and could hide them from the dispatcher.
-        if count_function_modes() > 0 or self._tree is None or self._tree.has_compiled_parts():
+        if function_mode_stack() or self._tree is None or self._tree.has_compiled_parts():
             return False
         return dispatcher_is_available()
 
