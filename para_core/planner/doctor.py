@@ -56,7 +56,6 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     """Run all checks, print the table, and write the results as JSON to ``out``. Return 1 if a check is broken, else 0.
 
     Args:
-        out: The file to write; None for no file.
         ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even number of
             at least 4 ranks, else 1.
         cpu: Whether to use the CPU and gloo although there is a GPU.

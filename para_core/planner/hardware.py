@@ -105,13 +105,9 @@ class Topology:
         return self.inside if stride * size <= self.per_host else self.between
 
     def all_to_all(self, sent: float, stride: int, size: int, messages: int = 1) -> float:
-        """Return the seconds of all-to-alls among ``size`` ranks that are ``stride`` apart.
+        """Return the seconds of ``messages`` all-to-alls among ``size`` ranks that are ``stride`` apart.
 
-        Args:
-            sent: Bytes that each rank sends in total.
-            stride: Distance between consecutive ranks of the group.
-            size: Number of ranks of the group.
-            messages: Number of all-to-alls over which the bytes are distributed.
+        Each rank sends ``sent`` bytes in all of them.
         """
         if size == 1:
             return 0.0
@@ -206,8 +202,7 @@ _GIGABYTES = re.compile(r"(\d+)gb")
 def device_named(name: str | Device, *, memory: float | None = None) -> Device:
     """Return the device with this name from the table. ``name`` may be a name that CUDA reports.
 
-    Args:
-        memory (`float`, *optional*): Bytes of memory that the device reports. This number replaces that of the table.
+    If ``memory`` is given, the bytes that the device reports, it replaces that of the table.
 
     >>> device_named("NVIDIA H100 80GB HBM3").name, device_named("NVIDIA A100-SXM4-40GB").name
     ('H100', 'A100 40GB')
@@ -235,9 +230,9 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
 
 
 def _unknown_variant(device: Device, words: set[str], memory: float | None) -> str:
-    """Return a phrase for an error message: how the variant that ``words`` name differs from ``device``.
+    """Return how the variant that ``words`` name differs from ``device``, as a phrase for an error message.
 
-    The phrase is empty if the variant does not differ, or differs only in its memory and ``memory`` is given.
+    It is empty if the variant does not differ, or differs only in its memory and ``memory`` is given.
     """
     left = words - set(device.name.lower().split()) - _USUAL_WORDS
     sizes = {word: int(match[1]) for word in left if (match := _GIGABYTES.fullmatch(word))}
@@ -289,10 +284,9 @@ def link_named(name: str | Link | None, device: Device) -> Link:
 
 
 def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
-    """Return ``device``, ``link`` and ``host``, updated with the figures that were measured and written to a file.
+    """Return ``device``, ``link`` and ``host`` with the measured figures of a JSON file.
 
-    Args:
-        path: A JSON file written by ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
+    The file is one of ``python -m para_core.doctor``, or attention.json of ``make gpu-check``.
 
     Raises:
         ValueError: The file cannot be read, or is neither of these.

@@ -27,7 +27,6 @@ from para_core.planner.weights import Choices, Placement
 RESERVED = 6e9
 # Bytes of an NCCL communicator, mostly for buffers. An assumption: it depends on the links and on NCCL's channels.
 COMMUNICATOR = 0.2e9
-_PRINTED_ROWS = 14
 # Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
 # ratio if the transformer is compiled (True), and if it runs eagerly (False). See
 # benchmarks/results/planner_check.json.
@@ -62,7 +61,7 @@ class MeshPlan:
     @property
     def printed(self) -> tuple[MeshPrediction, ...]:
         """The rows that tables show: the first 14."""
-        return self.rows[:_PRINTED_ROWS]
+        return self.rows[:14]
 
     @property
     def fastest(self) -> MeshPrediction:
@@ -128,17 +127,18 @@ class MeshPlan:
                 f"{best.placement.quantize} is not exact, and its speed is not predicted: these are the seconds of "
                 "bfloat16."
             )
-        least, most = PUBLISHED_RATIOS[self.machine.runtime.compiled]
+        compiled = self.machine.runtime.compiled
+        least, most = PUBLISHED_RATIOS[compiled]
         notes.append(
-            f"Published {'compiled' if self.machine.runtime.compiled else 'eager'} runs took {least:g} to {most:g} "
-            "times the seconds that are predicted for them (docs/planner.md)."
+            f"Published {'compiled' if compiled else 'eager'} runs took {least:g} to {most:g} times the seconds that "
+            "are predicted for them (docs/planner.md)."
         )
-        if not self.machine.runtime.compiled:
+        if not compiled:
             notes.append("The host bounds eager code: measure it (python -m para_core.doctor), or compile.")
         return notes
 
     def __str__(self) -> str:
-        left = len(self.rows) - _PRINTED_ROWS
+        left = len(self.rows) - len(self.printed)
         more = [f"{left} more rows: plan.rows."] if left > 0 else []
         return "\n\n".join([self.title, "\n".join(self.lines()), *more, *self.notes, self.advice])
 
@@ -173,11 +173,7 @@ class MeshPlan:
         return lines
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Create the best mesh, over all ranks of the process group, with :func:`init_context_parallel_mesh`.
-
-        Args:
-            device_type: Device type of the mesh. Defaults to the accelerator of this machine, or the CPU.
-        """
+        """Create the best mesh over all ranks, of the accelerator of this machine or the CPU unless told otherwise."""
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
@@ -297,11 +293,7 @@ def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> lis
 
 
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
-    """Return one or more predictions for each mesh.
-
-    The first prediction for a mesh has the default placement of weights. If that does not fit into memory, predictions
-    with FSDP2 and with blocks in host memory follow.
-    """
+    """Return a prediction for each mesh, and if it does not fit also those with FSDP2 and with offloaded blocks."""
     rows = []
     for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
         row = _with_text_encoders(shape, work, machine, choices)
@@ -317,10 +309,7 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
 
 
 def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
-    """Return the prediction for a mesh.
-
-    The text encoders are moved to host memory if the weights do not fit otherwise.
-    """
+    """Return the prediction for a mesh, with the text encoders in host memory if the weights do not fit otherwise."""
     usual = Placement(
         choices.text_encoders or default_text_encoders(shape),
         quantize=choices.quantize,

@@ -60,14 +60,13 @@ class _ModelObserver(TorchFunctionMode):
     def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
         super().__init__()
         self.work = CallWork()
-        self._plan = plan
+        self._plan, self._coarse = plan, coarse_segments(plan)
         self._tensor_splits = {
             id(linear.weight): style.along
             for name, style in (tensor.linears.items() if tensor is not None else ())
             for linear in matching_modules(model, name).values()
             if isinstance(linear, nn.Linear)
         }
-        self._coarse = coarse_segments(plan)
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
         # Segments whose entries are image rows or frames, each of which consists of many tokens.
@@ -223,8 +222,7 @@ class _ModelObserver(TorchFunctionMode):
 
     def _note_attention(self, call: SdpaCall) -> None:
         query, key, value = call.query, call.key, call.value
-        queries: tuple[Tokens, ...] = (Tokens(query.shape[-2], sharded=False),)
-        keys: tuple[Tokens, ...] = (Tokens(key.shape[-2], sharded=False),)
+        queries, keys = self._tokens((), query.shape[-2]), self._tokens((), key.shape[-2])
         mask_bytes = 0
         if self._counter.is_sharded:
             calls = self._attending[-1]
