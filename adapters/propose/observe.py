@@ -86,12 +86,10 @@ class ObservedCall:
 
     Args:
         inputs: Arguments of the model, with a :class:`TensorRecord` in place of each tensor.
-        joined_inputs: Names of model arguments that the model itself, outside of submodules, combines with derived
-            tensors.
+        joined_inputs: Names of arguments that the model itself, outside of submodules, combines with derived tensors.
         softmax: Modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, each
             with the shape of the first such tensor.
-        sources: Names of model arguments from which the marked arguments (``streams`` of :func:`observe`) were
-            computed.
+        sources: Names of arguments from which the marked ones (``streams`` of :func:`observe`) were computed.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -146,8 +144,8 @@ class _CallObserver(TorchFunctionMode):
             self._set_sources(value, frozenset([name]))
         # Keep every recorded value alive: the id of a freed tensor could be given to another one.
         self._alive: list[Any] = []
-        # Names of the modules that are running, the innermost one last.
-        self._module_names: list[str] = []
+        # Names of the modules that are running, the innermost one last. The model itself is named "".
+        self._module_names = [""]
         self._num_running_blocks = 0
         self._time = 0
         self.observed.inputs = {name: self._record(value) for name, value in inputs.items()}
@@ -159,7 +157,7 @@ class _CallObserver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self._record_attention(SdpaCall(*args, **kwargs))
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
-            self.observed.softmax.setdefault(self._innermost(), tuple(args[0].shape))
+            self.observed.softmax.setdefault(self._module_names[-1], tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
             # Compute this function's attention through the observer: torch function modes are off inside an intercepted
@@ -172,13 +170,10 @@ class _CallObserver(TorchFunctionMode):
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         sources = self._sources_of(operands)
         self._set_sources(out, sources)
-        if _DERIVED in sources and not self._module_names:
+        if _DERIVED in sources and not self._module_names[-1]:
             names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
             self.observed.joined_inputs.update(names)
         return out
-
-    def _innermost(self) -> str:
-        return self._module_names[-1] if self._module_names else ""
 
     def _set_sources(self, value: Any, names: frozenset[str]) -> None:
         if names:
@@ -193,7 +188,7 @@ class _CallObserver(TorchFunctionMode):
         self._time += 1
         mask = None if call.attn_mask is None else tuple(call.attn_mask.shape)
         queries, keys = call.query.shape[-2], call.key.shape[-2]
-        self.observed.attention.append(ObservedAttention(self._innermost(), self._time, queries, keys, mask))
+        self.observed.attention.append(ObservedAttention(self._module_names[-1], self._time, queries, keys, mask))
 
     def _attend(self, call: SdpaCall) -> Tensor:
         self._record_attention(call)
@@ -245,7 +240,7 @@ class _CallObserver(TorchFunctionMode):
             self._num_running_blocks -= block_list is not None
             began, arguments = running.pop()
             attends = bool(self.observed.attention) and self.observed.attention[-1].time > began
-            if arguments is not None and (block_list is not None or not self._module_names or attends):
+            if arguments is not None and (block_list is not None or not self._module_names[-1] or attends):
                 call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
                 self.observed.calls.append(call)
 
