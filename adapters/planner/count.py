@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.components import blocks_of, patch_plan_for, stack_of, why_no_stages
@@ -65,16 +65,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class _AllValid(TorchFunctionMode):
     """Mode in which :func:`torch.nonzero` returns the indices of all elements, because fake tensors have no values.
 
-    Mochi attends to valid text tokens only. If all are valid it computes and sends the most, so the prediction is an
-    upper bound.
+    Mochi attends to valid text tokens only, so with all valid the prediction is an upper bound.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.nonzero:
-            mask: Tensor = args[0]
-            return torch.arange(mask.numel())[:, None]
+            return torch.arange(args[0].numel())[:, None]
         return func(*args, **(kwargs or {}))
 
 
@@ -82,10 +80,8 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
     """Count the work of one transformer call, with the whole batch and with a batch that is split over 2 ranks.
 
     Call it inside :func:`without_data`. ``transformer`` itself does not run. Models with one block and with two blocks
-    of each kind run, and the difference is multiplied by the number of blocks.
-
-    Returns:
-        The counted call by the number of parts of the batch: 1 and 2.
+    of each kind run, and the difference is multiplied by the number of blocks. The keys of the result are 1 and 2, the
+    number of parts of the batch.
 
     Raises:
         UnknownModelError: If the inputs or the plan of the transformer are unknown.
@@ -206,10 +202,9 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
 def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
     """Return the bytes of the weights that the tensor plan splits; 0 without a plan."""
     plan = tensor_plan_for(transformer)
-    linears = {} if plan is None else plan.linears
     return sum(
         layer.weight.numel() * (1 if in_8_bits else layer.weight.element_size())
-        for name in linears
+        for name in (plan.linears if plan is not None else ())
         for layer in matching_modules(transformer, name).values()
         if isinstance(layer, nn.Linear)
     )

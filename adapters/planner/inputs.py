@@ -12,15 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GenerationSizes:
-    """Sizes of one generation.
+    """Sizes of one generation: pixels, frames (1 for an image) and text tokens; and the dtype of its inputs.
 
-    Args:
-        height, width (`int`): Size of the image or video in pixels.
-        frames (`int`): Number of frames; 1 for an image.
-        text (`int`): Number of text tokens.
-        spatial (`int`): Pixels per latent pixel along each side.
-        temporal (`int`): Frames per latent frame, after the first.
-        dtype (`torch.dtype`): Dtype of the inputs.
+    A latent pixel has ``spatial`` pixels along each side, and a latent frame after the first has ``temporal`` frames.
     """
 
     height: int

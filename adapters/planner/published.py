@@ -17,19 +17,14 @@ class PublishedModel:
     """A published pipeline in bfloat16.
 
     Args:
-        transformer (`str`): Class of the transformer in diffusers.
-        sizes (`GenerationSizes`): Sizes of a generation, if the user gives none.
-        steps (`int`): Number of denoising steps, if the user gives none.
-        vae (`str`): Class of the autoencoder in diffusers.
+        transformer, vae (`str`): Classes of the transformer and of the autoencoder in diffusers.
+        sizes, steps (`GenerationSizes`, `int`): Sizes and denoising steps of a generation, if the user gives none.
         encoder (`Callable[[], nn.Module]`): Creates the largest text encoder. Call it inside :func:`on_meta`.
-        config (`Mapping[str, Any]`): Arguments of the transformer that differ from the defaults of its class.
-        vae_config (`Mapping[str, Any]`): Arguments of the autoencoder that differ from the defaults of its class.
-        latent_channels (`int`): Number of channels of the latents.
+        config, vae_config (`Mapping[str, Any]`): Arguments that differ from the defaults of these classes.
         branches (`int`): Number of transformer calls per step, one for each CFG branch.
         prompts (`int`): Number of prompts that are encoded, 2 with a negative prompt.
         transformers (`int`): Number of transformers, each of which runs a part of the schedule.
-        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding; multiplies the operations by
-            ``1 / (1 - tiled)²``. 0 without tiling.
+        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding; 0 without tiling.
         repository (`str`): Repository on the Hub.
     """
 

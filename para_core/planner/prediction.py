@@ -162,10 +162,8 @@ def _arguments(named: Mapping[str, Any]) -> str:
 def shapes(ranks: int, *, sharing: Sequence[Sharing] = (), pipefusion: PipeFusion | None = None) -> Iterator[MeshShape]:
     """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
 
-    Args:
-        sharing (`Sequence[Sharing]`): Ways to shard weights. Meshes with a ``tensor`` dim are included if ``"tensor"``
-            is among them, meshes with a ``pipe`` dim if ``"stages"`` is.
-        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion. If given, meshes with PipeFusion are included.
+    Meshes with a ``tensor`` dim are included if ``"tensor"`` is in ``sharing``, meshes with a ``pipe`` dim if
+    ``"stages"`` is, and meshes with PipeFusion if its options are given.
     """
     for batch in (1, 2):
         if ranks % batch:

@@ -70,8 +70,8 @@ class Tokens:
 
     Args:
         sharded (`bool`): Whether the plan shards the tokens.
-        min_per_rank (`int`): Minimum number of tokens per rank: 1 for segments of image rows or frames, else 2. If
-            there are fewer tokens, they are replicated.
+        min_per_rank (`int`): Number of tokens per rank (1 for image rows or frames, else 2) with fewer than which they
+            are replicated.
     """
 
     total: int
@@ -96,8 +96,7 @@ class CountedAttention:
 
     Args:
         queries, keys (`tuple[Tokens, ...]`): The tokens along the sequence, one item per segment.
-        mask_bytes (`int`): If each rank holds only the mask's columns of its own keys, so that the columns must be
-            gathered: bytes of the mask per key. Otherwise 0.
+        mask_bytes (`int`): Bytes of the mask per key, if each rank holds only the columns of its own keys; else 0.
     """
 
     samples: int
@@ -165,9 +164,8 @@ class CallWork:
             equal operations.
         returned (`int`): Bytes of the output.
         launches (`int`): Number of operators that are not views; an attention call counts as one.
-        moved (`tuple[int, int]`): Bytes read and written by operators other than products and attention: while tokens
-            are sharded, and otherwise.
-        peak (`tuple[int, int]`): Peak bytes of activations: while tokens are sharded, and otherwise.
+        moved, peak (`tuple[int, int]`): Bytes read and written by operators other than products and attention, and peak
+            bytes of activations: while tokens are sharded, and otherwise.
     """
 
     operations: Counter[Operation] = field(default_factory=Counter)
