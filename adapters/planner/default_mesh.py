@@ -1,10 +1,8 @@
 """Choose the mesh of a pipeline or model if the user gives none.
 
 If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be fastest at the pipeline's
-default sizes; rank 0 predicts for all ranks. Otherwise :func:`choose_mesh` chooses by a fixed rule, from the number of
-ranks, heads and hosts, ``weights=``, and whether the pipeline uses guidance by default. The fixed rule applies on other
-devices, on several hosts, to a transformer or UNet without a pipeline, and to a device or model that the planner does
-not know.
+default sizes; rank 0 predicts for all ranks. Otherwise, and for a device or model that the planner does not know,
+:func:`choose_mesh` chooses by a fixed rule.
 
 Rank 0 logs the mesh and its reason at level INFO. If the planner raises an error that it does not document, which is a
 defect, rank 0 also logs a warning with the error, because a later version may choose another mesh.

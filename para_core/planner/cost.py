@@ -15,15 +15,11 @@ from para_core.planner.traffic import (
     CallWork,
     CountedAttention,
     CountedGather,
-    CountedSum,
     MeshShape,
     Product,
     Tokens,
     bytes_of_attention,
-    heads_of_ranks,
     held_by,
-    sent_of_halo,
-    sent_of_sum,
     shard_size,
 )
 
@@ -198,7 +194,7 @@ def _ring_seconds(
     """Return the seconds that a ring attention call waits for keys, and the seconds for merging partial results."""
     runtime, ring = machine.runtime, shape.ring
     link = machine.topology.link(shape.tensor * shape.ulysses, ring)
-    heads = heads_of_ranks(call, shape.ulysses)[0][0]
+    heads = shard_size(call.heads, 0, shape.ulysses)
     queries = held_by(call.queries, 0, shape.sequence, shape.ulysses)
     results = call.samples * heads * queries * call.value_dim
     if shape.ring_method == "2d":
@@ -276,10 +272,8 @@ def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
         elif shape.sequence > 1 and (tokens := operation.tokens.held(0, shape.sequence)):
             if isinstance(operation, CountedGather):
                 sent = operation.bytes_per_token * tokens * (shape.sequence - 1)
-            elif isinstance(operation, CountedSum):
-                sent = sent_of_sum(operation, shape)
             else:
-                sent = sent_of_halo(operation, shape, rank=0)
+                sent = operation.sent(shape, rank=0)
             waiting += number * machine.topology.link(shape.tensor, shape.sequence).seconds(sent)
             launches += 3 * number
     share = region_share(own, shape.sequence)

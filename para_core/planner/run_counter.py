@@ -184,7 +184,7 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
         inputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
         total = sum(int(x.nbytes) for x in inputs)
         strings = [value for value in args if isinstance(value, str)]
-        if name == "wait_tensor" or not strings:
+        if not strings:
             return None
         # The last string among the arguments is the name of the group.
         group = group_named(strings[-1])

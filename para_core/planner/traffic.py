@@ -125,6 +125,10 @@ class CountedSum:
     tokens: Tokens
     size: int
 
+    def sent(self, shape: MeshShape, rank: int) -> int:
+        """Return the bytes that any rank sends: first in its Ulysses group, then along the ring."""
+        return self.size * (shape.ulysses - 1 + shape.ring - 1)
+
 
 @dataclass(frozen=True)
 class CountedHalo:
@@ -132,6 +136,11 @@ class CountedHalo:
 
     tokens: Tokens
     size: int
+
+    def sent(self, shape: MeshShape, rank: int) -> int:
+        """Return the bytes that ``rank`` sends in its Ulysses group and, at an end of it, to the next group."""
+        at_an_end = rank % shape.ulysses in (0, shape.ulysses - 1)
+        return 2 * self.size * ((shape.ulysses > 1) + (shape.ring > 1 and at_an_end))
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ def bytes_of_attention(call: CountedAttention, shape: MeshShape, rank: int) -> A
     if not keys:
         return AttentionBytes()
     block, index = divmod(rank, ulysses)
-    heads, kv_heads = heads_of_ranks(call, ulysses)
+    heads, kv_heads = _heads_of_ranks(call, ulysses)
     both = call.head_dim + call.value_dim
     own_queries = held_by(call.queries, rank, ranks)
     way_in = own_queries * (call.heads - heads[index]) * call.head_dim
@@ -296,7 +305,7 @@ def _sent_in_grid(
     return unit * to_row, unit * to_column, call.samples * results
 
 
-def heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
+def _heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
     """Return the number of query heads and the number of key heads that each Ulysses rank computes, as two lists."""
     group = call.heads // call.kv_heads
     heads = [shard_size(call.heads, rank, ulysses) for rank in range(ulysses)]
@@ -323,24 +332,11 @@ def _sent_in_call(call: ModelCall, shape: MeshShape, rank: int) -> int:
         elif isinstance(operation, CountedGather):
             sent = operation.bytes_per_token * _tokens_sent_in_gather([operation.tokens], shape, rank)
         elif isinstance(operation, Product) or not operation.tokens.held(rank, shape.sequence):
-            continue
-        elif isinstance(operation, CountedSum):
-            sent = sent_of_sum(operation, shape)
+            sent = 0
         else:
-            sent = sent_of_halo(operation, shape, rank)
+            sent = operation.sent(shape, rank)
         total += number * sent
     return total
-
-
-def sent_of_sum(summed: CountedSum, shape: MeshShape) -> int:
-    """Return the bytes that a rank sends to sum over all ranks: first in its Ulysses group, then along the ring."""
-    return summed.size * (shape.ulysses - 1 + shape.ring - 1)
-
-
-def sent_of_halo(halo: CountedHalo, shape: MeshShape, rank: int) -> int:
-    """Return the bytes that ``rank`` sends to its neighbours in its Ulysses group; at an end also to the next group."""
-    at_an_end = rank % shape.ulysses in (0, shape.ulysses - 1)
-    return 2 * halo.size * ((shape.ulysses > 1) + (shape.ring > 1 and at_an_end))
 
 
 def sent_in_rounds(rounds: Sequence[Sequence[ModelCall]], shape: MeshShape, rank: int, *, apart: bool) -> int:
