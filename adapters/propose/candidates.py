@@ -292,31 +292,25 @@ class ObservedRegion:
             mask = choice.mask if masked and self.segment in keys else None
             call = Attention(queries, None if keys == queries else keys, mask)
             by_module.setdefault(observed.name, []).append(call)
-        calls_of = {name: _without_repeats(calls) for name, calls in by_module.items()}
-        alone = [calls[0].queries for calls in calls_of.values() if len(calls) == 1 and calls[0].keys is None]
+        inside = sum(len(calls) for calls in by_module.values())
+        for calls in by_module.values():
+            # In a plan the last entry applies to all further calls.
+            while len(calls) > 1 and calls[-1] == calls[-2]:
+                calls.pop()
+        alone = [calls[0].queries for calls in by_module.values() if len(calls) == 1 and calls[0].keys is None]
         orders = [order for order in alone if self.segment in order]
         joint = max(orders, key=orders.count) if orders else (self.segment,)
         patterns: dict[str, dict[str, tuple[Attention, ...]]] = {}
-        for name, calls in calls_of.items():
-            patterns.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), {})[name] = calls
+        for name, calls in by_module.items():
+            patterns.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), {})[name] = tuple(calls)
         attention: dict[str, tuple[Attention, ...]] = {}
         for pattern, of_pattern in patterns.items():
             equal = len({repr(calls) for calls in of_pattern.values()}) == 1
             named = {pattern: next(iter(of_pattern.values()))} if equal else of_pattern
             attention.update({name: calls for name, calls in named.items() if calls != (Attention(joint),)})
-        inside = sum(len(calls) for calls in by_module.values())
         between = f"{inside} of {len(self.small.attention)} attention calls are between sharding and gathering"
         reasons = [f"{between}; their lengths are those of {' + '.join(joint)}."]
-        reasons += [f"{name}: its lengths are those of {_in_words(calls)}." for name, calls in attention.items()]
+        for name, rules in attention.items():
+            words = "; then ".join(f"{' + '.join(x.queries)} to {' + '.join(x.keys or x.queries)}" for x in rules)
+            reasons.append(f"{name}: its lengths are those of {words}.")
         return joint, attention, reasons
-
-
-def _without_repeats(calls: list[Attention]) -> tuple[Attention, ...]:
-    """Drop repetitions at the end of ``calls``, because in a plan the last entry applies to all further calls."""
-    while len(calls) > 1 and calls[-1] == calls[-2]:
-        calls = calls[:-1]
-    return tuple(calls)
-
-
-def _in_words(calls: tuple[Attention, ...]) -> str:
-    return "; then ".join(" + ".join(call.queries) + " to " + " + ".join(call.keys or call.queries) for call in calls)

@@ -76,9 +76,14 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
         pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
         fixed = [record for record, larger in pairs if record.shape == larger.shape]
         # A list holds one tensor per sample, without the batch dim, so its tensors have one dim fewer.
-        kind = _kind_of(fixed, in_list=isinstance(value, (list, tuple)))
-        if kind == "sequence" or (kind is not None and not _TIME_NAME.search(name)):
-            kinds[kind].append(name)
+        in_list = isinstance(value, (list, tuple))
+        floating = [x.shape for x in fixed if x.dtype.is_floating_point]
+        if any(len(shape) + in_list >= 3 for shape in floating):
+            kinds["sequence"].append(name)
+        elif not _TIME_NAME.search(name) and any(len(shape) == 2 and shape[1] > 1 for shape in floating):
+            kinds["embedding"].append(name)
+        elif not _TIME_NAME.search(name) and len(floating) < len(fixed):
+            kinds["label"].append(name)
     return tuple(next((names for names in kinds.values() if names), []))
 
 
@@ -101,15 +106,6 @@ def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
 
 # Matches names of arguments that change between steps, or with the strength of guidance.
 _TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
-
-
-def _kind_of(tensors: list[TensorRecord], *, in_list: bool) -> str | None:
-    floating = [len(x.shape) + in_list for x in tensors if x.dtype.is_floating_point]
-    if any(dims >= 3 for dims in floating):
-        return "sequence"
-    if any(x.dtype.is_floating_point and len(x.shape) == 2 and x.shape[1] > 1 for x in tensors):
-        return "embedding"
-    return "label" if any(not x.dtype.is_floating_point for x in tensors) else None
 
 
 def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:

@@ -31,10 +31,12 @@ def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]
     at_blocks = _at_blocks(region, plan, parameter, dim, length)
     if at_blocks is not None:
         yield Candidate(at_blocks, (f"{region.start.block}({parameter}): {_WHY}.",))
-    at_inputs = _at_inputs(region, plan, length)
-    if at_inputs is not None:
-        names = [name for name, rule in at_inputs.inputs.items() if isinstance(rule, Split) and rule.segment == TEXT]
-        yield Candidate(at_inputs, (f"{' and '.join(names)}: {_WHY}.",))
+    larger = region.large.inputs
+    rules = {name: _input_rule(x, larger.get(name), region, length) for name, x in region.small.inputs.items()}
+    inputs = {name: rule for name, rule in rules.items() if rule is not None}
+    if {rule.segment for rule in inputs.values()} == {region.segment, TEXT}:
+        names = [name for name, rule in inputs.items() if rule.segment == TEXT]
+        yield Candidate(replace(plan, inputs=inputs, inner={}), (f"{' and '.join(names)}: {_WHY}.",))
 
 
 def _at_blocks(region: ObservedRegion, plan: Plan, parameter: str, dim: int, length: int) -> Plan | None:
@@ -81,17 +83,6 @@ def _text_rule(value: Any, length: int) -> Split | Entries | None:
     if len(splits) == len(rules) and len({repr(rule) for rule in splits}) == 1:
         return splits[0]
     return Entries(tuple(rule if isinstance(rule, Split) else None for rule in rules))
-
-
-def _at_inputs(region: ObservedRegion, plan: Plan, length: int) -> Plan | None:
-    """Return ``plan`` with image and text sharded at the model's inputs; None if one of them is not an input."""
-    rules = {
-        name: _input_rule(value, region.large.inputs.get(name), region, length)
-        for name, value in region.small.inputs.items()
-    }
-    inputs: dict[str, ShardRule] = {name: rule for name, rule in rules.items() if rule is not None}
-    segments = {rule.segment for rule in rules.values() if rule is not None}
-    return replace(plan, inputs=inputs, inner={}) if segments == {region.segment, TEXT} else None
 
 
 def _input_rule(value: Any, larger: Any, region: ObservedRegion, length: int) -> Split | None:

@@ -267,8 +267,11 @@ def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
             attention += number * attending
             waiting, copying = waiting + number * exposed, copying + number * copied
             if exposed or copied:
-                of_ulysses = (shape.ulysses > 1) * runtime.ulysses_launches
-                launches += number * (of_ulysses + _ring_launches(operation, shape, runtime))
+                of_ring = shape.ring * runtime.ring_launches
+                if shape.ring_method == "2d" and shape.ring > 1:
+                    _, columns = choose_grid(shape.ring, operation.heads, operation.kv_heads)
+                    of_ring = runtime.grid_launches + columns - 2
+                launches += number * ((shape.ulysses > 1) * runtime.ulysses_launches + of_ring)
         elif shape.sequence > 1 and (tokens := operation.tokens.held(0, shape.sequence)):
             if isinstance(operation, CountedGather):
                 sent = operation.bytes_per_token * tokens * (shape.sequence - 1)
@@ -282,13 +285,6 @@ def call_seconds(own: CallWork, shape: MeshShape, machine: Machine) -> Seconds:
     device = products + attention + other + waiting
     launching = launches * (host.compiled_launch if runtime.compiled else host.launch)
     return Seconds(products, attention, other, waiting, max(0.0, launching - device))
-
-
-def _ring_launches(call: CountedAttention, shape: MeshShape, runtime: Runtime) -> int:
-    if shape.ring_method != "2d" or shape.ring == 1:
-        return shape.ring * runtime.ring_launches
-    _, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
-    return runtime.grid_launches + columns - 2
 
 
 def region_share(own: CallWork, ranks: int) -> float:

@@ -139,18 +139,14 @@ class _ModelObserver(TorchFunctionMode):
             for x in tensors_in(values.get(key)):
                 if isinstance(rule, Gather):
                     self._note_gathered([x], (rule,))
-                else:
-                    self._note_tokens(key, x, rule)
+                elif isinstance(rule, Replicate):
+                    self._segments.setdefault(rule.segment, Tokens(x.shape[rule.dim], sharded=False))
+                elif isinstance(rule, Split) and not rule.then_replicated and rule.ndim in (None, x.ndim):
+                    first = 0 if rule.after is None else self._segments[rule.after].total
+                    name = rule.segment or rule.like or str(key)
+                    self._note_sharded(name, (x.shape[rule.dim] - first) // (rule.per or 1))
         if any(isinstance(rule, Split) and rule.segment in self._segments for rule in rules.values()):
             self._counter.is_sharded = True
-
-    def _note_tokens(self, key: Any, value: Tensor, rule: ShardRule) -> None:
-        if isinstance(rule, Replicate):
-            self._segments.setdefault(rule.segment, Tokens(value.shape[rule.dim], sharded=False))
-        elif isinstance(rule, Split) and not rule.then_replicated and rule.ndim in (None, value.ndim):
-            first = 0 if rule.after is None else self._segments[rule.after].total
-            name = rule.segment or rule.like or str(key)
-            self._note_sharded(name, (value.shape[rule.dim] - first) // (rule.per or 1))
 
     def _note_sharded(self, segment: str, total: int) -> None:
         min_per_rank = 1 if segment in self._coarse else 2
