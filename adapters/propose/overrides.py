@@ -140,9 +140,9 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
     batched: dict[str, int] = {}
     for name, value in inputs.items():
         shapes = [tuple(x.shape) for x in tensors_in(value)]
-        if shapes and all(samples in shape for shape in shapes):
-            dims = {shape.index(samples) for shape in shapes}
-            batched |= {name: dims.pop()} if len(dims) == 1 else {}
+        dims = {shape.index(samples) if samples in shape else -1 for shape in shapes}
+        if len(dims) == 1 and -1 not in dims:
+            batched[name] = dims.pop()
 
     def sample(index: int) -> dict[str, Any]:
         narrowed = {
