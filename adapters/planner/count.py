@@ -123,10 +123,7 @@ def _count_call(transformer: nn.Module, sizes: GenerationSizes, batch: int) -> M
 
 
 def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallWork:
-    """Return the work of a model with more blocks than ``base``, which has one block of each kind.
-
-    ``more`` has, for each kind, the number of further blocks, and the work with one further block.
-    """
+    """Return the work of a model with blocks added to ``base``: for each kind, their number, and the work with one."""
     operations = Counter(base.operations)
     for blocks, part in more:
         for operation in {*part.operations, *base.operations}:
@@ -211,10 +208,7 @@ def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
 
 
 def encoder_operations(encoder: nn.Module, tokens: int) -> float:
-    """Return the floating-point operations of encoding one prompt of ``tokens`` tokens: 2 per weight and token.
-
-    Linear layers count, except the language-model head.
-    """
+    """Return the operations of encoding ``tokens`` tokens: 2 per token and weight of linear layers, except the head."""
     layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
     return 2.0 * tokens * sum(weight.numel() for weight in layers)
 

@@ -324,10 +324,7 @@ def _handwritten_attention(name: str, observed: ObservedCall) -> str:
 def _questions_of(begins: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """Return questions for the user. Each begins with the name under which ``answers`` takes the answer, if it has one.
 
-    Args:
-        begins: The starts that were tried.
-        failure: What was wrong with the likeliest plan.
-        small, large: The two observed calls.
+    ``begins`` are the starts that were tried, and ``failure`` says what was wrong with the likeliest plan.
     """
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."

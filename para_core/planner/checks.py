@@ -223,10 +223,7 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
 
 
 def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
-    """Check attention over all ranks against float64 on one device.
-
-    The numbers of tokens and heads are not divisible by the number of ranks.
-    """
+    """Check attention over all ranks, which divide neither tokens nor heads, against float64 on one device."""
     generator = torch.Generator().manual_seed(0)
     tokens, heads = 64 * ranks.size + 1, ranks.size + 1
     exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -244,10 +241,7 @@ def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
 
 
 def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
-    """Measure an attention call over the mesh with so few tokens that only host time and latency count.
-
-    The seconds are those of the slowest rank.
-    """
+    """Measure an attention call with so few tokens that only host time and latency count, on the slowest rank."""
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
         call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
@@ -294,13 +288,9 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
 
 
 def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
-    """Return the seconds of a small exchange (the latency), and the bytes per second of a large exchange.
+    """Return the seconds of a small exchange (the latency) and the bytes per second of a large one, of the slowest rank.
 
-    Both are those of the slowest rank.
-
-    Args:
-        ring: Whether the exchange is a ring step, in which each rank sends to the next rank only. Otherwise it is an
-            all-to-all.
+    In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
     """
     distances = range(1, 2 if ring else dim.size)
 

@@ -70,8 +70,7 @@ class Tokens:
 
     Args:
         sharded (`bool`): Whether the plan shards the tokens.
-        min_per_rank (`int`): Number of tokens per rank (1 for image rows or frames, else 2) with fewer than which they
-            are replicated.
+        min_per_rank (`int`): Fewer tokens per rank are replicated; 1 for image rows or frames, else 2.
     """
 
     total: int

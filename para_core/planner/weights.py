@@ -182,10 +182,7 @@ class Weights:
 
 
 def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of a step with FSDP2: those of ``step`` without, and the wait for gathered weights.
-
-    Each of the step's ``calls`` model calls gathers all blocks.
-    """
+    """Return the seconds of a step with FSDP2: those of ``step`` without, and the wait for weights in all ``calls``."""
     transformer = weights.transformer
     link = machine.topology.link(shape.tensor, shape.sequence)
     sending = calls * link.seconds(transformer.gathered(shape.sequence), messages=transformer.parts)
@@ -196,10 +193,7 @@ def with_gathered_weights(step: Seconds, weights: Weights, calls: int, shape: Me
 
 
 def with_copied_weights(step: Seconds, weights: Weights, calls: int, placement: Placement, machine: Machine) -> Seconds:
-    """Return the seconds of a step with blocks in host memory: those of ``step`` without, and the wait for copies.
-
-    Each of the step's ``calls`` model calls copies the blocks in host memory to the device.
-    """
+    """Return the seconds of a step with blocks in host memory, each of whose ``calls`` waits for copies of them."""
     copying = calls * weights.copied(placement) / machine.device.host_bandwidth
     return replace(step, communication=step.communication + max(0.0, copying - step.compute))
 
@@ -218,10 +212,7 @@ def encoding_seconds(
 
 
 def _stream(own: CallWork, shape: MeshShape) -> float:
-    """Return the bytes of the hidden states that a rank passes from one transformer block to the next in a model call.
-
-    They are estimated as large as the queries of the longest attention call.
-    """
+    """Return the bytes of hidden states that a rank passes from block to block: those of the longest queries."""
     widest = max(own.attention, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
         return 0.0
@@ -235,10 +226,7 @@ def sent_between_stages(own: CallWork, calls: int, shape: MeshShape) -> int:
 
 
 def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
-    """Return the seconds of ``calls`` model calls in exact pipeline stages.
-
-    Stages work one after the other, and the last stage sends the output to all others.
-    """
+    """Return the seconds of ``calls`` model calls in exact stages: they work in turn, and the last sends the output."""
     # The host of a stage launches operators ahead while the stage waits, so only the launches of one stage add time.
     call = call_seconds(replace(own, launches=own.launches // shape.pipe), shape, machine)
     link, hops = machine.topology.link(shape.ranks // shape.pipe, shape.pipe), shape.pipe - 1
