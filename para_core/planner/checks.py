@@ -288,7 +288,7 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
 
 
 def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
-    """Return the seconds of a small exchange (the latency) and the bytes per second of a large one, of the slowest rank.
+    """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the slowest rank.
 
     In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
     """
