@@ -122,15 +122,6 @@ def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any]
     ranks = gather({"runs": runs, **memory, **counts})
     if not first:
         return None
-    return {
-        **_description(pipe, job),
-        "seconds": _seconds([rank.pop("runs") for rank in ranks]),
-        "ranks": ranks,
-        "check": check,
-    }
-
-
-def _description(pipe: Any, job: MeasurementJob) -> dict[str, Any]:
     described = metadata(pipe, job.request, job.recipe, 0.0)
     del described["seconds"]
     return {
@@ -139,6 +130,9 @@ def _description(pipe: Any, job: MeasurementJob) -> dict[str, Any]:
         "dtype": str(dtype_of(job.recipe)).removeprefix("torch."),
         "warmup_runs": job.warmup_runs,
         "runs": job.runs,
+        "seconds": _seconds([rank.pop("runs") for rank in ranks]),
+        "ranks": ranks,
+        "check": check,
     }
 
 

@@ -56,7 +56,5 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         file = "" if error.filename is None else f"{error.filename}: "
         return f"{file}{error.strerror}."
-    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)) and not isinstance(
-        error, KeyError
-    )
+    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError))
     return text if plain and text else f"{type(error).__name__}: {text}"

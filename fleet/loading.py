@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.components import Quantize, TextEncoders
@@ -38,7 +37,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    mesh: Any = _mesh(recipe, device) if ranks > 1 else None
+    sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
+    mesh: Any = init_context_parallel_mesh(device, **sizes) if sizes and ranks > 1 else None
     if not dist.is_initialized():
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         mesh = one_guided_rank(device)
@@ -171,12 +171,6 @@ def dtype_of(recipe: Recipe) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     return dtype
-
-
-def _mesh(recipe: Recipe, device: str) -> DeviceMesh | None:
-    if not recipe.mesh:
-        return None
-    return init_context_parallel_mesh(device, **{f"max_{name}_dim_size": size for name, size in recipe.mesh})
 
 
 def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:

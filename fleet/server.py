@@ -124,13 +124,16 @@ class Server:
         self._backend, self._model, self._limits, self._options = backend, model, limits, options
         self._jobs = Jobs(backend, limits, options.replicas)
         self._stored = StoredResults()
-        self._started = int(time.time())
+        # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
+        # this machine.
+        name = Path(model.name).name if Path(model.name).is_dir() else model.name
+        card = {"id": name or model.pipeline, "object": "model", "created": int(time.time()), "owned_by": "para_core"}
+        self._card = {**card, "pipeline": model.pipeline, "kind": model.kind}
         self.loading = False
         self._videos = None
         if model.kind == "video" and options.videos is not None:
             seconds = options.keep_hours * 3600
-            name = self._model_card()["id"]
-            self._videos = Videos(self._jobs, options.videos, seconds, model=name, fps=options.fps)
+            self._videos = Videos(self._jobs, options.videos, seconds, model=card["id"], fps=options.fps)
         self._access = Access(options.api_key, options.cors)
         self._loras = None if options.loras is None else LoraFolder(options.loras)
         self._body_schema = body_schema(model, limits, loras=self._loras is not None)
@@ -221,24 +224,16 @@ class Server:
         metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    def _model_card(self) -> dict[str, Any]:
-        name = self._model.name
-        # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
-        # this machine.
-        name = Path(name).name if Path(name).is_dir() else name
-        card = {"id": name or self._model.pipeline, "object": "model", "created": self._started}
-        return {**card, "owned_by": "para_core", "pipeline": self._model.pipeline, "kind": self._model.kind}
-
     async def _list_models(self) -> Response:
         """List the one model that this server runs."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        return JSONResponse({"object": "list", "data": [self._card]})
 
     async def _show_model(self, name: str) -> Response:
         """Show the model of this name."""
-        card = self._model_card()
-        if name != card["id"]:
-            raise RequestError(404, "model_not_found", f"no model {name[:80]!r} is served; expected {card['id']!r}.")
-        return JSONResponse(card)
+        if name != self._card["id"]:
+            message = f"no model {name[:80]!r} is served; expected {self._card['id']!r}."
+            raise RequestError(404, "model_not_found", message)
+        return JSONResponse(self._card)
 
     async def _list_loras(self) -> Response:
         """List the LoRAs that requests may name, and the default for requests that name none."""

@@ -12,10 +12,9 @@ from diffusers.utils import export_to_gif
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe
 
-SIZE = {"type": int, "nargs": 3, "metavar": ("HEIGHT", "WIDTH", "FRAMES"), "help": "pixels, pixels, 6 k + 1 frames"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="genmo/mochi-1-preview", help="a name on the Hub, or a folder")
-parser.add_argument("--size", default=(480, 848, 85), **SIZE)
+parser.add_argument("--size", type=int, nargs=3, default=(480, 848, 85), help="height, width, frames (6 k + 1)")
 options = parser.parse_args()
 
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
