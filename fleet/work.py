@@ -76,31 +76,30 @@ def generate_batch(
 
     Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
     """
-    mesh = mesh_of(pipe)
-    previews = _previews(mesh, requests[0], recipe, format_, watch)
+    mesh, previews = mesh_of(pipe), None
+    first = mesh is None or mesh.rank == 0
+    if watch.preview is not None and requests[0].delivery.partial_images:
+        send = watch.preview if first else lambda output: None
+        # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
+        decodes = first or recipe.vae or recipe.vae_placement == "first"
+        previews = Previews(requests[0], send, format_=format_, decodes=decodes)
     start = time.perf_counter()
     output = call_pipe(pipe, requests, **step_callback(pipe, mesh, watch, previews))
     seconds = time.perf_counter() - start
-    if mesh is not None and mesh.rank != 0:
+    if not first:
         return None
-    if len(requests) == 1:
-        return [_result(pipe, requests[0], recipe, output, seconds, format_, fps)]
     name = "images" if getattr(output, "frames", None) is None else "frames"
-    samples = [SimpleNamespace(**{name: [sample]}) for sample in getattr(output, name)]
-    return [
-        _result(pipe, request, recipe, sample, seconds, format_, fps)
-        for request, sample in zip(requests, samples, strict=True)
-    ]
-
-
-def _result(pipe: Any, request: Request, recipe: Recipe, output: Any, seconds: float, format_: str, fps: int) -> Result:
-    videos = getattr(output, "frames", None)
-    first = output.images[0] if videos is None else videos[0][0]
-    delivery = request.delivery
-    files = encode(output, delivery.format_ or format_, fps=fps, quality=delivery.quality)
-    # The size is read from the result, because the pipeline may have rounded the requested one.
-    size = {"size": f"{first.width}x{first.height}"}
-    return Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size})
+    samples = getattr(output, name)
+    results = []
+    for request, share in zip(requests, [samples] if len(requests) == 1 else [[x] for x in samples], strict=True):
+        delivery = request.delivery
+        share_of_output = SimpleNamespace(**{name: share})
+        files = encode(share_of_output, delivery.format_ or format_, fps=fps, quality=delivery.quality)
+        # The size is read from the result, because the pipeline may have rounded the requested one.
+        image = share[0] if name == "images" else share[0][0]
+        size = {"size": f"{image.width}x{image.height}"}
+        results.append(Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size}))
+    return results
 
 
 def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
@@ -143,15 +142,6 @@ def _version(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         # para_core has no version if it runs from a checkout.
         return "not installed"
-
-
-def _previews(mesh: GuidedMesh | None, request: Request, recipe: Recipe, format_: str, watch: Watch) -> Previews | None:
-    if watch.preview is None or not request.delivery.partial_images:
-        return None
-    first = mesh is None or mesh.rank == 0
-    # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all. All ranks decode then.
-    send = watch.preview if first else lambda output: None
-    return Previews(request, send, format_=format_, decodes=first or recipe.vae or recipe.vae_placement == "first")
 
 
 def step_callback(
