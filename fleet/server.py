@@ -128,12 +128,12 @@ class Server:
         # this machine.
         name = Path(model.name).name if Path(model.name).is_dir() else model.name
         card = {"id": name or model.pipeline, "object": "model", "created": int(time.time()), "owned_by": "para_core"}
-        self._card = {**card, "pipeline": model.pipeline, "kind": model.kind}
+        self._card: dict[str, Any] = {**card, "pipeline": model.pipeline, "kind": model.kind}
         self.loading = False
         self._videos = None
         if model.kind == "video" and options.videos is not None:
             seconds = options.keep_hours * 3600
-            self._videos = Videos(self._jobs, options.videos, seconds, model=card["id"], fps=options.fps)
+            self._videos = Videos(self._jobs, options.videos, seconds, model=self._card["id"], fps=options.fps)
         self._access = Access(options.api_key, options.cors)
         self._loras = None if options.loras is None else LoraFolder(options.loras)
         self._body_schema = body_schema(model, limits, loras=self._loras is not None)
