@@ -28,26 +28,6 @@ class Expected:
         return self.like.numel() * self.like.element_size()
 
 
-class DeferredOp:
-    """A postponed call of an operator on deferred tensors.
-
-    The call is made as soon as these tensors have data, when their *round* of model calls ends (see
-    :class:`PendingRound`), before anything can change them in place.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
-        self.leaves: list[Any] = []
-
-    def compute(self) -> None:
-        if self._call is not None:
-            (func, args, kwargs), self._call = self._call, None
-            self.leaves = pytree.tree_leaves(func(*materialize(args), **materialize(kwargs)))
-
-    def leaf(self, index: int) -> Any:
-        return self.leaves[index]
-
-
 class LiveDeferred:
     """Weak references to all deferred tensors of one pipeline call.
 
@@ -85,8 +65,9 @@ class LiveDeferred:
 class PendingRound(Protocol):
     """A round of model calls, at the end of which the ranks exchange their results."""
 
-    # Operator calls on this round's deferred tensors, postponed to its end, in the order of the calls.
-    later: list[DeferredOp]
+    # Operator calls on this round's deferred tensors, in their order. They are postponed to the end of the round, and
+    # made before anything can change these tensors in place.
+    later: list[Callable[[], None]]
     # All deferred tensors of the pipeline call.
     live: LiveDeferred
 
@@ -212,12 +193,15 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten(outputs)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    operation = DeferredOp(
-        func, *pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), (args, kwargs))
-    )
-    first.of.later.append(operation)
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, Deferred) else x.clone(), (args, kwargs))
+    results: list[Any] = []
+
+    def compute() -> None:
+        results.extend(pytree.tree_leaves(func(*materialize(args), **materialize(kwargs))))
+
+    first.of.later.append(compute)
     deferred = [
-        Deferred.make(first.of, Expected(leaf, first.device), partial(operation.leaf, index))
+        Deferred.make(first.of, Expected(leaf, first.device), partial(results.__getitem__, index))
         for index, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(deferred, spec)

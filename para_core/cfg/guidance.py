@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.cfg.deferred import Deferred, DeferredOp, Expected, LiveDeferred, materialize
+from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
@@ -90,7 +90,7 @@ class _Round:
     # The output tensors of each call; None before the exchange.
     results: list[list[Tensor]] | None = None
     # Operator calls on deferred tensors, postponed to the end of the round, in the order of the calls.
-    later: list[DeferredOp] = field(default_factory=list)
+    later: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -220,8 +220,9 @@ class Guidance:
         if self._unverified:
             self._verify(done.calls)
         done.results = self._exchange(done.calls)
-        for operation in done.later:
-            operation.compute()
+        while done.later:
+            # Remove each operation, because it holds its arguments.
+            done.later.pop(0)()
         self.rounds.append(len(done.calls))
 
     def _begin(self) -> _Round:
