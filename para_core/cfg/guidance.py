@@ -63,20 +63,23 @@ class _Form:
         return pytree.tree_unflatten([None if x is None else next(rest) for x in self.leaves], self.spec)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     """One model call of the current round.
 
     Args:
         owner: The ranks with this index along the mesh dim compute the call; None if all ranks compute it.
-        leaves: The output's tensors, if this rank computed the call; otherwise empty.
+        leaves: The output's tensors; empty until the exchange if this rank does not compute the call.
         failure: The exception that this rank raised while computing the call, if any.
     """
 
     owner: int | None
     expected: list[Expected]
     leaves: list[Tensor]
-    failure: Exception | None = None
+    failure: Exception | None
+
+    def leaf(self, index: int) -> Tensor:
+        return self.leaves[index]
 
 
 @dataclass
@@ -87,26 +90,14 @@ class _Round:
     finish: Callable[[], None]
     live: LiveDeferred
     calls: list[_Call] = field(default_factory=list)
-    # The output tensors of each call; None before the exchange.
-    results: list[list[Tensor]] | None = None
+    # Whether the exchange has taken place, so that each call has its output.
+    is_over: bool = False
     # Operator calls on deferred tensors, postponed to the end of the round, in the order of the calls.
     later: list[Callable[[], None]] = field(default_factory=list)
 
     @property
-    def is_over(self) -> bool:
-        return self.results is not None
-
-    @property
     def waits_for_more(self) -> bool:
         return len(self.calls) < self.size
-
-    def deferred(self, index: int) -> list[Deferred]:
-        """Return one deferred tensor for each output tensor of call number ``index``."""
-
-        def get(leaf: int) -> Any:
-            return None if self.results is None else self.results[index][leaf]
-
-        return [Deferred.make(self, x, partial(get, leaf)) for leaf, x in enumerate(self.calls[index].expected)]
 
 
 class Guidance:
@@ -205,9 +196,11 @@ class Guidance:
                 if key not in self._unverified:
                     raise
                 failure = error
-        expected = [x for x in form.leaves if x is not None]
-        self._round.calls.append(_Call(owner, expected, computed, failure))
-        return form.with_tensors(self._round.deferred(len(self._round.calls) - 1))
+        call = _Call(owner, [x for x in form.leaves if x is not None], computed, failure)
+        self._round.calls.append(call)
+        return form.with_tensors(
+            [Deferred.make(self._round, x, partial(call.leaf, index)) for index, x in enumerate(call.expected)]
+        )
 
     def finish(self) -> None:
         """End the round: give all ranks the results of its calls, then run the postponed operators.
@@ -219,7 +212,8 @@ class Guidance:
         done, self._round = self._round, self._begin()
         if self._unverified:
             self._verify(done.calls)
-        done.results = self._exchange(done.calls)
+        self._exchange(done.calls)
+        done.is_over = True
         while done.later:
             # Remove each operation, because it holds its arguments.
             done.later.pop(0)()
@@ -257,26 +251,20 @@ class Guidance:
             self._forms.pop(key, None)
         self._unverified = {}
 
-    def _exchange(self, calls: list[_Call]) -> list[list[Tensor]]:
-        """Return, on all ranks, the output tensors of each call of the round.
-
-        The ranks exchange them as bytes in one all-gather.
-        """
+    def _exchange(self, calls: list[_Call]) -> None:
+        """Give all ranks the output tensors of each call of the round, as bytes in one all-gather."""
         of_ranks = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
         distributed = [call for of_rank in of_ranks for call in of_rank]
         if not distributed:
-            return [call.leaves for call in calls]
+            return
         sizes = [sum(x.num_bytes for call in of_rank for x in call.expected) for of_rank in of_ranks]
         own = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
         empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
         received = all_gather(torch.cat([empty, *own]), sizes, 0, self._dim)
         parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))
-        # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
-        results = {
-            id(call): [next(parts).clone().view(x.like.dtype).view(x.like.shape) for x in call.expected]
-            for call in distributed
-        }
-        return [results.get(id(call), call.leaves) for call in calls]
+        for call in distributed:
+            # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
+            call.leaves = [next(parts).clone().view(x.like.dtype).view(x.like.shape) for x in call.expected]
 
 
 def _computed(
