@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,16 +40,23 @@ _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
 
+@dataclass(eq=False)
 class PreparedAttention:
-    """A cache of :class:`MeshAttention` objects, keyed by (plan entry, segments), that is kept between the calls of a
-    model.
+    """The attention settings of a plan, and the :class:`MeshAttention` objects that are kept between calls of the model.
 
     It is a class instead of a plain dict, because a graph with a dict argument is traced again whenever the length of
     the dict changes.
+
+    Args:
+        cross: Options for cross-attention. By default, sharded keys use ``options``, and replicated keys plain SDPA on
+            one device.
     """
 
-    def __init__(self) -> None:
-        self.attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = {}
+    mesh: SequenceMesh
+    options: AttnOptions
+    cross: AttnOptions | None
+    attn_func: AttnFunc | None
+    attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = field(default_factory=dict)
 
 
 class PlannedAttention:
@@ -56,27 +64,13 @@ class PlannedAttention:
 
     Args:
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
-        prepared: The store of :class:`MeshAttention` objects, kept between calls of the model.
         bind: Binds a function to this call of the model, so that activation checkpointing can recompute the function in
-            the backward. None if nothing needs to be bound.
-        cross: Options for cross-attention. By default, sharded keys use ``options``, and replicated keys plain SDPA on
-            one device.
+            the backward.
     """
 
-    def __init__(
-        self,
-        mesh: SequenceMesh,
-        options: AttnOptions,
-        attending: tuple[Attention, ...],
-        prepared: PreparedAttention,
-        attn_func: AttnFunc | None = None,
-        bind: BindRecomputation | None = None,
-        cross: AttnOptions | None = None,
-    ) -> None:
-        self.bind = bind
-        self.mesh, self.options, self.prepared, self.attn_func = mesh, options, prepared, attn_func
-        self.cross = cross
-        self.attending = attending
+    def __init__(self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation) -> None:
+        self.prepared, self.attending, self.bind = prepared, attending, bind
+        self.mesh = prepared.mesh
         self.segments: TraceSafeLayout = ()
         # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a
         # cache uses) and again after it.
@@ -94,15 +88,13 @@ class PlannedAttention:
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy with the plan entries ``attending``, one for each attention call, which it counts from 0."""
-        inner = PlannedAttention(
-            self.mesh, self.options, attending, self.prepared, self.attn_func, self.bind, self.cross
-        )
+        inner = PlannedAttention(self.prepared, attending, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner
 
     def bind_checkpoint(self) -> None:
         """Intercept the recomputation of the ``torch.utils.checkpoint`` call that is running, if any."""
-        if not torch.compiler.is_compiling() and self.bind is not None:
+        if not torch.compiler.is_compiling():
             bind_checkpoint(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
@@ -142,7 +134,7 @@ class PlannedAttention:
         if self._over_mesh(attention) is None:
             return operator(*args, **kwargs)
         layouts = partial(planned_layouts, attention, segments_of(self.segments), self.mesh)
-        return FlexOverMesh(self.mesh, layouts, self.options, assume_equal=True)(operator, args, kwargs)
+        return FlexOverMesh(self.mesh, layouts, self.prepared.options, assume_equal=True)(operator, args, kwargs)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
@@ -154,12 +146,13 @@ class PlannedAttention:
 
     def _find(self, attention: Attention) -> MeshAttention | None:
         if not self._has_sharded_keys(attention):
-            if attention.keys is None or self.cross is None:
+            if attention.keys is None or self.prepared.cross is None:
                 return None
             # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not matter.
             alone = self.mesh.alone()
             layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), alone)
-            return MeshAttention(alone, layouts, self.cross, assume_equal=True, attn_func=self.attn_func)
+            func = self.prepared.attn_func
+            return MeshAttention(alone, layouts, self.prepared.cross, assume_equal=True, attn_func=func)
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
@@ -176,8 +169,8 @@ class PlannedAttention:
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
-        options = self.options if attention.keys is None or self.cross is None else self.cross
-        return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.attn_func)
+        options = self.prepared.options if attention.keys is None else self.prepared.cross or self.prepared.options
+        return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.prepared.attn_func)
 
 
 def planned_layouts(
@@ -249,9 +242,7 @@ class PlannedAttnMode(TorchFunctionMode):
     ) -> Any:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
-            bind = self.planned.bind
-            if bind is not None:
-                bind_reentrant_checkpoint(partial(bind, self.planned))
+            bind_reentrant_checkpoint(partial(self.planned.bind, self.planned))
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
         planned = self.planned

@@ -126,8 +126,9 @@ class Region:
         pair (``options``, ``cross_backend``), and keeps the graphs.
         """
         self.options, self.cross_backend = options, cross_backend
-        self._cross = None if cross_backend is None else replace(options, backend=cross_backend)
-        self._prepared = self._prepared_for.setdefault((options, cross_backend), PreparedAttention())
+        cross = None if cross_backend is None else replace(options, backend=cross_backend)
+        prepared = PreparedAttention(self.mesh, options, cross, self.attn_func)
+        self._prepared = self._prepared_for.setdefault((options, cross_backend), prepared)
 
     @property
     def sharing_samples(self) -> MeshDim | None:
@@ -183,10 +184,7 @@ class Region:
             self._refuse_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
             refuse_checkpointing(module)
-        attending = (Attention(self.plan.joint_order),)
-        planned = PlannedAttention(
-            self.mesh, self.options, attending, self._prepared, self.attn_func, self._bound, self._cross
-        )
+        planned = PlannedAttention(self._prepared, (Attention(self.plan.joint_order),), self._bound)
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module))
         self._interceptions.append(interception)
         try:
