@@ -42,7 +42,7 @@ BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[
 
 @dataclass(eq=False)
 class PreparedAttention:
-    """The attention settings of a plan, and the :class:`MeshAttention` objects that are kept between calls of the model.
+    """The attention settings of a plan, with the :class:`MeshAttention` objects kept between calls of the model.
 
     It is a class instead of a plain dict, because a graph with a dict argument is traced again whenever the length of
     the dict changes.
