@@ -28,7 +28,7 @@ Method = Literal["ring", "ulysses"]
 class ParallelRun:
     """The settings of a run on several ranks.
 
-    Without ``plan``, inputs are sharded under a ``UnifiedAttnMode``, and ``forward`` is called instead of the model.
+    Without ``plan``, inputs are sharded under a ``UnifiedAttnMode``, where ``forward``, if given, replaces the model.
     ``dims`` is the token dim of each sharded tensor of the inputs, keyed by its index in ``inputs.leaves()``.
     """
 
