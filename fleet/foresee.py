@@ -12,7 +12,7 @@ import torch
 
 from para_core.adapters.planner.count import on_meta
 from para_core.adapters.planner.default_mesh import MeshChoice, choose_mesh, fastest_mesh
-from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
+from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor

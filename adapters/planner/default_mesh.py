@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.planner.count import UnknownModelError
-from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
+from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.attention.attention_options import RotateMethod

@@ -23,8 +23,7 @@ from para_core.adapters.planner.count import (
     weights_of,
     without_data,
 )
-from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
-from para_core.adapters.planner.pipeline_defaults import default_guidance, default_sizes, number_of_heads
+from para_core.adapters.planner.inputs import INPUTS, GenerationSizes, default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.adapters.vaes import vaes_of

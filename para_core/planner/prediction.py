@@ -32,9 +32,9 @@ from para_core.planner.weights import (
     Weights,
     encoding_seconds,
     patched,
-    sent_between_stages,
     staged,
     stale_key_bytes,
+    stream_bytes,
     with_copied_weights,
     with_gathered_weights,
 )
@@ -298,8 +298,9 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
         if isinstance(x, Product)
     )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
+    between_stages = round(passes * stream_bytes(call.parts[0], shape)) if shape.pipe > 1 else 0
     # The attention calls are those of all stages, and each stage makes only its share of them.
-    return own // shape.pipe + round(passes * summed + gathered) + sent_between_stages(call.parts[0], passes, shape)
+    return own // shape.pipe + round(passes * summed + gathered) + between_stages
 
 
 def memory_of(

@@ -22,15 +22,8 @@ from para_core.torch_internals import (
 )
 
 # These operators launch nothing on a device, although they are not views: allocations and a reshape.
-_NO_LAUNCH = {
-    "aten::_unsafe_view",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
+_ALLOCATIONS = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+_NO_LAUNCH = {f"aten::{name}" for name in ("_unsafe_view", *_ALLOCATIONS)}
 # Neither do these: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH_IN_RUN = {*_NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}

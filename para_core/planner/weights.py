@@ -211,7 +211,7 @@ def encoding_seconds(
     return 0.0
 
 
-def _stream(own: CallWork, shape: MeshShape) -> float:
+def stream_bytes(own: CallWork, shape: MeshShape) -> float:
     """Return the bytes of hidden states that a rank passes from block to block: those of the longest queries."""
     widest = max(own.attention, key=lambda x: sum(y.total for y in x.queries), default=None)
     if widest is None:
@@ -220,17 +220,12 @@ def _stream(own: CallWork, shape: MeshShape) -> float:
     return float(tokens * widest.samples * widest.heads * widest.head_dim * widest.element_size)
 
 
-def sent_between_stages(own: CallWork, calls: int, shape: MeshShape) -> int:
-    """Return the bytes that the first stage sends to the next stage in ``calls`` model calls, also with PipeFusion."""
-    return round(calls * _stream(own, shape)) if shape.pipe > 1 else 0
-
-
 def staged(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Seconds:
     """Return the seconds of ``calls`` model calls in exact stages: they work in turn, and the last sends the output."""
     # The host of a stage launches operators ahead while the stage waits, so only the launches of one stage add time.
     call = call_seconds(replace(own, launches=own.launches // shape.pipe), shape, machine)
     link, hops = machine.topology.link(shape.ranks // shape.pipe, shape.pipe), shape.pipe - 1
-    between = hops * link.seconds(_stream(own, shape), all_to_all=True)
+    between = hops * link.seconds(stream_bytes(own, shape), all_to_all=True)
     result = link.seconds(hops * own.returned, messages=hops, all_to_all=True)
     return (call + Seconds(communication=between + result)).times(calls)
 
@@ -246,7 +241,7 @@ def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Se
     # With fewer patches than stages, some stages have no patch to work on.
     step = patch.times(calls * max(patches, shape.pipe) / shape.pipe)
     link = machine.topology.link(shape.ranks // shape.pipe, shape.pipe)
-    sending = link.seconds(calls * _stream(own, shape), messages=calls * patches, all_to_all=True)
+    sending = link.seconds(calls * stream_bytes(own, shape), messages=calls * patches, all_to_all=True)
     return replace(step, communication=step.communication + max(0.0, sending - step.compute))
 
 

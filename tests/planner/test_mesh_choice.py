@@ -16,7 +16,7 @@ from para_core.adapters import parallelize_pipe
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.planner import default_mesh
 from para_core.adapters.planner.default_mesh import MeshChoice, Unpredicted, choose_mesh
-from para_core.adapters.planner.pipeline_defaults import default_guidance, number_of_heads
+from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import region_of
 from tests.planner.gpus import gpu_named
