@@ -18,22 +18,8 @@ import torch
 import torch.distributed as dist
 
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.planner.checks import (
-    DoctorReport,
-    Finding,
-    Ranks,
-    backends,
-    exactness,
-    host,
-    host_per_call,
-    links,
-    memory,
-    speed,
-    versions,
-)
-
-# The process group has this timeout in seconds, so that a missing rank is reported instead of hanging the check.
-_TIMEOUT = 60.0
+from para_core.planner import checks
+from para_core.planner.checks import DoctorReport, Finding, Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,18 +72,19 @@ def _join(*, on_cpu: bool) -> Ranks:
         torch.cuda.set_device(device)
     if size > 1:
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
+        # With this timeout a missing rank is reported instead of hanging the check.
+        dist.init_process_group(backend, timeout=timedelta(seconds=60))
     return Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
 
 
 def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
     """Run all checks one after the other, and return the report. This is a collective call."""
     report = DoctorReport()
-    _try(report, "versions", versions, ranks, report)
-    _try(report, "device", memory, ranks, report)
-    _try(report, "backends", backends, ranks, report)
-    _try(report, "device speed", speed, ranks, report)
-    _try(report, "host", host, ranks, report)
+    _try(report, "versions", checks.versions, ranks, report)
+    _try(report, "device", checks.memory, ranks, report)
+    _try(report, "backends", checks.backends, ranks, report)
+    _try(report, "device speed", checks.speed, ranks, report)
+    _try(report, "host", checks.host, ranks, report)
     if ranks.size == 1:
         advice = "launch it with torchrun to measure what connects ranks"
         report.findings.append(Finding("mesh", "one rank", advice=advice))
@@ -109,9 +96,9 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
     mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, **sizes)
     if mesh is not None:
         report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
-        _try(report, "attention over the mesh", exactness, ranks, report, mesh)
-        _try(report, "host per attention call", host_per_call, ranks, report, mesh)
-        _try(report, "links", links, ranks, report, mesh)
+        _try(report, "attention over the mesh", checks.exactness, ranks, report, mesh)
+        _try(report, "host per attention call", checks.host_per_call, ranks, report, mesh)
+        _try(report, "links", checks.links, ranks, report, mesh)
     return report
 
 
