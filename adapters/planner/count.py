@@ -238,7 +238,7 @@ class _Operations(TorchFunctionMode):
 _SIDE = 8
 
 
-def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float = 0.0) -> float:
+def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float) -> float:
     """Return the floating-point operations of decoding latents of ``sizes``. Call it inside :func:`on_meta`.
 
     ``channels`` is that of the latents, and ``tiled`` the fraction of a tile that overlaps with the next one.

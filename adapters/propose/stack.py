@@ -45,7 +45,7 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
         # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
         if calls[0].began < began or not region.small.attends(calls[0].began, calls[-1].ended):
             continue
-        streams = streams_of(calls, 0)
+        streams = streams_of(calls)
         if not all(streams):
             return None
         measured = next((stream for stream in region.start.streams if stream in streams), streams[0])

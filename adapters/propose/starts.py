@@ -37,18 +37,17 @@ def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
     return {dim: lengths for dim, lengths in enumerate(pairs) if lengths[0] != lengths[1]}
 
 
-def streams_of(calls: list[ModuleCall], index: int) -> tuple[str, ...]:
-    """Return the parameters of block ``calls[index]`` whose updated values it returns, in the order of its outputs.
+def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
+    """Return the parameters of the first block of ``calls`` whose updated values it returns, in that order.
 
     An output belongs to the parameter through which the next block receives it. If the next block does not receive it,
     it belongs to a parameter of the same shape, unless the next block gets that parameter unchanged. An output that
     belongs to no parameter gives ``""``.
     """
-    call = calls[index]
-    inputs = {name: value for name, value in call.arguments.items() if isinstance(value, TensorRecord)}
-    following = calls[index + 1].arguments if index + 1 < len(calls) else {}
+    inputs = {name: value for name, value in calls[0].arguments.items() if isinstance(value, TensorRecord)}
+    following = calls[1].arguments if len(calls) > 1 else {}
     streams: list[str] = []
-    for output in tensors_of(call.output):
+    for output in tensors_of(calls[0].output):
         received = [name for name, value in following.items() if getattr(value, "identity", None) == output.identity]
         same_shape = [
             name
@@ -69,7 +68,7 @@ def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
     for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
         calls, larger_calls = small.of_list(name), large.of_list(name)
         if larger_calls and small.attends(calls[0].began, calls[-1].ended):
-            yield from _start(calls[0], larger_calls[0], streams_of(calls, 0))
+            yield from _start(calls[0], larger_calls[0], streams_of(calls))
     outer = [call for call in small.calls if call.block_list is None and small.attends(call.began, call.ended)]
     for call in sorted(outer, key=lambda call: call.began):
         larger_call = next((other for other in large.calls if other.name == call.name), None)
