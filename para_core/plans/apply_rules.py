@@ -119,13 +119,10 @@ class RuleExecutor:
 
         At most one of ``names`` may be unknown in this call so far. It counts as replicated, with the remaining tokens.
         """
-        sharded = [self.segments.get(name) for name in names]
-        rest = total - sum([segment.total for segment in sharded if segment is not None])
-        segments = [
-            Segment(name, rest, replicated=True) if segment is None else segment
-            for name, segment in zip(names, sharded, strict=True)
-        ]
-        return SequenceLayout(tuple(segments), self.mesh.ranks)
+        known = self.segments
+        rest = total - sum([known[name].total for name in names if name in known])
+        parts = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
+        return SequenceLayout(tuple(parts), self.mesh.ranks)
 
     def _entries(self, value: Any, cut: Entries, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):
@@ -158,18 +155,16 @@ class RuleExecutor:
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
         if split.after_replicated:
-            layout = self._layout_with_prefix(
-                value, split.dim, self.segment(split.segment or split.like or ""), whole=True
-            )
+            segment = self.segment(split.segment or split.like or "")
+            layout = self._layout_with_prefix(value, split.dim, segment, whole=True)
             return shard_tokens(value, split.dim, layout, self.mesh)
         first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         segment = self.new_segment(split.segment or split.like or name, total)
+        if split.segment is not None or not segment.replicated:
+            self._note(segment, split.dim, name)
         if segment.replicated:
-            if split.segment is not None:
-                self._note(segment, split.dim, name)
             return value
-        self._note(segment, split.dim, name)
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
@@ -247,13 +242,11 @@ class RuleExecutor:
         if gather is None or value is None:
             return value
         segment = self.segment(gather.segment)
-        if gather.after_replicated:
-            return self.put_together(
-                value, gather.dim, self._layout_with_prefix(value, gather.dim, segment, whole=False)
-            )
-        if gather.then_replicated:
-            rest, tokens = self._layout_with_prefix(value, gather.dim, segment, whole=False).segments
-            return self.put_together(value, gather.dim, SequenceLayout((tokens, rest), self.mesh.ranks))
+        if gather.after_replicated or gather.then_replicated:
+            layout = self._layout_with_prefix(value, gather.dim, segment, whole=False)
+            if not gather.after_replicated:
+                layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
+            return self.put_together(value, gather.dim, layout)
         layout = SequenceLayout((segment,), self.mesh.ranks)
         dim = gather.dim % value.ndim
         apart = value if gather.per == 1 else torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
