@@ -74,10 +74,11 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
     the backward recomputes the whole function, with these calls. A function that is already bound to the mode
     ``owner`` is not bound again.
     """
-    frame = _frame_of(top_saved_tensors_hooks(True))
-    if frame is None or getattr(frame.recompute_fn, "bound_to", None) is owner:
+    innermost = top_saved_tensors_hooks(True)
+    frame = _frame_of(innermost)
+    if innermost is None or (frame is not None and getattr(frame.recompute_fn, "bound_to", None) is owner):
         # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the outer
-        # checkpoints too.
+        # checkpoints too. Hooks of others, such as save_on_cpu, may be entered inside a checkpoint.
         return
     for hooks in all_saved_tensors_hooks():
         frame = _frame_of(hooks)

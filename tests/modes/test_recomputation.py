@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +89,26 @@ def call_compiled(cp, block, x, reentrant):
         return checkpoint(torch.compile(block, backend="aot_eager"), x, use_reentrant=reentrant)
 
 
-WAYS = (call_unbound, call_bound, call_nested, call_nested_in_other_kind, call_compiled)
+def call_with_activations_on_cpu(cp, block, x, reentrant):
+    """Call ``block`` with ``save_on_cpu`` inside and around a checkpoint, which recomputes what ``log`` keeps."""
+
+    def run(x):
+        with save_on_cpu():
+            y = block(x).exp()
+        return y.log()
+
+    with save_on_cpu():
+        return checkpoint(run, x, use_reentrant=reentrant)
+
+
+WAYS = (
+    call_unbound,
+    call_bound,
+    call_nested,
+    call_nested_in_other_kind,
+    call_compiled,
+    call_with_activations_on_cpu,
+)
 CALLS = list(itertools.product(WAYS, (True, False), (True, False)))
 
 
