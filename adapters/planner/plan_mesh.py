@@ -13,16 +13,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.components import Quantize, TextEncoders, VaePlacement, components_of
-from para_core.adapters.planner.count import (
-    UnknownModelError,
-    bytes_of,
-    count_calls,
-    decoder_operations,
-    encoder_operations,
-    on_meta,
-    weights_of,
-    without_data,
-)
+from para_core.adapters.planner import count
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes, default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
@@ -152,20 +143,22 @@ def _published_workload(name: str, sizes: GenerationSizes, steps: int) -> Worklo
     import diffusers
 
     model = PUBLISHED[name]
-    with on_meta():
+    with count.on_meta():
         transformer = getattr(diffusers, model.transformer)(**model.config).eval()
         vae = getattr(diffusers, model.vae)(**model.vae_config).eval()
-        decoder = decoder_operations(vae, model.latent_channels, sizes, model.tiled)
+        decoder = count.decoder_operations(vae, model.latent_channels, sizes, model.tiled)
         encoder = model.encoder()
-    with without_data():
-        calls = count_calls(transformer, sizes)
+    with count.without_data():
+        calls = count.count_calls(transformer, sizes)
     return Workload(
         name=f"{name}, {_size(sizes)}",
         calls=calls,
         branches=model.branches,
         steps=steps,
-        weights=weights_of(transformer, [encoder], vae=bytes_of(vae), other=0.0, transformers=model.transformers),
-        encoder=encoder_operations(encoder, sizes.text) * model.prompts,
+        weights=count.weights_of(
+            transformer, [encoder], vae=count.bytes_of(vae), other=0.0, transformers=model.transformers
+        ),
+        encoder=count.encoder_operations(encoder, sizes.text) * model.prompts,
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
         frames=sizes.frames,
@@ -182,34 +175,34 @@ def _pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None) -> Wor
     """Return the work of one generation with ``pipe``, without encoding and decoding, which are equal on every mesh."""
     transformers = transformers_of(pipe)
     if not transformers:
-        raise UnknownModelError(
+        raise count.UnknownModelError(
             f"{type(pipe).__name__} has no transformer; expected a pipeline with one, or the name of a published model."
         )
     transformer = next(iter(transformers.values()))
     if type(transformer).__name__ not in INPUTS:
-        raise UnknownModelError(
+        raise count.UnknownModelError(
             f"the inputs of {type(transformer).__name__} are unknown; expected one of {', '.join(INPUTS)}."
         )
     sizes, default_steps = default_sizes(pipe, transformer, changed)
     takes_frames = "num_frames" in inspect.signature(original_class(pipe).__call__).parameters
     _require_size(original_class(pipe).__name__, sizes, is_video=takes_frames)
     dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
-    with without_data(dtype):
-        calls = count_calls(transformer, replace(sizes, dtype=dtype))
+    with count.without_data(dtype):
+        calls = count.count_calls(transformer, replace(sizes, dtype=dtype))
     plan = plan_for(transformer)
     guides = default_guidance(pipe, transformer) is not None and plan is not None and not plan.batched
     encoders = [module for name, module in components_of(pipe).items() if name not in transformers]
     vaes = vaes_of(pipe).values()
     inside = {id(x) for x in (*transformers.values(), *encoders, *vaes)}
     modules = {id(x): x for x in map(uncompiled, pipe.components.values()) if isinstance(x, nn.Module)}
-    other = sum(bytes_of(x) for key, x in modules.items() if key not in inside)
+    other = sum(count.bytes_of(x) for key, x in modules.items() if key not in inside)
     return Workload(
         name=f"{original_class(pipe).__name__}, {_size(sizes)}",
         calls=calls,
         branches=2 if guides else 1,
         steps=steps or default_steps,
-        weights=weights_of(
-            transformer, encoders, vae=sum(map(bytes_of, vaes)), other=other, transformers=len(transformers)
+        weights=count.weights_of(
+            transformer, encoders, vae=sum(map(count.bytes_of, vaes)), other=other, transformers=len(transformers)
         ),
         encoder=0.0,
         decoder=0.0,

@@ -1,4 +1,4 @@
-"""Guess candidate plans from two observed calls: tensors and attention calls that grow with the number of tokens."""
+"""Guess where tokens may be sharded first, and candidate plans, from what grows from a smaller to a larger call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,95 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
-from para_core.adapters.propose.starts import Lengths, Start, grown_dims
 from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
 
 # Name of the segment of text tokens, which the candidate plans replicate.
 TEXT = "text"
+# A length in the smaller call, and the same length in the larger call.
+Lengths = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A module at whose inputs tokens may be sharded: the first block of a list, or a module that contains all blocks.
+
+    ``tokens`` are their numbers in the smaller and in the larger call, and ``streams`` the parameters of the module
+    that hold them, along ``dim``.
+    """
+
+    block: str
+    tokens: Lengths
+    streams: tuple[str, ...]
+    dim: int
+
+    def token_dims(self, small: TensorRecord, large: TensorRecord) -> list[int]:
+        """Return the dims that are as long as the tokens in both calls."""
+        return [dim for dim, lengths in grown_dims(small, large).items() if lengths == self.tokens]
+
+
+def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
+    """Return the dims whose lengths differ, each with both lengths. Empty if the numbers of dims differ."""
+    if len(small.shape) != len(large.shape):
+        return {}
+    pairs = zip(small.shape, large.shape, strict=True)
+    return {dim: lengths for dim, lengths in enumerate(pairs) if lengths[0] != lengths[1]}
+
+
+def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
+    """Return the parameters of the first block of ``calls`` whose updated values it returns, in that order.
+
+    An output belongs to the parameter through which the next block receives it. If the next block does not receive it,
+    it belongs to a parameter of the same shape, unless the next block gets that parameter unchanged. An output that
+    belongs to no parameter gives ``""``.
+    """
+    inputs = {name: value for name, value in calls[0].arguments.items() if isinstance(value, TensorRecord)}
+    following = calls[1].arguments if len(calls) > 1 else {}
+    streams: list[str] = []
+    for output in tensors_of(calls[0].output):
+        received = [name for name, value in following.items() if getattr(value, "identity", None) == output.identity]
+        same_shape = [
+            name
+            for name, record in inputs.items()
+            if record.shape == output.shape
+            and name not in streams
+            and getattr(following.get(name), "identity", None) != record.identity
+        ]
+        streams.append((received or same_shape or [""])[0])
+    return tuple(streams)
+
+
+def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
+    """Yield the possible starts in the order of time. A later start leaves more of the model replicated.
+
+    Modules that contain blocks come after all block lists.
+    """
+    for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
+        calls, larger_calls = small.of_list(name), large.of_list(name)
+        if larger_calls and small.attends(calls[0].began, calls[-1].ended):
+            yield from _start(calls[0], larger_calls[0], streams_of(calls))
+    outer = [call for call in small.calls if call.block_list is None and small.attends(call.began, call.ended)]
+    for call in sorted(outer, key=lambda call: call.began):
+        larger_call = next((other for other in large.calls if other.name == call.name), None)
+        sequences = [
+            parameter
+            for parameter, value in call.arguments.items()
+            if isinstance(value, TensorRecord) and value.dtype.is_floating_point and len(value.shape) == 3
+        ]
+        if larger_call is not None:
+            yield from _start(call, larger_call, sequences)
+
+
+def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) -> Iterator[Start]:
+    growing: list[tuple[str, int, Lengths]] = []
+    for stream in streams:
+        record, larger = call.arguments.get(stream), larger_call.arguments.get(stream)
+        if isinstance(record, TensorRecord) and isinstance(larger, TensorRecord):
+            dims = grown_dims(record, larger)
+            growing += [(stream, dim, lengths) for dim, lengths in dims.items() if len(dims) == 1]
+    if growing:
+        # If several parameters grow differently, choose hidden_states, which in diffusers holds the image tokens.
+        _, dim, tokens = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
+        yield Start(call.name, tokens, tuple(entry[0] for entry in growing if entry[1:] == (dim, tokens)), dim)
 
 
 @dataclass(frozen=True)
@@ -138,23 +222,15 @@ class ObservedRegion:
         name = f"{ending.block_list}.-1" if of_list and ending.name == of_list[-1].name else ending.name
         gather = Gather(dim, self.segment)
         reasons.append(f"{name}: its output is gathered, because it has one entry for each token.")
-        inputs = self._joined_inputs()
-        reasons += [f"{parameter}: the model joins it to the tokens between its blocks." for parameter in inputs]
+        inputs: dict[str, ShardRule] = {}
+        for parameter in sorted(self.small.joined_inputs):
+            records, larger = (tensors_of(call.inputs[parameter]) for call in (self.small, self.large))
+            dims = {dim for pair in zip(records, larger, strict=False) for dim in self.start.token_dims(*pair)}
+            if len(dims) == 1:
+                inputs[parameter] = Split(dims.pop(), like=self.segment)
+                reasons.append(f"{parameter}: the model joins it to the tokens between its blocks.")
         outputs = {name: gather if index == 0 else (*[None] * index, gather)}
         return Candidate(Plan(inputs, outputs, joint, inner, attention), (*reasons, *attention_reasons))
-
-    def _joined_inputs(self) -> dict[str, ShardRule]:
-        """Return a split rule for each argument with an entry per token that the model itself combines with the tokens.
-
-        Arguments that only submodules combine with the tokens are left out.
-        """
-        rules: dict[str, ShardRule] = {}
-        for name in sorted(self.small.joined_inputs):
-            pairs = zip(tensors_of(self.small.inputs[name]), tensors_of(self.large.inputs[name]), strict=False)
-            dims = {dim for record, larger in pairs for dim in self.start.token_dims(record, larger)}
-            if len(dims) == 1:
-                rules[name] = Split(dims.pop(), like=self.segment)
-        return rules
 
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
         """Return a rule and its reason, by (module, parameter), for block parameters that grow with the tokens.
@@ -177,24 +253,18 @@ class ObservedRegion:
                 if rule is not None:
                     rules.setdefault((owner, parameter), {})[call.name] = rule
         companions: dict[tuple[str, str], tuple[ShardRule, str]] = {}
+        text = self.text_parameter()
         for (owner, parameter), by_block in rules.items():
             equal = len({repr(rule) for rule in by_block.values()}) == 1
             of_all = equal and len(by_block) == len(blocks[owner]) and owner != self.start.block
             for name, rule in [(f"{owner}.*", next(iter(by_block.values())))] if of_all else by_block.items():
                 why = f"{name}({parameter}): has an entry for each token, and is not computed from the tokens."
                 companions[name, parameter] = (rule, why)
-            companions.update(self._replicated(by_block.values()))
+            cuts = [cut for rule in by_block.values() for cut in (rule.cuts if isinstance(rule, Entries) else [rule])]
+            if text is not None and any(isinstance(cut, Split) and cut.after for cut in cuts):
+                why = f"{self.start.block}({text[0]}): does not grow; its tokens come first in tensors that hold both."
+                companions[self.start.block, text[0]] = (Replicate(text[1], TEXT), why)
         return companions
-
-    def _replicated(self, rules: Iterable[ShardRule]) -> dict[tuple[str, str], tuple[ShardRule, str]]:
-        """Return the rule that replicates the text argument; none if no rule needs its length (``Split.after``)."""
-        entries = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
-        text = self.text_parameter()
-        if text is None or not any(isinstance(entry, Split) and entry.after for entry in entries):
-            return {}
-        parameter, dim, _ = text
-        why = f"{self.start.block}({parameter}): does not grow; its tokens come first in tensors that hold both."
-        return {(self.start.block, parameter): (Replicate(dim, TEXT), why)}
 
     def text_parameter(self) -> tuple[str, int, int] | None:
         """Return the parameter of the first block that holds the text of a joint sequence, its token dim and length.
@@ -225,7 +295,16 @@ class ObservedRegion:
         Entries with different rules are possible in the outermost list only.
         """
         if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
-            return self._rule_of_tensor(parameter, value, larger, choice)
+            dims = grown_dims(value, larger)
+            stays_whole = not choice.split_masks and ("mask" in parameter or not value.dtype.is_floating_point)
+            if value.derived or len(dims) != 1 or stays_whole:
+                return None
+            ((dim, lengths),) = dims.items()
+            segments = self._segments_of(lengths, choice)
+            if segments is None:
+                return None
+            after = TEXT if segments[0] == TEXT and len(segments) > 1 else None
+            return Split(dim, like=self.segment, after=after, then_replicated=segments[1:] == (TEXT,))
         if type(value) is int and type(larger) is int and value != larger:
             return choice.numbers(self.segment)
         if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
@@ -241,21 +320,6 @@ class ObservedRegion:
         if len({repr(rule) for rule in rules}) == 1:
             return rules[0]
         return None if isinstance(value, Mapping) else Entries(tuple(rules))
-
-    def _rule_of_tensor(
-        self, parameter: str, record: TensorRecord, larger: TensorRecord, choice: Choice
-    ) -> Split | None:
-        dims = grown_dims(record, larger)
-        if record.derived or len(dims) != 1:
-            return None
-        if not choice.split_masks and ("mask" in parameter or not record.dtype.is_floating_point):
-            return None
-        ((dim, lengths),) = dims.items()
-        segments = self._segments_of(lengths, choice)
-        if segments is None:
-            return None
-        after = TEXT if segments[0] == TEXT and len(segments) > 1 else None
-        return Split(dim, like=self.segment, after=after, then_replicated=segments[1:] == (TEXT,))
 
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
         """Return the segments that make up a sequence of ``lengths`` in the two calls; None if no segments fit."""

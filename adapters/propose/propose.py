@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion
+from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion, Start, starts
 from para_core.adapters.propose.observe import ObservedCall, imagined_larger, observe
 from para_core.adapters.propose.overrides import (
     PARAMETER_NAME,
@@ -22,7 +22,6 @@ from para_core.adapters.propose.overrides import (
 )
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
-from para_core.adapters.propose.starts import Start, starts
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import ObservedRegion
+from para_core.adapters.propose.candidates import ObservedRegion, streams_of
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, observe, tensors_of
-from para_core.adapters.propose.starts import streams_of
 from para_core.cache.apply import apply_cache, model_cache_report
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.instance_patching import original_class

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion
+from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion, grown_dims
 from para_core.adapters.propose.observe import TensorRecord, tensors_of
-from para_core.adapters.propose.starts import grown_dims
 from para_core.plans.plan import Entries, Plan, ShardRule, Split
 
 _WHY = (
