@@ -65,15 +65,16 @@ def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any
 
 
 async def answer_events(
-    job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None, *, progress: bool
+    job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as ``"image_generation"``.
 
     The last events are one ``completed`` for each file of the result that ``waiting`` gives, as in :func:`answer_body`,
     or one ``error`` if it raises RequestError. Before them come ``partial_image`` events if the request asks for
-    previews. With ``progress`` there are also one ``accepted``, and ``progress`` events with the number of finished
-    steps.
+    previews. If it asks for progress, there are also one ``accepted``, and ``progress`` events with the number of
+    finished steps.
     """
+    progress = job.request.delivery.progress
     if progress:
         yield _event({"type": "accepted", "id": job.id_})
     partials = 0

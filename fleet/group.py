@@ -1,4 +1,4 @@
-"""Replicas on Ray: the ranks of a replica are actors in one placement group, which run one pipeline together."""
+"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline; and lines on several replicas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,23 +102,18 @@ class Replica:
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def restart(self) -> float:
-        """Stop the replica, start it again, and return the seconds that both took."""
-        start = time.perf_counter()
+    async def restart(self) -> None:
+        """Stop the replica, and start it again."""
         await self.stop()
         await self.start()
-        return time.perf_counter() - start
 
-    async def generate(
-        self, request: Request, *, id_: str | None = None, progress: Callable[[int | Output], None] | None = None
-    ) -> Result:
+    async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
 
-        ``progress`` is called with each partial image, and with the number of finished steps whenever it has changed.
-        ``id_`` names the request for :func:`cancel`. Raise RequestFailed if the pipeline raised on all ranks,
-        RequestCancelled if the request was cancelled, and ReplicaDied if a rank died. The replica is then stopped.
+        Raise RequestFailed if the pipeline raised on all ranks, and ReplicaDied if a rank died. The replica is then
+        stopped.
         """
-        (outcome,) = await self.generate_batch([(id_ or uuid.uuid4().hex, request)], progress)
+        (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

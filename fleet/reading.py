@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 from starlette.datastructures import Headers, UploadFile
@@ -68,21 +68,6 @@ class Limits:
     seconds: float = 600.0
     retries: int = 0
     memory: Memory | None = None
-
-
-class Body(NamedTuple):
-    """A validated HTTP body: the request, and how to respond.
-
-    Attributes:
-        response_format: Whether the response has the files as base64 or URLs.
-        stream: Whether the response is a stream of server-sent events.
-        progress: Whether the stream also reports finished steps.
-    """
-
-    request: Request
-    response_format: Literal["b64_json", "url"]
-    stream: bool
-    progress: bool
 
 
 def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
@@ -147,8 +132,8 @@ def read_request(
     *,
     fps: int,
     loras: LoraFolder | None,
-) -> Body:
-    """Validate a body, the result of :func:`read_content`, and return its request and options.
+) -> Request:
+    """Validate a body, the result of :func:`read_content`, and return its request.
 
     Images are decoded to validate them. Raise RequestError if the body is not valid, or the request exceeds a limit.
 
@@ -164,11 +149,16 @@ def read_request(
         raise RequestError(400, code, describe_error(error, model, "body")) from None
     for name in _IGNORED:
         fields.pop(name, None)
-    response_format, stream = fields.pop("response_format", "b64_json"), fields.pop("stream", False)
-    progress, partial_images = fields.pop("progress", False), fields.pop("partial_images", 0)
     format_ = fields.pop("output_format", None)
     lora = fields.pop("lora", None if loras is None else loras.default)
-    delivery = Delivery(_FORMAT_NAMES.get(format_, format_), fields.pop("output_compression", None), partial_images)
+    delivery = Delivery(
+        _FORMAT_NAMES.get(format_, format_),
+        fields.pop("output_compression", None),
+        fields.pop("partial_images", 0),
+        url=fields.pop("response_format", None) == "url",
+        stream=fields.pop("stream", False),
+        progress=fields.pop("progress", False),
+    )
 
     def read_image(text: str) -> bytes:
         data = files.get(text)
@@ -198,7 +188,7 @@ def read_request(
     longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
     if longest > limits.steps:
         raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
-    return Body(request, response_format, stream, progress)
+    return request
 
 
 def _validated(values: bytes | dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:

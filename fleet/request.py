@@ -43,11 +43,17 @@ class Delivery:
         format_ (`str`, *optional*): Format of the files, such as ``"png"``. Defaults to that of the replica.
         quality (`int`, *optional*): As in :func:`~para_core.fleet.outputs.encode`.
         partial_images (`int`): Number of previews that are sent while the request runs.
+        url (`bool`): Whether a server's response has URLs of the files instead of the files as base64.
+        stream (`bool`): Whether the response is a stream of server-sent events.
+        progress (`bool`): Whether the stream also reports finished steps.
     """
 
     format_: str | None = None
     quality: int | None = None
     partial_images: int = 0
+    url: bool = False
+    stream: bool = False
+    progress: bool = False
 
 
 class Lora(NamedTuple):

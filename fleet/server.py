@@ -29,7 +29,7 @@ from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Backend, Job, Jobs
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
-from para_core.fleet.reading import Body, Limits, body_schema, read_content, read_request
+from para_core.fleet.reading import Limits, body_schema, read_content, read_request
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos, add_routes
 from para_core.fleet.work import Result
@@ -270,7 +270,7 @@ class Server:
         output = self._stored.get(request_id, index)
         return Response(output.data, media_type=MEDIA_TYPES[output.format_])
 
-    async def _read(self, http: HttpRequest) -> Body:
+    async def _read(self, http: HttpRequest) -> Request:
         if self.loading:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
         # The number of waiting requests is checked before the body is received, because the body may be large.
@@ -290,15 +290,15 @@ class Server:
 
     async def _generate(self, http: HttpRequest) -> Response:
         """Generate images or videos. With ``"stream": true`` the response is server-sent events."""
-        body = await self._read(http)
-        if http.url.path.endswith("/edits") and not body.request.images:
+        request = await self._read(http)
+        if http.url.path.endswith("/edits") and not request.images:
             takes = " or ".join(self._model.images) or "none, as this pipeline takes no image"
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
-        job = self._jobs.start(body.request, http.headers.get("x-request-id"))
+        job = self._jobs.start(request, http.headers.get("x-request-id"))
         headers = {"X-Request-Id": job.id_}
-        base_url = str(http.base_url).rstrip("/") if body.response_format == "url" else None
-        if body.stream:
-            events = self._events(job, body, http, base_url)
+        base_url = str(http.base_url).rstrip("/") if request.delivery.url else None
+        if request.delivery.stream:
+            events = self._events(job, http, base_url)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         try:
             return JSONResponse(answer_body(job, await self._wait(job, http, base_url), base_url), headers=headers)
@@ -311,12 +311,12 @@ class Server:
             self._stored.add(job.id_, result.outputs)
         return result
 
-    async def _events(self, job: Job, body: Body, http: HttpRequest, base_url: str | None) -> Any:
+    async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> Any:
         waiting = asyncio.ensure_future(self._wait(job, http, base_url))
         kind = "video_generation" if self._model.kind == "video" else "image_generation"
         kind = "image_edit" if http.url.path.endswith("/edits") else kind
         try:
-            async for event in answer_events(job, waiting, kind, base_url, progress=body.progress):
+            async for event in answer_events(job, waiting, kind, base_url):
                 yield event
         finally:
             waiting.cancel()

@@ -207,7 +207,7 @@ def add_routes(
 
     async def create(http: HttpRequest) -> Response:
         """Start generating a video, and return its record at once."""
-        return JSONResponse(videos.create((await read(http)).request))
+        return JSONResponse(videos.create(await read(http)))
 
     async def list_(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
         """List the videos that run or are kept."""
