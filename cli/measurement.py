@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -204,21 +206,12 @@ def _reset_memory() -> None:
 def _memory() -> dict[str, int | None]:
     """Return the peak bytes of device and host memory of this rank since :func:`_reset_memory`."""
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"device memory": device, "host memory": _host_peak()}
-
-
-def _host_peak() -> int:
-    try:
-        peak_line = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        peak_line = None
-    if peak_line is not None:
-        return int(peak_line[1]) * 1024
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    # ru_maxrss is not reset by clear_refs, but exists beyond Linux. Its unit is a byte on macOS, else 1024 bytes.
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with suppress(OSError):
+        for kilobytes in re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            host = int(kilobytes) * 1024
+    return {"device memory": device, "host memory": host}
 
 
 def count_run(pipe: Any, request: Request) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
-from para_core.fleet.modular import components_without_weights, open_modular
+from para_core.fleet.modular import open_modular
 from para_core.fleet.recipe import Recipe
 from para_core.planner.mesh_plan import RESERVED
 from para_core.planner.prediction import default_text_encoders, memory_of
@@ -129,7 +128,15 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
 
     if model.modular:
         pipe = open_modular(model.name)
-        components_without_weights(pipe, partial(_component, dtype))
+        for part in pipe.pretrained_component_names:
+            spec = pipe.get_component_spec(part)
+            repository, cls = spec.pretrained_model_name_or_path, spec.type_hint
+            if repository is None or cls is None:
+                continue
+            library = cls.__module__.split(".")[0]
+            component = _component(dtype, repository, spec.subfolder or "", library, cls.__name__)
+            if component is not None:
+                pipe.register_components(**{part: component})
         return pipe
     index = diffusers.DiffusionPipeline.load_config(model.name)
     components: dict[str, Any] = {}

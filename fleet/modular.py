@@ -150,21 +150,6 @@ def load_modular(
     return pipe
 
 
-def components_without_weights(pipe: Any, make: Callable[[str, str, str | None, str | None], Any]) -> None:
-    """Fill the components of ``pipe`` with what ``make(repository, subfolder, library, class name)`` returns.
-
-    A component for which ``make`` returns None stays empty.
-    """
-    for part in pipe.pretrained_component_names:
-        spec = pipe.get_component_spec(part)
-        if spec.pretrained_model_name_or_path is None or spec.type_hint is None:
-            continue
-        library = spec.type_hint.__module__.split(".")[0]
-        component = make(spec.pretrained_model_name_or_path, spec.subfolder or "", library, spec.type_hint.__name__)
-        if component is not None:
-            pipe.register_components(**{part: component})
-
-
 def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     """Call a modular pipeline with the arguments of a classical one.
 

@@ -33,12 +33,16 @@ _OPTIONAL: dict[str, Spec] = {
 }
 
 
-class TextToImage:
-    """Node that generates an image from text."""
+class _Node:
+    """Attributes that ComfyUI requires, equal for all nodes."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "run"
     CATEGORY = "para_core"
+
+
+class TextToImage(_Node):
+    """Node that generates an image from text."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
@@ -50,12 +54,8 @@ class TextToImage:
         return (_decode(files),)
 
 
-class EditImage:
+class EditImage(_Node):
     """Node that edits an image. With a mask, only the white part of the mask is generated again."""
-
-    RETURN_TYPES = ("IMAGE",)
-    FUNCTION = "run"
-    CATEGORY = "para_core"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
@@ -74,13 +74,10 @@ class EditImage:
         return (_decode(generate(server, "/v1/images/edits", fields, _progress())),)
 
 
-class Video:
+class Video(_Node):
     """Node that generates a video from text, and from an image if the server's pipeline takes one."""
 
-    RETURN_TYPES = ("IMAGE",)
     RETURN_NAMES = ("frames",)
-    FUNCTION = "run"
-    CATEGORY = "para_core"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
