@@ -164,7 +164,7 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
     rows, own = rows_q or rows_k, rows_of(mask)
     queries, keys = (mask.shape[-2] if mask.ndim > 1 else 1), mask.shape[-1]
     if rows_k is None or keys in (1, rows_k.total):
-        if own is not None and rows_q is not None and _fits(mask, own, rows_q):
+        if own is not None and rows_q is not None and _fits(mask, own, rows_q, ranks):
             return untagged(mask)
         if own is None and (rows_q is None or queries == 1):
             return mask
@@ -177,9 +177,9 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
     )
 
 
-def _fits(mask: Tensor, own: RowTag, rows_q: RowTag) -> bool:
-    """Whether a sharded mask fits this rank's queries: it is sharded like the queries, or all tokens of a frame have
-    the same mask.
+def _fits(mask: Tensor, own: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
+    """Whether a sharded mask fits the queries: it is sharded like the queries, or all tokens of a frame have the same
+    mask on every rank.
     """
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False
@@ -190,7 +190,8 @@ def _fits(mask: Tensor, own: RowTag, rows_q: RowTag) -> bool:
     if rows_q.outer % own.outer or torch.compiler.is_compiling():
         return False
     frames = mask.unflatten(-2, (own.outer, -1))
-    return torch.equal(frames, frames[..., :1, :].expand_as(frames))
+    of_rank = (frames == frames[..., :1, :]).all()
+    return bool(all_ranks(of_rank.to(torch.uint8), ranks).all())
 
 
 RULES: dict[str, Any] = {

@@ -337,6 +337,23 @@ def test_rank_with_one_row_raises(rank_pool):
         assert isinstance(error, ValueError) and re.search(r"\[2, 1\] .*3 rows .*2 ranks", str(error))
 
 
+def attend_with_another_mask_for_one_token():
+    """Attend causally by frame, except for the second token, which is on rank 0 and attends to all."""
+    with torch.no_grad(), SpatialShardMode(dist.group.WORLD) as rows:
+        clip = rows.shard(make_inputs(-1)["clip"], dim=-1)
+        frames, height, width = clip.shape[2:]
+        q = clip.permute(0, 2, 3, 4, 1).flatten(1, 3)
+        of_token = torch.arange(frames).repeat_interleave(height * width)
+        position = torch.arange(frames * height * width)
+        mask = (of_token[:, None] >= of_token) | (position[:, None] == 1)
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+def test_mask_that_misfits_one_rank_raises_on_every_rank(rank_pool):
+    for error in rank_pool.run_expecting_errors(attend_with_another_mask_for_one_token, 2):
+        assert isinstance(error, MixesRows)
+
+
 def call_differently():
     with torch.no_grad(), SpatialShardMode(dist.group.WORLD, compare_calls=True) as rows:
         x = rows.shard(torch.zeros(1, 3, 8, 5)).relu()
