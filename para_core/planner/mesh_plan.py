@@ -177,14 +177,14 @@ class MeshPlan:
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes without a problem.
+        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes that run and fit.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
         from matplotlib.figure import Figure
 
-        shown = [row for row in self.rows if row.problem is None][:rows][::-1]
+        shown = [row for row in self.rows if self.runs(row)][:rows][::-1]
         figure = Figure(figsize=(9, 1.5 + 0.35 * len(shown)), layout="constrained")
         panel = figure.subplots()
         names, left = [str(row) for row in shown], [0.0] * len(shown)

@@ -552,6 +552,14 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
+def test_chart_leaves_out_meshes_beyond_memory(tmp_path):
+    plan = make_plan(large(), machine(), 4)
+    plan.plot(tmp_path / "plan.svg", rows=len(plan.rows))
+    # Matplotlib writes each text as a comment before its glyphs.
+    drawn = re.findall("<!-- (.*?) -->", (tmp_path / "plan.svg").read_text())
+    assert {str(row): str(row) in drawn for row in plan.rows} == {str(row): plan.runs(row) for row in plan.rows}
+
+
 def test_tensor_ranks_send_sums_and_less_attention():
     plans = {row.shape: row.sent for row in plan_mesh("FLUX.1-dev", ranks=4).rows}
     by = {(shape.ring, shape.ulysses, shape.tensor): sent for shape, sent in plans.items() if shape.batch == 1}
