@@ -177,6 +177,21 @@ def cut_badly():
         errors["shard, sequence"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(9 if bad else 10)))
         errors["shard, dim"] = _error_of(lambda: cp.shard(x.transpose(0, 2), dim=7 if bad else 1))
         errors["shard, all"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(12)))
+        errors["shard, twice"] = _error_of(
+            lambda: cp.shard(x, dim=1, sequence=cp.sequence(10), balance="causal" if bad else None)
+        )
+        errors["shard, unknown balance"] = _error_of(lambda: cp.shard(x, dim=1, balance="early" if bad else "causal"))
+        # 16 tokens are 4 per rank, balanced or not.
+        errors["shard, balance"] = _error_of(
+            lambda: cp.shard(torch.zeros(1, 16), dim=1, balance="causal" if bad else None)
+        )
+        errors["gather, balance"] = _error_of(
+            lambda: cp.gather(torch.zeros(1, 4), 1, sequence=cp.sequence(16, balance="causal" if bad else None))
+        )
+        text, image = Segment("text", 2, replicated=True), Segment("image", 8)
+        errors["shard, order"] = _error_of(
+            lambda: cp.shard(x, dim=1, sequence=SequenceLayout((text, image) if bad else (image, text), 4))
+        )
         errors["gather, length"] = _error_of(lambda: cp.gather(part[:, 1:] if bad else part, dim=1))
         errors["gather, sequence"] = _error_of(lambda: cp.gather(part, dim=1, sequence=cp.sequence(11 if bad else 10)))
         errors["gather, dtype"] = _error_of(lambda: cp.gather(part.double() if bad else part, dim=1))
@@ -196,6 +211,11 @@ def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
         "shard, sequence": ("sequence rank 3: ", " 10 ", "dim 1", "sequence=", " 9"),
         "shard, dim": ("sequence rank 3: dim=7 ", "[4, 10, 2]"),
         "shard, all": (" 10 ", "dim 1", "sequence=", " 12"),
+        "shard, twice": ("sequence rank 3: ", "sequence=", "balance="),
+        "shard, unknown balance": ("sequence rank 3: ", "'early'"),
+        "shard, balance": ("rank 0 ", " 16,", "rank 3 ", " 16 balanced"),
+        "gather, balance": ("rank 0 ", " 16,", "rank 3 ", " 16 balanced"),
+        "shard, order": ("rank 0 ", " 8 + 2 replicated", "rank 3 ", " 2 replicated + 8"),
         "gather, length": ("sequence rank 3: ", " 1 ", "dim 1", " 10 ", " 2"),
         "gather, sequence": ("rank 3 ", "[3, 3, 3, 2]", "dim 1"),
         "gather, dtype": ("torch.float64",),

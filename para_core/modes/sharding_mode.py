@@ -150,11 +150,7 @@ class ShardingMode(TorchFunctionMode):
                 "inside a compiled function cp.shard needs sequence=: tokens = cp.sequence(x.shape[dim]); "
                 "cp.shard(x, dim, sequence=tokens)."
             )
-        if sequence is not None and balance is not None:
-            raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
-        if sequence is None and balance is not None and -x.ndim <= dim < x.ndim:
-            sequence = self.sequence(x.shape[dim], balance=balance)
-        layout = self._agree(x, dim, sequence, whole=True)
+        layout = self._agree(x, dim, sequence, whole=True, balance=balance)
         if len(layout.segments) == 1:
             self._remember(layout.segments[0])
         if self._mesh.ranks == 1:
@@ -189,9 +185,17 @@ class ShardingMode(TorchFunctionMode):
         self._gathered = True
         return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
 
-    def _agree(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``) or
-        :meth:`gather` (for this rank's part).
+    def _agree(
+        self,
+        x: Tensor,
+        dim: int,
+        sequence: SequenceLayout | None,
+        *,
+        whole: bool,
+        balance: Literal["causal"] | None = None,
+    ) -> SequenceLayout:
+        """Return the layout of ``x`` along ``dim``: ``sequence``, or the default of :meth:`shard` (``whole``, with
+        ``balance``) or :meth:`gather` (for this rank's part).
 
         In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is invalid on any
         rank or differs between ranks, all ranks raise.
@@ -200,7 +204,7 @@ class ShardingMode(TorchFunctionMode):
         if talk:
             self._mesh.check_alive()
         try:
-            layout = self._fitting(x, dim, sequence, whole=whole)
+            layout = self._fitting(x, dim, sequence, whole=whole, balance=balance)
         except (TypeError, ValueError) as error:
             if talk:
                 check_consistent(error, self._mesh)
@@ -208,17 +212,27 @@ class ShardingMode(TorchFunctionMode):
         if talk:
             dim %= x.ndim
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-            check_consistent(_signature(layout.sizes(), dim, shape, x.dtype), self._mesh, explain=_difference)
+            check_consistent(_signature(layout, dim, shape, x.dtype), self._mesh, explain=_difference)
         return layout
 
-    def _fitting(self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool) -> SequenceLayout:
+    def _fitting(
+        self,
+        x: Tensor,
+        dim: int,
+        sequence: SequenceLayout | None,
+        *,
+        whole: bool,
+        balance: Literal["causal"] | None,
+    ) -> SequenceLayout:
+        if sequence is not None and balance is not None:
+            raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
         held = x.shape[dim]
         if sequence is not None:
             layout = self._checked(sequence)
         else:
-            layout = self.sequence(held) if whole else self._only_sequence(held)
+            layout = self.sequence(held, balance=balance) if whole else self._only_sequence(held)
         if whole and held != layout.total:
             raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
         expected = layout.size(self._mesh.rank)
@@ -228,8 +242,21 @@ class ShardingMode(TorchFunctionMode):
 
 
 @lru_cache(maxsize=256)
-def _signature(lengths: tuple[int, ...], dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
-    return signature({"lengths per rank": lengths, "dim": dim, "shape without that dim": shape, "dtype": str(dtype)})
+def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
+    # Layouts that place other tokens on a rank may have the same lengths.
+    segments = [
+        f"{segment.total}{' replicated' * segment.replicated}{' balanced' * segment.balanced}"
+        for segment in layout.segments
+    ]
+    return signature(
+        {
+            "segments": " + ".join(segments),
+            "lengths per rank": layout.sizes(),
+            "dim": dim,
+            "shape without that dim": shape,
+            "dtype": str(dtype),
+        }
+    )
 
 
 def _difference(records: list[Record]) -> str:
