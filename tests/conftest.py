@@ -11,6 +11,7 @@ import torch
 
 from tests.distributions import build
 from tests.rank_pool import RankPool, fill_uninitialized_memory
+from tests.sampling import spread
 
 # The same examples until the code changes (hypothesis takes constants from it): a failure in CI is a failure here. The
 # long run draws new ones, a few thousand cases; what it finds becomes a line of FOUND in
@@ -26,10 +27,24 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the rank pool as ``ranks``, which ``make check`` leaves out."""
+    """Mark the tests that use the rank pool as ``ranks``, and the cases that a sample leaves out as ``long``."""
+    samples: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "rank_pool" in item.fixturenames:
             item.add_marker("ranks")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample") and not is_long(item):
+            samples.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for function, cases in samples.items():
+        (count,) = cases[0].get_closest_marker("sample").args
+        chosen = spread([case.callspec.indices for case in cases], count, seed=function)
+        for index, case in enumerate(cases):
+            if index not in chosen:
+                case.add_marker("long")
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Return whether the default run leaves a test out."""
+    return item.get_closest_marker("long") is not None
 
 
 def pytest_collection_finish() -> None:

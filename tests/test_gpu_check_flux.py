@@ -104,6 +104,7 @@ def steps_of(part):
     return list(two_ranks.rows_of_part(CPU, part))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", [part for part in two_ranks.PARTS if part not in ("bound device", "reduce-overhead")])
 def test_pipelines_on_two_ranks_equal_one(rank_pool, part):
     for rows in rank_pool.run(steps_of, 2, part):

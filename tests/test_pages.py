@@ -14,6 +14,7 @@ from benchmarks.planner import published
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_equal_the_results(page):

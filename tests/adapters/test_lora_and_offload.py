@@ -136,6 +136,7 @@ def draw_offloaded(name):
     return outs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
     expected = flux_pipe()(**flux_call()).images

@@ -92,16 +92,19 @@ def long_but(names, of):
 OTHER_WAYS = [name for name in SHELF_PIPELINES if "," in name and name.split(",")[0] in SHELF_PIPELINES]
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", long_but(SOME, PIPELINES))
 def test_every_pipeline_is_exact_on_a_ring(rank_pool, name):
     check(rank_pool, name, [(1, 2, 1)])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", long_but(GUIDED, PIPELINES))
 def test_every_pipeline_is_exact_with_guidance_over_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 1, 1)])
@@ -133,6 +136,7 @@ def pipelines_undone():
             yield pytest.param(name, shape, marks=() if name in names else pytest.mark.long)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "shape"), [*pipelines_undone()])
 def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
     for unaware, undone in rank_pool.run(draw_unaware_and_undone, 2, name, shape):
@@ -360,6 +364,7 @@ def check_calls(rank_pool, name, shapes):
         assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CALLED)
 def test_every_kind_of_call_is_exact(rank_pool, name):
     check_calls(rank_pool, name, [(1, 1, 2)])
@@ -408,6 +413,7 @@ def draw_otherwise(name, mesh_shape=None):
     return {**outs, "no generator": generate(pipe, name, generator=None)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["hunyuan", "mochi", "cogvideox", "wan 2.2"])
 def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, name):
     with torch.random.fork_rng():
@@ -432,6 +438,7 @@ def draw_with_other_text(name):
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WITH_TEXT)
 def test_text_may_be_cut_or_whole(rank_pool, name):
     for outs in rank_pool.run(draw_with_other_text, 2, name):

@@ -68,6 +68,7 @@ dtypes_and_meshes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(4)
 @dtypes_and_meshes
 def test_self_attention_equals_one_device(rank_pool, ring, ulysses, dtype):
     # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
@@ -80,6 +81,7 @@ def test_self_attention_equals_one_device(rank_pool, ring, ulysses, dtype):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_keys_may_have_another_length_and_values_another_width(rank_pool, ring, ulysses):
     cases = [
@@ -91,6 +93,7 @@ def test_keys_may_have_another_length_and_values_another_width(rank_pool, ring, 
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_grouped_heads_equal_one_device(rank_pool, ring, ulysses):
     cases = [
@@ -102,6 +105,7 @@ def test_grouped_heads_equal_one_device(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(4)
 @on_few_meshes
 @pytest.mark.parametrize("memory", ["transposed", "strided", "expanded", "3-D", "5-D"])
 def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
@@ -109,6 +113,7 @@ def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
     check_all(rank_pool, [Case(**{**vars(case), "memory": memory}) for case in cases], ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_empty_batch_and_sequence_give_empty_results(rank_pool, ring, ulysses):
     empty = [Case(13, 3, B=0), Case(0, 3), Case(0, 3, S_k=5), Case(13, 0)]
@@ -119,6 +124,7 @@ def test_empty_batch_and_sequence_give_empty_results(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(4)
 @dtypes_and_meshes
 def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, dtype):
     orders = [
@@ -155,6 +161,7 @@ def test_queries_and_keys_may_have_layouts_of_their_own(rank_pool, ring, ulysses
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_causal_work_may_be_balanced(rank_pool, ring, ulysses):
     cases = [
@@ -172,6 +179,7 @@ def test_causal_work_may_be_balanced(rank_pool, ring, ulysses):
 MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 
 
+@pytest.mark.sample(3)
 @on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)
@@ -199,6 +207,7 @@ def test_rows_that_see_no_key_give_zeros(rank_pool, ring, ulysses):
             assert not out.any()
 
 
+@pytest.mark.sample(3)
 @on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_additive_masks_of_another_dtype_than_the_queries(rank_pool, ring, ulysses, dtype):

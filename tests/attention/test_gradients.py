@@ -49,6 +49,7 @@ def test_self_attention(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_grouped_heads_other_lengths_and_other_widths(rank_pool, ring, ulysses):
     cases = [
@@ -67,6 +68,7 @@ def test_grouped_heads_other_lengths_and_other_widths(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
     layouts = [TEXT_FIRST, IMAGE_FIRST, BALANCED, (("text", 3, True), ("image", 9, False), ("more", 2, True))]
@@ -79,6 +81,7 @@ def test_replicated_and_balanced_segments(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_masks_and_the_gradient_of_additive_ones(rank_pool, ring, ulysses, dtype):

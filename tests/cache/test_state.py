@@ -236,6 +236,7 @@ class Callback(PipelineCallback):
         return self.run(pipe, step, timestep, tensors)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["function", "partial", "callback of diffusers", "thread"])
 @pytest.mark.parametrize("cached_too", [False, True])
 def test_nested_pipe_in_callback_equals_one_alone(kind, cached_too):

@@ -43,6 +43,7 @@ def result_of(recipe):
     return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [

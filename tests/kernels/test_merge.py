@@ -152,6 +152,7 @@ def test_four_partial_results_merge_without_changing_inputs(interpreter, dtype):
 # -- compiled
 
 
+@pytest.mark.sample(3)
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(merge.merge_kernel))
 def test_every_launch_compiles_without_spills(launch, arch):

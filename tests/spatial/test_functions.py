@@ -288,6 +288,7 @@ def compute(dim):
     return outs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_function_is_exact_or_refused(rank_pool, world_size, dim):

@@ -37,6 +37,7 @@ def require_equal(rank_pool, name, world_size, method):
     assert sum(calls for _, calls in reports) == all_calls
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["KL", "Wan 2.1", "CogVideoX", "Allegro"])
 def test_tiles_on_two_ranks_are_bit_exact(rank_pool, name):
     require_equal(rank_pool, name, 2, "tiled")

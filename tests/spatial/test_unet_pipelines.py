@@ -75,6 +75,7 @@ def check(rank_pool, name, shapes, **size):
         assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in UNET_PIPELINES]
 )
@@ -176,6 +177,7 @@ def filter_frequencies(pipe):
     pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -58,6 +58,7 @@ def shard_differing(make_one, method, message):
     assert not isinstance(pipe.transformer, FSDPModule)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [

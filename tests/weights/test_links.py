@@ -55,6 +55,7 @@ def with_blocking_transfers(kind, always, nccl):
             return generate(flux_in_stages(kind))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "world_size", "always", "nccl"),
     [
@@ -128,6 +129,7 @@ def failing_transfers(nccl, sent_by, taken):
         return results, total.unique().tolist()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize(
     ("sent_by", "taken"), [((1, 0), (0, 0)), ((0, 0), (0, 2)), ((2, 1), (1, 1)), ((3, 0), (0, 1)), ((0, 0), (0, 0))]
@@ -174,6 +176,7 @@ def fail_and_generate(kind, where, nccl, calls):
     return latents, generate(pipe)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "world_size", "where", "nccl", "calls"),
     [

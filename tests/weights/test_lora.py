@@ -178,6 +178,7 @@ def add_late(method, options):
     return generate(pipe, "flux")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
 @pytest.mark.parametrize("method", MESHES)
 def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, options):

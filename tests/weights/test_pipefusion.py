@@ -106,6 +106,7 @@ def fused(num_patches, *, pipe=None, mesh=None, **options):
     return out, pipefusion_report(pipe)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_patches", "options"),
     [

@@ -134,6 +134,7 @@ def test_two_stages_give_the_same_bits(rank_pool):
     check(rank_pool, list(NAMES.values()), (2, 1, 1, 1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("names", "shape"),
     [

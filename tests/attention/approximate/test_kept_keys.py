@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @on_few_meshes
 @pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
 def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share, window):
