@@ -39,7 +39,7 @@ def guide(batch, ring, ulysses, compiled):
         return step(branches()), step(branches(4))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("batch", "ring", "ulysses", "compiled"),
     [

@@ -55,6 +55,7 @@ def check(results, lengths):
                 assert relative_error(out, model(tokens(S))) < 1e-5, f"{S} tokens, rank {rank}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
 def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
     # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention unseen.
@@ -64,6 +65,7 @@ def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
         assert graphs == [1] * 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [(2, 1), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in MESHES[1:]]]
 )
@@ -101,6 +103,7 @@ def compile_with_the_mode_inside(ring, ulysses, form):
     return outs, graphs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "form"),
     [
@@ -154,6 +157,7 @@ def compile_on_two_meshes():
     return outs, None
 
 
+@pytest.mark.long
 def test_compiled_model_runs_on_two_meshes(rank_pool):
     check(rank_pool.run(compile_on_two_meshes, 4), [13] * 10)
 

@@ -96,6 +96,7 @@ def differences_in(printed):
     return [float(value) for value in re.findall(r"relative difference (\S+)", printed)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "start",

@@ -53,6 +53,7 @@ ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items()) 
 COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 sr", "wan animate 2")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "names"),
     [

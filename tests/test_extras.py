@@ -137,6 +137,7 @@ def test_diffusers_alone_brings_pipelines_and_loras(environment):
     python.runs("-c", f"{code}; diffusers.DiffusionPipeline.from_pretrained({TINY_FLUX!r})")
 
 
+@pytest.mark.long
 def test_cli_alone_brings_all_that_its_commands_need(environment):
     python = environment("cli")
     version, generated, planned, *missing = python.commands(

@@ -133,6 +133,7 @@ def decode_tiny():
     return list(vae.decode_on_ranks(CPU, True))
 
 
+@pytest.mark.long
 def test_autoencoders_on_two_ranks_of_one_device_equal_one(rank_pool):
     rows, others = rank_pool.run(decode_tiny, 2)
     assert others == [] and {row["verdict"] for row in rows} == {"ok"}
@@ -344,6 +345,7 @@ def raise_on_rank_1(device):
         raise ZeroDivisionError
 
 
+@pytest.mark.long
 def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_here):
     results = run_here("attention")
     assert verdicts(results) == {"ok"}
@@ -367,6 +369,7 @@ def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_he
     )
 
 
+@pytest.mark.long
 def test_hopper_tier_has_its_own_section(run_here):
     results = run_here("attention_hopper")
     judged = [row for row in results["rows"] if "verdict" in row]
@@ -377,6 +380,7 @@ def test_hopper_tier_has_its_own_section(run_here):
     assert {row["is_causal"] for row in judged} == {False, True}
 
 
+@pytest.mark.long
 def test_a_hopper_tier_that_computes_something_else_is_wrong(run_here, monkeypatch):
     attend = tune.attend
 

@@ -58,6 +58,7 @@ def test_at_real_size_both_have_the_same_parameters():
     assert flux.LEAST_FREE > 2 * 12e9
 
 
+@pytest.mark.long
 def test_flux_is_measured_in_every_way(tmp_path, monkeypatch):
     monkeypatch.setattr(flux, "has_diffusers", lambda: False)
     job = run_section(flux, tmp_path)
@@ -104,7 +105,7 @@ def steps_of(part):
     return list(two_ranks.rows_of_part(CPU, part))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", [part for part in two_ranks.PARTS if part not in ("bound device", "reduce-overhead")])
 def test_pipelines_on_two_ranks_equal_one(rank_pool, part):
     for rows in rank_pool.run(steps_of, 2, part):

@@ -208,6 +208,7 @@ def test_installing_adds_no_top_level_packages(environment):
 
 
 # mypy does not follow the import hook of an editable install.
+@pytest.mark.long
 @pytest.mark.parametrize("environment", ["wheel"], indirect=True)
 def test_mypy_sees_the_types_of_an_installed_para_core(environment, tmp_path):
     (tmp_path / "user.py").write_text("from para_core.kernels.merge_reference import merge\n\nreveal_type(merge)\n")

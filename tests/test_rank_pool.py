@@ -199,6 +199,7 @@ def beat_for(seconds):
     return "done"
 
 
+@pytest.mark.long
 def test_a_slow_job_that_beats_is_not_hung(pool):
     assert pool.run(beat_for, 2, 5.0, timeout=3.0) == ["done", "done"]
 
@@ -255,12 +256,14 @@ def compile_quickly():
     return torch.compile(double, backend="eager", fullgraph=True)(torch.ones(2))
 
 
+@pytest.mark.long
 def test_compiling_is_progress(pool):
     pool.run(compile_quickly, 2)  # imports Dynamo, which takes seconds and is no compiling
     for out in pool.run(compile_slowly, 2, timeout=3.0):
         assert torch.equal(out, torch.full((2,), 2.0))
 
 
+@pytest.mark.long
 def test_compiling_is_progress_only_up_to_its_limit():
     pool = RankPool(compile_limit=1.0)
     try:

@@ -78,7 +78,7 @@ def test_one_rank_uses_options_until_undone():
     assert by_hand.calls == calls
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipeline_runs_on_the_triton_kernel():
     pipe = parallelize_pipe(flux_pipe(), backend="triton")
     with interpreted(), mock.patch.object(attention, "launch", wraps=attention.launch) as launch:

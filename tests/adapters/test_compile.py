@@ -56,6 +56,7 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
     return outs, frames
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [

@@ -77,6 +77,7 @@ def generate_in_parallel(name, ring, ulysses):
         return GENERATE[name](transformer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", GENERATE)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),

@@ -94,6 +94,7 @@ def call_quantized_without_exchange():
     return outs
 
 
+@pytest.mark.long
 def test_quantized_activations_differ_by_float_order_only(rank_pool):
     # A value that falls between two of 256 steps goes where its last bit says, and a step is 1e5 times that bit. Each
     # token has a scale of its own, so which tokens a rank holds makes no other difference.
@@ -184,6 +185,7 @@ def draw_with_options(mesh_shape=None):
     return outs
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")  # it cannot be merged, alone neither
 def test_quantized_pipes_are_exact_with_a_lora_and_offloaded(rank_pool):
     expected = draw_with_options()

@@ -179,6 +179,7 @@ def call_families():
     return outs
 
 
+@pytest.mark.long
 def test_translated_names_are_exact_on_every_family(rank_pool):
     expected = {name: call(MODELS[name].build(), name, SIZES[0])[0] for name in FAMILIES}
     for outs in rank_pool.run(call_families, 2):

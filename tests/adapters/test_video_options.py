@@ -116,6 +116,7 @@ def draw_with_lora(when, mesh_shape=None):
     return outs
 
 
+@pytest.mark.long
 def test_videos_with_a_lora_are_exact(rank_pool):
     expected = draw_with_lora("alone")
     for name in NAMES:

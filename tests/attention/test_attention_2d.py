@@ -73,6 +73,7 @@ def test_attention_in_two_dims_equals_one_device(rank_pool, ring, ulysses):
     test_exactness.check_all(rank_pool, CASES + sixteen_bits, ring, ulysses, mode_options=TWO_DIMS)
 
 
+@pytest.mark.sample(1)
 @on_meshes
 def test_gradients_in_two_dims_equal_those_of_one_device(rank_pool, ring, ulysses):
     # Without any query torch's gradients have other shapes.

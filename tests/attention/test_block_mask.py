@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_few_meshes
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):

@@ -179,7 +179,7 @@ def test_causal_work_may_be_balanced(rank_pool, ring, ulysses):
 MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_few_meshes
 @pytest.mark.parametrize("dtype", [torch.bool, pytest.param(torch.float32, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("extents", [("global", "global"), ("local", "global"), ("global", "local")], ids="-".join)

@@ -97,6 +97,7 @@ def compile_blocks(name, order):
     return latents, len(counter.graphs), cache_report(pipe).hits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "order",
     [

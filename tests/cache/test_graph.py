@@ -57,6 +57,7 @@ def fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "order",
     [
@@ -109,6 +110,7 @@ def test_branches_share_graphs():
     assert len(counter.graphs) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("blocks", "between"),
     [
@@ -295,6 +297,7 @@ def differences_of_a_transformer_alone(cache_first):
     return [float(difference[0]) for difference in differences[1:]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_of_transformer_decide_equally_in_graph(rank_pool, cache_first):
     first, second = rank_pool.run(differences_of_a_transformer_alone, 2, cache_first=cache_first)
@@ -302,6 +305,7 @@ def test_ranks_of_transformer_decide_equally_in_graph(rank_pool, cache_first):
     assert all(difference > 0 for difference in first)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
     expected = run_own_model(compiled=False)
@@ -362,6 +366,7 @@ def run_scripted(called, values):
         return [called(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([x, 10 * x])) for x in values]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("of_a_pipe", "in_place"),
     [

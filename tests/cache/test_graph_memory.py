@@ -76,6 +76,7 @@ def require_no_shared_memory(cache, backend):
     return len(held)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("blocks", [BLOCKS, IN_TWO_STAGES], ids=["one stage", "two stages"])
 def test_replay_keeps_state_of_other_branch(blocks):
     expected = generate(apply_cache(Scripted(), blocks, residual_diff_threshold=0.1))
@@ -87,6 +88,7 @@ def test_replay_keeps_state_of_other_branch(blocks):
     assert report.count("warmup") == 2 and "hit" in report and "miss" in report
 
 
+@pytest.mark.long
 def test_forecast_state_is_copied_once_per_branch(monkeypatch):
     copied = []
     monkeypatch.setattr(CacheState, "leave_graph", spied(CacheState.leave_graph, copied))

@@ -67,6 +67,7 @@ def test_step_is_compared_with_last_computed_one(run):
     assert added(outputs) == pytest.approx([11.0, 11.05, 11.09, 41.12, 41.13], rel=1e-5)
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_early_rule_runs_no_block_at_a_hit(run):
     rest = {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]}
@@ -238,6 +239,7 @@ def test_compute_steps_outside_schedule_raise(steps, message):
     assert pipe.transformer.counts() == [0] * 4
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_of_each_branch_at_most_max_hits_are_skipped(run):
     first = {"cond": [1.0] * 6, "uncond": [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]}

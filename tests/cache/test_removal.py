@@ -36,6 +36,7 @@ def removals():
         yield pytest.param(*case, marks=() if case in short else pytest.mark.long)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "way", "parallel_first"), [*removals()])
 def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first):
     torch._dynamo.reset()

@@ -176,6 +176,7 @@ def count_on_ranks(mesh):
     return counted, traffic.bytes, traffic.collectives, runs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [(("ring", 2),), (("batch", 2),)])
 def test_bytes_are_those_of_the_traffic_counter(rank_pool, mesh):
     for counted, sent, collectives, timed in rank_pool.run(count_on_ranks, 2, mesh):
@@ -196,6 +197,7 @@ def compare_on_ranks(pixels, wrong):
     return compare(pipe, Request(FIELDS), recipe, reference, lambda: None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", [None, 1])
 def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
     reference = make_reference(Recipe(str(TINY_FLUX)), Request(FIELDS))
@@ -232,6 +234,7 @@ def test_two_ranks_are_compared_and_profiled(tmp_path):
         assert "para_core: one generation" in events
 
 
+@pytest.mark.long
 def test_a_video_is_measured(tmp_path):
     out = tmp_path / "figures.json"
     options = ["--model", str(TINY_WAN), "--size", "32x32", "--frames", "5", "--steps", "2", "--warmup-runs", "0"]

@@ -154,7 +154,7 @@ def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, 
     assert re.search(r"line 2: .*3.1e\+07 GB, .*out .* GB free", shown)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monkeypatch, capsys):
     generated = stand_in(monkeypatch)
     path = prompts({"prompt": "a"}, {"prompt": "b", "size": "4096x4096"}, {"prompt": "c", "size": "1040x1040"})
@@ -638,6 +638,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -655,7 +656,7 @@ def test_placed_text_encoders_and_stages_equal_plain_pipeline(rank_pool, tmp_pat
     assert record["request"]["guidance_scale"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
     command = ["generate", "--prompt", CAPTION, *SMALL, "--out", str(tmp_path), "--dry-run"]
     assert run([*command[:-1]]) == 0
@@ -672,7 +673,7 @@ def test_rounded_exchange_is_not_taken_for_the_exact_result(tmp_path, capsys):
         assert f"{1 - finished}, {finished} finished" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     held = []
     for options in ([], ["--quantize", "int8"], ["--offload", "blocks"]):
@@ -685,6 +686,7 @@ def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     assert held[2] < held[0]
 
 
+@pytest.mark.long
 def test_pipefusion_patches_the_steps_and_is_not_taken_for_exact(rank_pool, tmp_path):
     command = ["generate", "--prompt", CAPTION, "--size", "128x128", "--steps", "12", "--out", str(tmp_path)]
     command_on_ranks(rank_pool, *command, "--mesh", "pipe=2")

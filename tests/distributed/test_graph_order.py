@@ -111,6 +111,7 @@ def attend_to_one_token(ring, ulysses, backward):
     return loss.detach(), weight.grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ring", "ulysses", "backward"),
     [(1, 2, True), *[pytest.param(*x, marks=pytest.mark.long) for x in ((2, 1, True), (2, 1, False), (1, 2, False))]],

@@ -60,6 +60,7 @@ def expected_images(recipe, lines):
     return {line.number: image(pipe, line) for line in lines}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "recipe",
     [

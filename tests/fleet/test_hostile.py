@@ -272,7 +272,7 @@ def latencies(port, requests):
         return list(clients.map(one, range(requests)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_texts_do_not_delay_honest_clients():
     body = json.dumps({"prompt": "word " * 2_000_000}).encode()
     with serving(StandIn(0.05), limits=Limits(waiting=20)) as (port, _):

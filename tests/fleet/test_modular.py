@@ -181,6 +181,7 @@ def test_mesh_and_memory_are_foreseen_without_weights(folders):
 # -- two ranks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "options", "fields"),
     [

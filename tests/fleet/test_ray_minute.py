@@ -154,6 +154,7 @@ def test_cancelled_request_lets_the_next_run(server):
     assert ask({"prompt": CAPTION, **SMALL})[0] == 200
 
 
+@pytest.mark.long
 def test_openai_client_streams_partial_images(server, expected):
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
     assert client.models.list().data[0].owned_by == "para_core"

@@ -43,7 +43,7 @@ def result_of(recipe):
     return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
@@ -105,7 +105,7 @@ def test_all_ranks_stop_after_same_step(rank_pool, step):
     assert before == after
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_weights_plus_share_of_pixels():
     recipe = Recipe(str(find_tiny_flux()))
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)

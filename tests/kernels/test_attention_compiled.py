@@ -57,6 +57,7 @@ def check(compiled: Compiled, config: Config) -> None:
     assert "ex2.approx" in compiled.ptx
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_long_row_of_dim_128_fits_and_loads_once(arch):
     config = TABLE[LONG_128[arch]]
@@ -144,6 +145,7 @@ def test_a_mask_of_keys_needs_no_room(arch, head_dim, mask):
 INTEGER_PRODUCT = {90: "s32.s8.s8", 100: "kind::i8"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "head_dim", "length", "mask", "ranges"),
     [
@@ -167,6 +169,7 @@ def test_in_8_bits_keys_are_multiplied_as_integers(arch, head_dim, length, mask,
     assert INTEGER_PRODUCT.get(arch, "s32.s8.s8.s32") in compiled.ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [long(arch, dim, unless=(arch, dim) == (80, 64)) for arch in ARCHS for dim in (64, 96, 128)],

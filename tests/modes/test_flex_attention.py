@@ -178,6 +178,7 @@ def attend_compiled(ring, ulysses):
     return [relative_error(out, expected) for out in (*outside, inside)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_compiled_with_captured_tensors_equals_one_device(rank_pool, ring, ulysses):
     for errors in rank_pool.run(attend_compiled, 2, ring, ulysses):

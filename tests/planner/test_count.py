@@ -175,6 +175,7 @@ def run_rows():
     return results, patched
 
 
+@pytest.mark.long
 def test_the_line_that_a_row_says_runs_it(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for outputs, patched in rank_pool.run(run_rows, 4):

@@ -114,6 +114,7 @@ def tokens(num):
     return torch.randn(2, num, 8, generator=torch.Generator().manual_seed(num))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "compiled",
     [

@@ -66,6 +66,7 @@ def decode_parallel(names):
     return videos
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "names"), [(2, ("odd", "wide")), pytest.param(4, ("few", "odd"), marks=pytest.mark.long)]
 )

@@ -75,7 +75,7 @@ def check(rank_pool, name, shapes, **size):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in UNET_PIPELINES]
 )
@@ -83,12 +83,14 @@ def test_every_unet_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [ROWS, BATCH])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sd", "xl, control"])
 def test_guidance_and_rows_share_four_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 2, 1)])
 
 
 # 2 × 10 latents: two ranks of three hold columns. 5 × 3: one rank works.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [{"height": 16, "width": 80}, {"height": 40, "width": 24}])
 def test_few_rows_leave_ranks_idle_with_the_image(rank_pool, size):
     check(rank_pool, "sd, control", [(1, 1, 3)], **size)
@@ -118,6 +120,7 @@ def generate_in_other_ways():
     return errors
 
 
+@pytest.mark.long
 def test_lora_offload_and_the_vae_on_rows_change_nothing(rank_pool):
     for errors in rank_pool.run(generate_in_other_ways, 2):
         assert max(errors.values()) < 1e-5, errors

@@ -17,7 +17,7 @@ from zoo.tiny.pipelines.registry import PIPELINES
 CASES = read_cases()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(case.id, marks=() if is_short else pytest.mark.long) for case, is_short in CASES.items()]
 )
@@ -33,7 +33,7 @@ def test_what_is_refused_is_refused_with_a_reason(rank_pool, name):
     assert outcome.status == "refused", f"python -m tests.together {name}\n{outcome}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_array_holds_every_admissible_pair():
     covered = {pair for case in CASES for pair in pairs_of(case.by_axis)}
     assert covered >= set(admissible_pairs())
@@ -41,7 +41,7 @@ def test_array_holds_every_admissible_pair():
     assert all(exclusion_of(case.by_axis) is None for case in CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_excluded_pairs_have_a_reason():
     """No pair is inadmissible by accident: each one matches an exclusion, or every way to complete it does."""
     admissible = set(admissible_pairs())

@@ -57,6 +57,7 @@ def test_offloaded_blocks_of_one_rank_give_the_same_bits(name):
     assert undone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dims", "resident"),
     [("flux", {"ulysses": 2}, 0), ("wan 2.2", {"batch": 2}, 1), ("flux", {"ring": 2, "ulysses": 2}, 2)],
@@ -99,6 +100,7 @@ def in_all_orders():
     return outs
 
 
+@pytest.mark.long
 def test_offloaded_blocks_are_exact_in_any_order_with_cache_and_lora(rank_pool):
     pipe = make("flux")
     add_lora(pipe)
@@ -152,6 +154,7 @@ def test_each_block_is_copied_while_the_one_before_runs():
         assert events.index(f"copy {following}") < events.index(f"run {index}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [("offload", "compile"), ("compile", "offload")])
 def test_compiled_blocks_are_whole_graphs(order):

@@ -50,6 +50,7 @@ def load(folder, weights, dtype=None):
     return shared, whole(**flux_call())[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None)])
 def test_what_was_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
     for shared, whole in rank_pool.run(load, 2, folder, weights, dtype):

@@ -156,6 +156,7 @@ def draw(name, method, when):
     return outs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "method", "when"),
     [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long) for case in CASES],
@@ -208,6 +209,7 @@ def gradients_after(name, method):
     return gradients_of(unparallelize_pipe(pipe))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", MESHES)
 def test_weights_that_a_late_lora_froze_stay_frozen(rank_pool, method):
     pipe = trainable("flux")

@@ -326,6 +326,7 @@ def over_stages(num_patches, size, options):
     return output, again, report, run(pipe, **plain)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_patches", "size", "options"),
     [
@@ -409,6 +410,7 @@ def shared_inside_a_mode(name):
         return latents_of(pipe, name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mochi", "hunyuan"])
 def test_patches_are_shared_inside_a_mode_of_the_user(rank_pool, name):
     expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)

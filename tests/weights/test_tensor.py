@@ -129,7 +129,7 @@ DEFAULT_ON_TWO = ("flux", "qwen-image, masked", "wan, image context", "hunyuan",
 
 
 # Meshes are batch × ring × ulysses × tensor.
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT_ON_TWO else pytest.mark.long) for name in CONFIGS]
 )
@@ -187,6 +187,7 @@ def cached_alone():
     return generate(pipe, "flux", num_inference_steps=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["ours", "diffusers"])
 def test_heads_are_sharded_by_either_plan(rank_pool, cached_alone, how):
     outs = rank_pool.run(generate_over, 2, how)

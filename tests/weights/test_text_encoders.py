@@ -74,7 +74,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dims", "options", "placement"),
     [
@@ -131,7 +131,7 @@ def place_again(name, first, second):
 CHANGES = [*zip(PLACEMENTS, (*PLACEMENTS[1:], PLACEMENTS[0]), strict=True), (None, "offload")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [*CHANGES, *[pytest.param(*x, marks=pytest.mark.long) for x in permutations(PLACEMENTS, 2) if x not in CHANGES]],

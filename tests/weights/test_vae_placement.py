@@ -68,7 +68,7 @@ def place(name, dims, options):
     return outs, num_calls
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dims", "options"),
     [

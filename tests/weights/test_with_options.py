@@ -174,6 +174,7 @@ def offloaded(name, method, kind, with_lora):
     return outs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "method", "kind", "with_lora"),
     [

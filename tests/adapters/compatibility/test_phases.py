@@ -163,6 +163,7 @@ def attend_unseen(compiled):
     return type(error.value).__name__, pipe(**flux_call()).images
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", ["no", *[pytest.param(x, marks=pytest.mark.long) for x in ("blocks", "whole")]])
 def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
     expected = flux_pipe()(**flux_call()).images

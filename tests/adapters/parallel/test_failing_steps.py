@@ -66,6 +66,7 @@ def fail_in_resolve(earlier):
     assert torch.equal(image_of(pipe), image)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_failing_step_of_resolve_raises_on_all_ranks(rank_pool, earlier):
     rank_pool.run(fail_in_resolve, 2, earlier)
@@ -108,6 +109,7 @@ def fail_in_load(folder):
     return image_of(pipe)
 
 
+@pytest.mark.long
 def test_a_failing_step_of_load_raises_on_all_ranks(rank_pool, folder):
     first, second = rank_pool.run(fail_in_load, 2, folder)
     assert torch.equal(first, second)
@@ -218,6 +220,7 @@ def fail_in_unshard(method):
         dist.barrier()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
 def test_a_failing_step_of_unshard_weights_is_completed_by_the_second_call(rank_pool, method):
     rank_pool.run(fail_in_unshard, 2, method)

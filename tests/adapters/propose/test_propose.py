@@ -217,6 +217,7 @@ def test_two_calls_of_one_size_are_an_error():
         propose_plan(fill(Painter(), seed=1), (painter_inputs(17), painter_inputs(17)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan, image by token replacement"])
 @pytest.mark.slow
 def test_known_models_are_found_without_their_adapters(name):

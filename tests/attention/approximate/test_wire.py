@@ -44,6 +44,7 @@ def test_it_is_as_near_as_8_bits_are(rank_pool, ring, ulysses, options):
             assert error > 1e-5 or out.numel() == 0 or case.S <= 3 or case.key_segments, f"{case}: nothing was rounded"
 
 
+@pytest.mark.long
 def test_compiled_it_is_the_same(rank_pool):
     for compiled, eager in zip(
         rank_pool.run(attend, 4, CASES[:6:5], 2, 2, "aot_eager", FP8),
