@@ -140,6 +140,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_mask_of_wrong_length_raises_on_every_rank(rank_pool, kind, cut):
@@ -157,6 +158,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_differing_input_raises_on_every_rank(rank_pool, kind):
     check_errors(rank_pool.run(attend_badly, 4, kind, [2], 2, 2, False), "ValueError", *DIFFERENT[kind])
@@ -297,6 +299,7 @@ def attend_after_a_time_out(path):
     return first, second, attend().shape
 
 
+@pytest.mark.long
 def test_new_mesh_after_timeout_names_dead_default_group(rank_pool, tmp_path):
     (first, *on_rank_0), (_, *on_rank_1) = rank_pool.run(attend_after_a_time_out, 2, str(tmp_path / "store"))
     assert re.search(r"2 ranks .*'ulysses' ", first[0])

@@ -167,6 +167,7 @@ def test_video_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path)
     assert all(np.mean(frame != expected) < 0.01 for frame, expected in zip(*videos, strict=True))
 
 
+@pytest.mark.long
 def test_mochi_example_runs_cached_on_two_ranks(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_mochi.py", tmp_path)
     model = model_of("run_mochi", tmp_path)

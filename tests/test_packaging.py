@@ -166,6 +166,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):
     assert {f"{folder}/{name}" for folder in FOLDERS for name in files_of(ROOT / folder)} <= names
 
 
+@pytest.mark.long
 def test_installing_the_folder_gives_what_the_wheel_holds(distributions, tmp_path):
     checkout = copy_checkout(tmp_path / "checkout")
     run(sys.executable, "-m", "pip", *INSTALL, "--target", tmp_path / "target", ".", cwd=checkout)

@@ -286,6 +286,7 @@ def place():
 """
 
 
+@pytest.mark.long
 def test_ranks_inherit_path_and_environment(tmp_path, monkeypatch):
     (tmp_path / "slow_on_a_rank.py").write_text(SLOW_ON_A_RANK)
     monkeypatch.syspath_prepend(tmp_path)

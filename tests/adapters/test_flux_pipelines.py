@@ -123,6 +123,7 @@ def draw_calls(ring, ulysses, names):
     return {name: generate(pipe, **CALLS[name]) for name in names}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
 def test_every_kind_of_call_is_exact(rank_pool, ring, ulysses):
     pipe = flux_pipe()

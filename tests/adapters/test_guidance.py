@@ -272,6 +272,7 @@ def keep_what_a_generation_leaves(batch, *, callback, fail=False, **options):
     return tensors
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("batch", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options",

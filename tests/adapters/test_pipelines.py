@@ -110,11 +110,13 @@ def test_every_pipeline_is_exact_with_guidance_over_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 1, 1)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(["hunyuan", "cogvideox, rotary", "hunyuan 1.5"], SOME))
 def test_every_family_is_exact_on_three_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 3), (1, 3, 1)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(["cogvideox", "wan", "qwen-image"], GUIDED))
 def test_guidance_over_ranks_is_exact_on_four(rank_pool, name):
     check(rank_pool, name, [(2, 1, 2)])
@@ -182,6 +184,7 @@ def draw_pixels(name):
     return generate(build(name, cpu_mesh(1, 2)), name, output_type="pt")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("wan", "mochi", "ltx2") else pytest.mark.long) for name in DECODED],
@@ -370,6 +373,7 @@ def test_every_kind_of_call_is_exact(rank_pool, name):
     check_calls(rank_pool, name, [(1, 1, 2)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(["cogvideox", "wan", "qwen-image"], CALLED))
 def test_every_call_is_exact_with_guidance_over_ranks(rank_pool, name):
     check_calls(rank_pool, name, [(2, 1, 1)])

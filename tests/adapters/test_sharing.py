@@ -164,6 +164,7 @@ def call_with_other_inputs(name):
     return transformer(**inputs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids"]
 )

@@ -114,6 +114,7 @@ def test_every_transformer_is_exact_on_three_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 3)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(SOME[:3]))
 def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 2, 2)])

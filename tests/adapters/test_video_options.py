@@ -70,6 +70,7 @@ def draw_offloaded(names, mesh_shape):
         for names, marks in ((NAMES[:3], pytest.mark.long), (NAMES[3:], ()))
     ],
 )
+@pytest.mark.long
 def test_offloaded_videos_are_exact(rank_pool, names):
     for outs in rank_pool.run(draw_offloaded, 2, names, (2, 1)):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}

@@ -98,6 +98,7 @@ def count_traffic(blocks, block_size, backward):
     return counter.get_total_counts()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("blocks", "collectives"),
     [

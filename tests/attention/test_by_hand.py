@@ -21,6 +21,7 @@ def attend_by_hand(name, calls):
     return out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("calls", ["in place", "functional"])
 @pytest.mark.parametrize("name", ["ulysses", "ring"])
 @pytest.mark.parametrize("ranks", [2, 4])

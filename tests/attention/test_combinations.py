@@ -144,6 +144,7 @@ def attend_in_batch(what):
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", ["plain", "balanced", "3-D"])
 def test_mask_of_whole_batch_is_sharded(rank_pool, what):
     for out, expected in rank_pool.run(attend_in_batch, 2, what):

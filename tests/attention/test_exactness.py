@@ -144,6 +144,7 @@ def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, d
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_queries_and_keys_may_have_layouts_of_their_own(rank_pool, ring, ulysses):
     text, image = (("text", 5, True),), (("image", 11, False),)
@@ -195,6 +196,7 @@ def test_masks_may_be_global_or_local(rank_pool, ring, ulysses, dtype, extents):
     check_all(rank_pool, cases, ring, ulysses)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_rows_that_see_no_key_give_zeros(rank_pool, ring, ulysses):
     cases = [
@@ -301,6 +303,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_what_was_found_once(rank_pool, ring, ulysses):
     check_all(rank_pool, FOUND, ring, ulysses)
@@ -333,6 +336,7 @@ def attend_in_functions(ring, ulysses):
     return outs
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_functional_forms_take_sdpas_own_signature(rank_pool, ring, ulysses):
     ranks = ring * ulysses
@@ -357,6 +361,7 @@ def attend_with_autocast(ring, ulysses):
         return cp.gather(F.scaled_dot_product_attention(q, k, v), dim=2)
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_autocast_equals_one_device(rank_pool, ring, ulysses):
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -39,6 +39,7 @@ def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=N
             assert (gradient - reference).norm() <= 1e-5 * max(scale, reference.norm()), where
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_self_attention(rank_pool, ring, ulysses):
     cases = [
@@ -136,6 +137,7 @@ def test_in_one_compiled_graph(rank_pool, ring, ulysses, cases):
     check_all(rank_pool, cases, ring, ulysses, "aot_eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_with_inductor(rank_pool, ring, ulysses):
     check_all(rank_pool, COMPILED[2:4], ring, ulysses, "inductor")

@@ -100,6 +100,7 @@ def lay_out(ring, ulysses, memory):
     return outs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
 @pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # the last: one head per rank
 def test_result_has_strides_that_models_expect(rank_pool, ring, ulysses, memory):
@@ -123,6 +124,7 @@ def pin_a_backend(ring, ulysses, heads, assume_equal):
     return message, after
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("assume_equal", [False, True])
 @pytest.mark.parametrize(("ring", "ulysses", "heads"), [(1, 2, 1), (1, 4, 3), (2, 1, 2)])
 def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, heads, assume_equal):

@@ -185,6 +185,7 @@ def refused(backend):
     return errors
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("backend", "install"), [("flash3", "hopper/"), ("flash4", "flash-attn-4"), ("sage", "2.1.1")])
 def test_what_a_library_cannot_compute_is_refused_at_once(rank_pool, backend, install):
     for missing, masked, device, dtype in rank_pool.run(refused, 2, backend):

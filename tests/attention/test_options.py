@@ -95,6 +95,7 @@ def learn_with_attn_func(ring, ulysses, options):
     return [x.grad for x in qkv]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "options"), [(2, 1, {}), (1, 2, {}), (2, 1, {"rotate_method": "allgather"})]
 )
@@ -143,6 +144,7 @@ def attend_to_replicated_keys(ring, ulysses):
     return outs, errors
 
 
+@pytest.mark.sample(3)
 @on_most_meshes
 def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     q, k, v = make_qkv(13, 4, S_k=9)
@@ -215,6 +217,7 @@ def masks_of_single_tokens(S):
     return torch.ones(S, S, dtype=torch.bool).tril(), (torch.arange(S) != 0)[None]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses", "S"), [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 3, 2)])
 def test_masks_of_single_tokens_are_of_the_rank_or_refused(rank_pool, ring, ulysses, S):
     q, k, v = make_qkv(S, 4)
@@ -273,6 +276,7 @@ def checkpointed(ring, ulysses, bound):
     return [x.grad for x in (q, k, v)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("bound", [True, False])
 def test_activation_checkpointing_recomputes_under_the_mode(rank_pool, ring, ulysses, bound):

@@ -102,6 +102,7 @@ def test_ulysses_is_two_all_to_all(rank_pool, ranks, num_text):
         assert others == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_ring_hops_are_ranks_minus_one(rank_pool, ranks, options):
@@ -144,6 +145,7 @@ def test_keys_that_every_rank_holds_need_no_communication(rank_pool, ring, ulyss
         assert (sent, others) == ([], [])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses", "num_dims"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
 def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, num_dims):
     for _, others in rank_pool.run(count, ring * ulysses, ring, ulysses, 13, assume_equal=False):
@@ -167,6 +169,7 @@ def test_gradient_of_ulysses_is_two_all_to_all(rank_pool, ranks):
         assert others == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):

@@ -119,6 +119,7 @@ def test_branches_share_graphs():
         *[pytest.param(*case, marks=pytest.mark.long) for case in ((BLOCKS, 0.5), (IN_TWO_STAGES, None))],
     ],
 )
+@pytest.mark.long
 def test_code_between_blocks_runs_as_in_eager(blocks, between):
     inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8)
     added = [torch.tensor([x, 10 * x]) for x in CHANGING]
@@ -336,6 +337,7 @@ def test_skipped_step_in_mode_does_not_warn(rank_pool):
     assert rank_pool.run(run_under_a_mode_for_each_step, 2) == [["warmup", "hit"]] * 2
 
 
+@pytest.mark.long
 def test_other_numbers_of_steps_are_no_other_graph():
     pipe, counter = Pipe(), Counter()
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)

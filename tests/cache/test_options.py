@@ -145,6 +145,7 @@ def test_first_and_last_blocks_always_run():
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("run", "order"),
     [

@@ -32,6 +32,7 @@ def one_rank_is_not_finite(value):
     return verdicts(run_steps(steps, cpu_mesh(1, dist.get_world_size())))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_residual_on_one_rank_computes_on_all(rank_pool, ranks, value):
@@ -53,6 +54,7 @@ def decide_at_the_edge(ring, ulysses):
     return verdicts(report), [row.difference for row in report.rows]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2), (4, 1)])
 def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
     results = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)

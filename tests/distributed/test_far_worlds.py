@@ -32,6 +32,7 @@ def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
 
 # Bounds on functions that Python calls. Without a hop to each rank a call costs the same on any number of ranks; 2-D
 # grows with rows and columns.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "plan", "of_call"),
     [("Ulysses", 75_000, 300), ("ring, 2-D", 1_500, 700), ("ring × 8, 2-D", 7_500, 600), ("ring", 25_000, 25_000)],

@@ -57,7 +57,7 @@ def check(compiled: Compiled, config: Config) -> None:
     assert "ex2.approx" in compiled.ptx
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 90])
 def test_long_row_of_dim_128_fits_and_loads_once(arch):
     config = TABLE[LONG_128[arch]]

@@ -82,6 +82,7 @@ def run_cases(ring, ulysses):
     return outs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [*MESHES, (2, 2)])
 def test_flash_attention_equals_one_device(rank_pool, ring, ulysses):
     for outs in rank_pool.run(run_cases, ring * ulysses, ring=ring, ulysses=ulysses):
@@ -213,6 +214,7 @@ def run_compiled():
     return outs
 
 
+@pytest.mark.long
 def test_compiled_flash_attention_equals_one_device(rank_pool):
     for outs in rank_pool.run(run_compiled, 2):
         for function, pair in zip((flash.flash_attn_func, flash.flash_attn_3_func), outs, strict=True):

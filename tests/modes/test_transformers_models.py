@@ -319,6 +319,7 @@ def decode(kind, name, S, steps):
     return torch.cat(outs, dim=1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_decoding_with_a_cache_is_exact(rank_pool, kind, name):
@@ -395,6 +396,7 @@ def compiled_decoder(lengths):
     return outs, refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [[12], pytest.param([12, 15], marks=pytest.mark.long)])
 def test_decoder_in_graph_takes_4d_mask(rank_pool, lengths):
     model = make("llama, one layer")

@@ -203,6 +203,7 @@ def attend_in_a_module_with_masks(ring, ulysses, cases):
     return outs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
     padding = torch.zeros(2, 7, dtype=torch.bool)

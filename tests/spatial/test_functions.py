@@ -395,6 +395,7 @@ def resize_again(mode):
     return results
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["nearest-exact", "bilinear", "bicubic"])
 def test_resampling_weights_are_computed_once_per_size(rank_pool, mode):
     image = make_inputs(-2)["image"].double()

@@ -79,6 +79,7 @@ def decode_few(height, gather):
     return image, tiny.encode(vae, image) if gather == "all" else None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gather", ["all", "first"])
 @pytest.mark.parametrize("height", [7, 5, 3])  # rows for three ranks, two, and one
 def test_few_rows_use_fewer_ranks(rank_pool, height, gather):
@@ -234,6 +235,7 @@ def decode_differently(how):
     tiny.decode(vae, x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

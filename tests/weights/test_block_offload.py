@@ -48,6 +48,7 @@ def place(name, dims, resident):
     return outs, blocks, attributes == attributes_of(pipe.transformer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["flux", "wan 2.2", "hunyuan"])
 def test_offloaded_blocks_of_one_rank_give_the_same_bits(name):
     expected = generate(make(name), name)
@@ -154,8 +155,7 @@ def test_each_block_is_copied_while_the_one_before_runs():
         assert events.index(f"copy {following}") < events.index(f"run {index}")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("order", [("offload", "compile"), ("compile", "offload")])
 def test_compiled_blocks_are_whole_graphs(order):
     expected, pipe = generate(make("flux"), "flux"), make("flux")

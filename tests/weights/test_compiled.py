@@ -111,6 +111,7 @@ def require_equal_parts(module, other):
             assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [None, *[pytest.param(x, marks=pytest.mark.long) for x in ("blocks", "whole")]])
 def test_quantization_after_tensor_sharding_equals_one_device(rank_pool, compiled):
     for alone, out, shape, dtype in rank_pool.run(quantized_tensors, 2, compiled):

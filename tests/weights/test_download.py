@@ -41,6 +41,7 @@ def load(endpoint, folder, cache, hosts=("here", "here"), patience=None, **optio
     return out, parallelize_pipe(whole, mesh=mesh)(**flux_call())[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [pytest.param(("here", "here"), marks=pytest.mark.long), ("one", "other")])
 def test_each_node_downloads_each_file_once(rank_pool, folder, tmp_path, hosts):
     with Hub(folder) as hub:

@@ -101,6 +101,7 @@ def expected_in_order(rank_pool):
     return rank_pool.run(in_order, 2, "pc")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", ["spc", "pcs", pytest.param("cps", marks=pytest.mark.long), "pspc"])
 def test_a_cache_decides_and_skips_as_with_whole_weights(rank_pool, expected_in_order, order):
     for result, expected in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):

@@ -250,6 +250,7 @@ def one_stage_raises():
         return time.monotonic() - started < 30, str(error)
 
 
+@pytest.mark.long
 def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
     first, second = rank_pool.run(one_stage_raises, 2)
     assert first[0]

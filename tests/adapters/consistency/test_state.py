@@ -75,6 +75,7 @@ def call_after(change):
         pipe.vae.to(torch.float32)  # all pipes of this process share it
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
 )
@@ -151,6 +152,7 @@ def call_back(callback, names=("latents", "prompt_embeds")):
     return pipe(**flux_call(callback_on_step_end=callback, callback_on_step_end_tensor_inputs=list(names))).images
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("callback", TOLD)
 def test_differing_callbacks_raise_on_all_ranks(rank_pool, callback):
     with pytest.raises(RankPoolError, match=TOLD[callback]) as error:

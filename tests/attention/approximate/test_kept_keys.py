@@ -161,6 +161,7 @@ def count_readings(options):
     return readings.count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "most"),
     [

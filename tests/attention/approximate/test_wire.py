@@ -92,6 +92,7 @@ def count(ring, ulysses, dtype, comm_dtype):
     return traffic.sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_wire_sends_one_byte_per_element_and_scales(rank_pool, ring, ulysses):
     ranks = ring * ulysses

@@ -74,6 +74,7 @@ def test_checker_accepts_every_true_drawing_of_one_thing():
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_things", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_checker_accepts_true_drawings_of_several_things(num_things):
     for i in range(150):

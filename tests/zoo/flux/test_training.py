@@ -374,6 +374,7 @@ def cells_known_to_t5(encoder: T5EncoderModel, tokenizers: Tokenizers, steps: in
     return torch.stack(right).float().mean().item()
 
 
+@pytest.mark.long
 def test_trained_t5_knows_cells_of_two_things():
     tokenizers = build_tokenizers()
     torch.manual_seed(0)

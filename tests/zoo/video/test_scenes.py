@@ -66,6 +66,7 @@ def test_the_checker_accepts_true_videos(direction):
         assert verdict.all_right, (scene, verdict)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "value"),
     [("colour", "blue"), ("shape", "square"), ("direction", "left"), ("direction", "up right"), ("background", "grey")],

@@ -50,6 +50,7 @@ def test_untrained_latents_and_frames_depend_on_the_images():
         assert frames.std(0).mean() > 0.5 * frames.std()
 
 
+@pytest.mark.long
 def test_one_step_and_one_resumed_equal_two_straight(tmp_path):
     straight = train_flow(tmp_path / "straight.pt")
     assert train_flow(tmp_path / "parts.pt", stop_after=1).step == 1
