@@ -17,7 +17,7 @@ from benchmarks.cache.quality import beside, parts_of, summaries
 from benchmarks.harness import read_results
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 
 pytestmark = pytest.mark.slow
 

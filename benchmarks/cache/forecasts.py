@@ -23,7 +23,7 @@ from benchmarks.cache.judged import SEED, THINGS, decode, judge, scenes_of
 from benchmarks.cache.ways import generate, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 
 THRESHOLDS = (0.12, 0.2, 0.3)
 PARTS = ("forecasts", "rules", "few", "few by rule")

@@ -12,12 +12,12 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from tqdm import tqdm
 
 from benchmarks.cache.ways import SIDE, Way, generate, load
-from zoo.flux import grammar
+from zoo.evaluate import held_out_images
+from zoo.flux import scenes as grammar
 from zoo.flux.check import check
-from zoo.flux.evaluate import held_out_scenes
-from zoo.flux.grammar import Scene
+from zoo.flux.scenes import Scene
 
-# The values of zoo/flux/evaluate.py: these are the first of its captions with one thing.
+# The values of zoo/evaluate.py: these are the first of its captions with one thing.
 SEED, THINGS = 0, 1
 DECODED_AT_ONCE = 16
 MOST_DECIBELS = 100.0  # of two images that are equal
@@ -25,7 +25,7 @@ MOST_DECIBELS = 100.0  # of two images that are equal
 
 def scenes_of(count: int) -> list[Scene]:
     """Return ``count`` scenes that training never saw."""
-    return held_out_scenes(SEED, THINGS, count)
+    return held_out_images(SEED, THINGS, count)
 
 
 class Computed:

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.cache.judged import Computed, scenes_of
 from benchmarks.cache.ways import NO_CACHE, NUM_COMPILED, SPEED, generate, load
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 
 STEPS = 28
 

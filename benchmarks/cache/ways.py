@@ -31,7 +31,8 @@ from torch import Tensor
 from para_core.adapters import apply_cache_on_pipe
 from para_core.cache.forecasts import FOCA
 from zoo import video
-from zoo.flux import PIPELINE, grammar
+from zoo.flux import PIPELINE
+from zoo.flux import scenes as grammar
 
 # -- a method that neither para_core nor diffusers has
 

@@ -31,11 +31,10 @@ from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention import backend_selection, local
 from para_core.kernels import attention_int8_reference
 from para_core.weights.subclasses import plain_tensors
-from zoo.flux import grammar
+from zoo import evaluate
+from zoo.flux import scenes as grammar
 from zoo.flux.check import check as check_image
-from zoo.video import evaluate
-from zoo.video import grammar as video_grammar
-from zoo.video.check import check as check_video
+from zoo.video import scenes as video_scenes
 
 STEPS = {"FLUX": 28, "Wan": 20}
 GUIDANCE = 2.0  # of Wan
@@ -152,8 +151,9 @@ def _images(pipe: Any, count: int) -> Iterator[np.ndarray]:
 
 def _videos(pipe: Any, count: int) -> Iterator[np.ndarray]:
     """Yield videos ``[17, 64, 64, 3]`` uint8."""
-    captions = [video_grammar.caption(scene) for scene in evaluate.held_out_scenes(0, count)]
-    for _, output in evaluate.generate(pipe, captions, steps=STEPS["Wan"], guidance=GUIDANCE, seed=0, batch=1):
+    captions = [video_scenes.caption(scene) for scene in evaluate.held_out_videos(0, count)]
+    options = {"guidance_scale": GUIDANCE, "negative_prompt": ""}
+    for _, output in evaluate.generate(pipe, captions, steps=STEPS["Wan"], seed=0, batch=1, **options):
         yield output
 
 
@@ -188,8 +188,8 @@ def right(model: str, outputs: np.ndarray) -> float:
     if model == "FLUX":
         verdicts = [check_image(x, y).all_right for x, y in zip(outputs, scenes_of(len(outputs)), strict=True)]
         return round(float(np.mean(verdicts)), 4)
-    scenes = evaluate.held_out_scenes(0, len(outputs))
-    return evaluate.tally([check_video(x, y) for x, y in zip(outputs, scenes, strict=True)])["all"]
+    scenes = evaluate.held_out_videos(0, len(outputs))
+    return evaluate.tally([video_scenes.check(x, y) for x, y in zip(outputs, scenes, strict=True)])["all"]
 
 
 # -- tables

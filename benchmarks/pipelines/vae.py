@@ -37,8 +37,7 @@ from benchmarks.harness import (
 )
 from para_core.adapters import parallelize_vae
 from zoo.flux import PIPELINE
-from zoo.flux.draw import draw
-from zoo.flux.grammar import crowded_scene
+from zoo.flux.scenes import crowded_scene, draw
 
 FIGURE = ROOT / "docs/images/vae_seams.png"
 AMPLIFIED = 4

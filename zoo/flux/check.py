@@ -12,11 +12,10 @@ from functools import cache
 from itertools import permutations
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 from skimage.measure import label
 
-from zoo.flux.draw import BACKGROUND_GREYS, CELL_CENTRES, background, shape_mask
-from zoo.flux.grammar import CELLS, COLOURS, SHAPES, Scene, Thing
+from zoo.flux.scenes import BACKGROUND_GREYS, CELL_CENTRES, CELLS, COLOURS, SHAPES, Scene, Thing, background, draw_shape
 
 SATURATED = 60  # max − min over RGB; the palest colour of the palette has 125, so edges count from about one half
 MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more than 100
@@ -60,13 +59,6 @@ class Verdict:
         return all((*self.colour, *self.shape, *self.place, *self.size, self.count, self.background))
 
 
-def patches(mask: np.ndarray) -> list[np.ndarray]:
-    """Return the 4-connected patches of a ``[height, width]`` bool mask, each a mask of that size, largest first."""
-    labels = label(mask, connectivity=1)
-    masks = [labels == i + 1 for i in range(labels.max())]
-    return sorted(masks, key=lambda patch: -int(patch.sum()))
-
-
 @dataclass(frozen=True)
 class _Spread:
     """The mean and the standard deviation of the (y, x) of a mask's pixels."""
@@ -82,7 +74,11 @@ class _Spread:
 
 @cache
 def _template(shape: str, blur: int) -> tuple[np.ndarray, _Spread]:
-    sharp = np.pad(shape_mask(shape, TEMPLATE_SIDE, TEMPLATE_SIDE), 3 * max(BLURS)).astype(np.uint8) * 255
+    """Return a shape that fills the whole box of a template, with a margin for its blur."""
+    image = Image.new("L", (240, 240), 0)
+    draw_shape(ImageDraw.Draw(image), shape, 120, 120, 120, 255)
+    box = image.crop(image.getbbox()).resize((TEMPLATE_SIDE, TEMPLATE_SIDE), Image.Resampling.BOX)
+    sharp = np.pad(np.asarray(box) > 127, 3 * max(BLURS)).astype(np.uint8) * 255
     soft = np.asarray(Image.fromarray(sharp).filter(ImageFilter.GaussianBlur(blur)))
     mask = soft > soft.max() / 2
     return mask, _Spread.of(mask)
@@ -102,20 +98,23 @@ def _overlap(patch: np.ndarray, spread: _Spread, shape: str, blur: int) -> float
     return float((laid & patch).sum() / (laid | patch).sum())
 
 
+def _nearest(distance: dict[str, float], most: float) -> str | None:
+    """Return the name with the least distance, or None if that is more than ``most``."""
+    best = min(distance, key=distance.__getitem__)
+    return best if distance[best] <= most else None
+
+
 def _colour_of(pixels: np.ndarray) -> str | None:
     """Return the nearest colour of pixels ``[n, 3]``, or None."""
     median = np.median(pixels, axis=0)
-    distance = {name: float(np.linalg.norm(median - np.array(rgb))) for name, rgb in COLOURS.items()}
-    best = min(distance, key=distance.__getitem__)
-    return best if distance[best] <= COLOUR_DISTANCE else None
+    return _nearest({name: float(np.linalg.norm(median - rgb)) for name, rgb in COLOURS.items()}, COLOUR_DISTANCE)
 
 
 def _shape_of(patch: np.ndarray) -> str | None:
     """Return the shape of a patch ``[height, width]``, or None. The mask has a margin for a larger template."""
     spread = _Spread.of(patch)
-    overlap = {shape: max(_overlap(patch, spread, shape, blur) for blur in BLURS) for shape in SHAPES}
-    best = max(overlap, key=overlap.__getitem__)
-    return best if overlap[best] >= MIN_OVERLAP else None
+    missed = {shape: -max(_overlap(patch, spread, shape, blur) for blur in BLURS) for shape in SHAPES}
+    return _nearest(missed, -MIN_OVERLAP)
 
 
 def _cell_of(y: float, x: float) -> str | None:
@@ -141,34 +140,29 @@ def _describe(image: np.ndarray, patch: np.ndarray) -> DetectedObject:
 
 def find(image: np.ndarray) -> list[DetectedObject]:
     """Return the objects of an image, ``[128, 128, 3]`` uint8 RGB, largest first."""
-    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
-    return [_describe(image, patch) for patch in patches(saturation >= SATURATED) if patch.sum() >= MIN_PIXELS]
+    labels = label(_saturation(image) >= SATURATED, connectivity=1)
+    patches = sorted((labels == i + 1 for i in range(labels.max())), key=lambda patch: -int(patch.sum()))
+    return [_describe(image, patch) for patch in patches if patch.sum() >= MIN_PIXELS]
+
+
+def _saturation(image: np.ndarray) -> np.ndarray:
+    return image.max(axis=-1).astype(int) - image.min(axis=-1)
 
 
 def find_background(image: np.ndarray) -> str | None:
     """Return the background's name, judged by the unsaturated pixels, or None."""
-    saturation = image.max(axis=-1).astype(int) - image.min(axis=-1)
-    plain = saturation < SATURATED / 3  # edges are part of neither
+    plain = _saturation(image) < SATURATED / 3  # edges are part of neither
     if not plain.any():
         return None
-    distance = {}
-    for name in BACKGROUND_GREYS:
-        true = background(name, *image.shape[:2]).astype(float)
-        distance[name] = float(np.abs(image - true)[plain].mean())
-    best = min(distance, key=distance.__getitem__)
-    return best if distance[best] <= BACKGROUND_DISTANCE else None
+    true = {name: background(name, *image.shape[:2]).astype(float) for name in BACKGROUND_GREYS}
+    distance = {name: float(np.abs(image - pixels)[plain].mean()) for name, pixels in true.items()}
+    return _nearest(distance, BACKGROUND_DISTANCE)
 
 
-def _agreement(thing: Thing, candidate: DetectedObject | None) -> tuple[bool, bool, bool, bool]:
+def _agreement(thing: Thing, candidate: DetectedObject | None) -> list[bool]:
     """Return whether colour, shape, place and size agree; all are wrong for an object that was not found."""
-    if candidate is None:
-        return False, False, False, False
-    return (
-        candidate.colour == thing.colour,
-        candidate.shape == thing.shape,
-        candidate.cell == thing.cell,
-        candidate.size == thing.size,
-    )
+    names = ("colour", "shape", "cell", "size")
+    return [candidate is not None and getattr(candidate, name) == getattr(thing, name) for name in names]
 
 
 def check(image: np.ndarray, scene: Scene) -> Verdict:

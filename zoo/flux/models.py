@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 
 SHIFT = 3.0  # of the noise levels, in training and in the scheduler
 CLIP_LENGTH = 77

@@ -7,18 +7,197 @@ where the last checkpoint was written. The pipeline folder always holds the best
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from torch import nn
+from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
-from zoo.training.loop import Schedule, fit
-from zoo.training.losses import FlowLoss, VaeLoss
-from zoo.training.program import build_parser, prepare, train_flow
-from zoo.video.models import SHIFT, Denoiser, build_pipeline, build_tokenizer, build_vae
-from zoo.video.stages import Captions, build_pool, draw_crowded_images, draw_mixed_batch, measure_latents
+from zoo import training
+from zoo.flux.models import SHIFT, build_word_tokenizer
+from zoo.flux.scenes import to_tensor
+from zoo.training import FlowLoss, Pool, Schedule, VaeLoss, fit, step_seed, vary
+from zoo.video import scenes as grammar
+from zoo.video.scenes import FRAMES, Scene, draw, draw_crowded
 
-HERE = Path(__file__).parent
+# The published weights were trained with these numbers; each is an option of the command.
+RECIPE = {
+    "vae_image_steps": 3000,  # of the autoencoder on images
+    "vae_steps": 2500,  # of the autoencoder on videos, after that
+    "vae_batch": 2,
+    "vae_learning_rate": 2e-3,
+    "scenes": 4096,  # drawn once, shown again and again
+    "steps": 6000,
+    "batch": 16,
+    "learning_rate": 1e-3,
+    "boost": 4.0,  # of the learning rate inside the blocks
+}
+TEXT_WIDTH = 96
+LATENT_CHANNELS = 16
+RESIDUAL_GAIN = 0.3  # of the last convolution of a block, at first
+LOG_VARIANCE = -4.0  # of the latents, at first
+VAE_PATCH = 2  # pixels, each way: joined to channels before the first convolution
+# Zeros follow the end of a caption, and nothing masks them, so the model must learn each length. Wan's default is 512.
+TEXT_LENGTHS = {16: 0.75, 32: 0.17, 226: 0.05, 512: 0.03}
+
+
+# -- the parts of the pipeline, freshly initialised
+
+
+def build_tokenizer() -> T5TokenizerFast:
+    """Return a tokenizer in which each word of the grammar is one token."""
+    return build_word_tokenizer(grammar.words())
+
+
+def build_vae() -> AutoencoderKLWan:
+    """Return a VAE that makes 5 × 8 × 8 latent pixels of 17 × 64 × 64 pixels: 8 × in space, 4 × in time, as Wan's.
+
+    With PyTorch's own initialisation the biases drown what differs from pixel to pixel, which no norm here removes:
+    after 1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak
+    residuals, and latents that begin with little noise.
+    """
+    vae = AutoencoderKLWan(
+        base_dim=16,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        patch_size=VAE_PATCH,
+        in_channels=3 * VAE_PATCH**2,
+        out_channels=3 * VAE_PATCH**2,
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
+    )
+    for name, parameter in vae.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim >= 4 and "norm" not in name:
+            nn.init.kaiming_normal_(parameter, nonlinearity="linear")
+            if ".conv2." in name:
+                parameter.data *= RESIDUAL_GAIN
+    nn.init.constant_(vae.quant_conv.bias[LATENT_CHANNELS:], LOG_VARIANCE)
+    return vae
+
+
+class Denoiser(nn.Module):
+    """The model that flow matching trains: the transformer and the text encoder."""
+
+    def __init__(self, tokenizer: T5TokenizerFast) -> None:
+        super().__init__()
+        self.transformer = WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=4,
+            attention_head_dim=36,  # a third each for time, height and width
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            text_dim=TEXT_WIDTH,
+            freq_dim=128,
+            ffn_dim=576,
+            num_layers=8,
+            cross_attn_norm=True,
+            rope_max_seq_len=64,
+        )
+        sizes = {"d_model": TEXT_WIDTH, "d_kv": 24, "d_ff": 2 * TEXT_WIDTH, "num_layers": 2, "num_heads": 4}
+        config = UMT5Config(vocab_size=len(tokenizer), **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+        self.text_encoder = UMT5EncoderModel(config)
+
+    def encode_text(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, S_text, C]``, zeros past the end of a caption, as in WanPipeline."""
+        text: torch.Tensor = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
+        return text
+
+    def forward(
+        self, latents: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the velocity, noise − data, as WanPipeline asks for it.
+
+        Args:
+            latents: noisy, ``[B, C, 5, 8, 8]``.
+            sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
+            ids, mask: of the captions, ``[B, S_text]``.
+        """
+        text = self.encode_text(ids, mask)
+        velocity: torch.Tensor = self.transformer(latents, 1000 * sigma, text, return_dict=False)[0]
+        return velocity
+
+
+def build_pipeline(denoiser: Denoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
+    """Return the parts as one plain diffusers pipeline. It shares their parameters."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+    return WanPipeline(tokenizer, denoiser.text_encoder, vae, scheduler, denoiser.transformer)
+
+
+# -- videos and captions drawn from seeds, and their latents
+
+
+def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[Scene]]:
+    """Return videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
+    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
+    scenes = [grammar.random_scene(rng, held_out=False) for rng in rngs]
+    return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
+
+
+def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
+    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: half of them full of things, half
+    training scenes.
+    """
+    half = batch // 2
+    crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
+    return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
+
+
+def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
+    """Return frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from
+    these soonest.
+    """
+    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
+    return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKLWan, videos: torch.Tensor) -> torch.Tensor:
+    """Encode ``[B, 3, 17, 64, 64]`` in −1 … 1 to latents as the transformer gets them, ``[B, C, 5, 8, 8]``."""
+    latents = vae.encode(videos.to(vae.device)).latent_dist.mean
+    statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=latents.device)
+    mean, std = statistics.view(2, -1, 1, 1, 1)
+    return (latents - mean) / std
+
+
+def measure_latents(vae: AutoencoderKLWan, seed: int, *, batches: int = 16, batch: int = 16) -> None:
+    """Write mean and standard deviation of each channel of the latents of training videos into the VAE's config."""
+    channels = vae.config.z_dim
+    vae.register_to_config(latents_mean=[0.0] * channels, latents_std=[1.0] * channels)
+    videos = [draw_batch(step_seed(seed, training.STATISTICS, i), batch)[0] for i in range(batches)]
+    latents = torch.cat([encode(vae, part).transpose(0, 1) for part in videos], dim=1).flatten(1)
+    vae.register_to_config(latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist())
+
+
+def build_pool(vae: AutoencoderKLWan, seed: int, count: int) -> Pool:
+    """Draw and encode ``count`` training scenes, all of equal weight."""
+    return training.build_pool(draw_batch, partial(encode, vae), lambda scene: torch.ones(1, 1, 1, 1), seed, count, 32)
+
+
+@dataclass(frozen=True)
+class Captions:
+    """The conditions of the denoiser: ids and mask of captions, padded to one length."""
+
+    tokenizer: T5TokenizerFast
+
+    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and mask, each ``[B, S_text]``."""
+        captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
+        length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
+        tokens = self.tokenizer(captions, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        return tokens.input_ids, tokens.attention_mask
+
+
+# -- the stages
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
@@ -28,58 +207,31 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
     one on two videos.
     """
     torch.manual_seed(args.seed)
-    model = build_vae().to(args.device)
-    schedule = Schedule(args.vae_image_steps, args.vae_learning_rate, average=0.99)
-    loss = VaeLoss(args.seed, 4 * args.vae_batch, draw_crowded_images)
-    images = fit(model, loss, schedule, checkpoint=args.checkpoints / "vae_images.pt", name="vae, images")
-    schedule = Schedule(args.vae_steps, args.vae_learning_rate, average=0.99)
-    loss = VaeLoss(args.seed, args.vae_batch, draw_mixed_batch)
-    trained = fit(
-        images.averaged.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / "vae.pt", name="vae"
-    )
+    model, seconds = build_vae().to(args.device), 0.0
+    for name, steps, batch, pixels in (
+        ("vae_images", args.vae_image_steps, 4 * args.vae_batch, draw_crowded_images),
+        ("vae", args.vae_steps, args.vae_batch, draw_mixed_batch),
+    ):
+        loss, schedule = VaeLoss(args.seed, batch, pixels), Schedule(steps, args.vae_learning_rate, average=0.99)
+        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt", name=name)
+        model, seconds = state.averaged, seconds + state.seconds
     # The published weights are bfloat16; the transformer learns the latents that those give.
-    vae = trained.averaged.to(torch.bfloat16).to(torch.float32).eval()
+    vae = model.to(torch.bfloat16).to(torch.float32).eval()
     measure_latents(vae, args.seed)
-    return vae, images.seconds + trained.seconds
-
-
-def flow(args: argparse.Namespace, vae: AutoencoderKLWan, vae_seconds: float) -> None:
-    """Train the transformer and the text encoder."""
-    tokenizer = build_tokenizer()
-
-    def pipeline(denoiser: Denoiser, vae: AutoencoderKLWan) -> WanPipeline:
-        return build_pipeline(denoiser, vae, tokenizer)
-
-    torch.manual_seed(args.seed + 1)
-    model = Denoiser(tokenizer).to(args.device)
-    pool = build_pool(vae, args.seed, args.scenes)
-    loss = FlowLoss(pool, Captions(tokenizer), args.seed, args.batch, SHIFT, args.autocast)
-    schedule = Schedule(args.steps, args.learning_rate, boost=args.boost, decay=0.5)
-    train_flow(args, model, loss, schedule, vae, vae_seconds, pipeline)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the command line; the defaults are the recipe of the published weights."""
-    parser = build_parser(__doc__, HERE)
-    parser.add_argument("--vae-image-steps", type=int, default=3000, help="of the autoencoder on images")
-    parser.add_argument("--vae-steps", type=int, default=2500, help="of the autoencoder on videos, after that")
-    parser.add_argument("--vae-batch", type=int, default=2)
-    parser.add_argument("--vae-learning-rate", type=float, default=2e-3)
-    parser.add_argument("--scenes", type=int, default=4096, help="drawn once, shown again and again")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--boost", type=float, default=4.0, help="of the learning rate inside the blocks")
-    return parser.parse_args(arguments)
+    return vae, seconds
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run both stages."""
-    args = parse(arguments)
-    prepare(args)
+    args = training.parse(__doc__, Path(__file__).parent, arguments, **RECIPE)
     vae, seconds = train_vae(args)
-    if not args.vae_only:
-        flow(args, vae, seconds)
+    tokenizer = build_tokenizer()
+    torch.manual_seed(args.seed + 1)
+    model = Denoiser(tokenizer).to(args.device)
+    loss = FlowLoss(
+        build_pool(vae, args.seed, args.scenes), Captions(tokenizer), args.seed, args.batch, SHIFT, args.autocast
+    )
+    training.train_flow(args, model, loss, vae, seconds, partial(build_pipeline, tokenizer=tokenizer))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxPipeline
 
 from zoo.flux import PIPELINE
-from zoo.flux.grammar import Scene, Thing, caption
+from zoo.flux.scenes import Scene, Thing, caption
 
 pytestmark = pytest.mark.slow
 

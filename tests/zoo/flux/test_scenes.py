@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 from zoo.flux.check import check, find
-from zoo.flux.draw import draw
-from zoo.flux.grammar import Scene, Thing
+from zoo.flux.scenes import Scene, Thing, draw
 
 pytestmark = pytest.mark.slow
 

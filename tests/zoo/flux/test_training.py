@@ -13,25 +13,28 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from transformers import T5EncoderModel
 
-from zoo.flux import grammar
-from zoo.flux.alignment import AlignedDenoiser, alignment_loss, things_by_token
-from zoo.flux.draw import SIDE, draw
-from zoo.flux.grammar import Scene
+from zoo.flux import scenes as grammar
 from zoo.flux.models import LATENT_CHANNELS, SHIFT, Denoiser, Tokenizers, build_tokenizers, build_vae
-from zoo.flux.stages import (
+from zoo.flux.scenes import SIDE, Scene, draw
+from zoo.flux.train import (
+    ATTRIBUTES,
     TOKEN,
+    AlignedDenoiser,
     Captions,
     DecoderLoss,
+    Reader,
+    TextLoss,
+    alignment_loss,
     build_pool,
     cell_weights,
     draw_batch,
     draw_crowded_batch,
     encode,
     measure_latents,
+    naming_tokens,
+    things_by_token,
 )
-from zoo.flux.text import ATTRIBUTES, Reader, TextLoss, naming_tokens
-from zoo.training.loop import Schedule, State, build_optimizers, fit, step_seed
-from zoo.training.losses import FlowLoss, PlainAttention, Pool, VaeLoss
+from zoo.training import FlowLoss, PlainAttention, Pool, Schedule, State, VaeLoss, build_optimizers, fit, step_seed
 
 # Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]

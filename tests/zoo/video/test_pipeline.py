@@ -11,10 +11,9 @@ from diffusers import WanPipeline
 
 from para_core.adapters import parallelize_pipe
 from tests.tiny import cpu_mesh, relative_error
+from zoo.evaluate import generate
 from zoo.video import PIPELINE
-from zoo.video.check import check
-from zoo.video.evaluate import generate
-from zoo.video.grammar import Scene, caption
+from zoo.video.scenes import Scene, caption, check
 
 SCENES = [Scene("red", "circle", "right", "white"), Scene("blue", "square", "up left", "black")]
 
@@ -27,7 +26,7 @@ def load():
 
 def test_things_move_where_the_caption_says():
     captions = [caption(scene) for scene in SCENES]
-    videos = dict(generate(load(), captions, steps=12, guidance=2.0, seed=0, batch=2))
+    videos = dict(generate(load(), captions, steps=12, seed=0, batch=2, guidance_scale=2.0, negative_prompt=""))
     for i, scene in enumerate(SCENES):
         verdict = check(videos[i], scene)
         # Shapes are right in some of the videos only: benchmarks/results/tiny_video.json.

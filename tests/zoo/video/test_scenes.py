@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from zoo.video import grammar
-from zoo.video.check import check
-from zoo.video.draw import FRAMES, SIDE, draw, draw_crowded
-from zoo.video.grammar import Scene
+from zoo.video import scenes as grammar
+from zoo.video.scenes import FRAMES, SIDE, Scene, check, draw, draw_crowded
 
 RED_RIGHT = Scene("red", "circle", "right", "white")
 

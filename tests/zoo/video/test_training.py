@@ -9,19 +9,23 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from zoo.training.loop import Schedule, State, build_optimizers, fit, step_seed
-from zoo.training.losses import FlowLoss, Pool
-from zoo.video import grammar
-from zoo.video.draw import FRAMES, SIDE
-from zoo.video.models import (
+from zoo.flux.models import SHIFT
+from zoo.training import FlowLoss, Pool, Schedule, State, build_optimizers, fit, step_seed
+from zoo.video import scenes as grammar
+from zoo.video.scenes import FRAMES, SIDE
+from zoo.video.train import (
     LATENT_CHANNELS,
-    SHIFT,
+    Captions,
     Denoiser,
     build_pipeline,
+    build_pool,
     build_tokenizer,
     build_vae,
+    draw_batch,
+    draw_crowded_images,
+    encode,
+    measure_latents,
 )
-from zoo.video.stages import Captions, build_pool, draw_batch, draw_crowded_images, encode, measure_latents
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
 SCHEDULE = Schedule(steps=2, learning_rate=1e-3, warmup=1)

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from zoo.flux import grammar
+from zoo.flux import scenes as grammar
 from zoo.flux.models import SHIFT, Denoiser, Tokenizers, build_tokenizers
 from zoo.tiny.random_weights import fill
 from zoo.tiny.transformers.registry import MODELS

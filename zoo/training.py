@@ -1,0 +1,333 @@
+"""The training of both small pipelines: losses, the loop with checkpoints that resume exactly, the command line."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
+
+CHECKPOINT_EVERY, EXPORT_EVERY = 120.0, 600.0  # seconds
+MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks.")
+# In each seed, so that stages draw different scenes.
+VAE_STAGE, FLOW_STAGE, STATISTICS, TEXT_STAGE, DECODER_STAGE = range(5)
+KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
+COLOURED = 0.3  # max − min over RGB in −1 … 1
+NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
+CAPITAL = 0.25  # of the captions start with a capital
+
+
+def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:
+    """Return the source of all randomness of one step. A resumed run draws what an uninterrupted one would
+    have drawn.
+    """
+    return np.random.SeedSequence([seed, stage, step])
+
+
+def torch_generator(seed: np.random.SeedSequence) -> torch.Generator:
+    """Return a CPU generator. Numbers are drawn on the CPU and moved, so that a GPU trains on the same data."""
+    return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+
+
+# -- losses
+
+
+class PlainAttention(TorchFunctionMode):
+    """A mode that computes attention without a mask as two matrix products, which is 2.5 times as fast on a
+    CPU at 300 tokens.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is not None or kwargs.get("is_causal"):
+            return func(*args, **kwargs)
+        query, key, value = args or (kwargs[name] for name in ("query", "key", "value"))
+        return torch.softmax((query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2), -1) @ value
+
+
+def vary(captions: list[str], rng: np.random.Generator) -> list[str]:
+    """Return the captions, some of them capitalized, some empty."""
+    captions = [text.capitalize() if rng.random() < CAPITAL else text for text in captions]
+    return ["" if rng.random() < NO_CAPTION else text for text in captions]
+
+
+@dataclass(frozen=True)
+class VaeLoss:
+    """Absolute and squared error of the reconstruction and a light pull of the latents towards a unit normal."""
+
+    seed: int
+    batch: int
+    draw: Callable[[np.random.SeedSequence, int], torch.Tensor]  # seed and batch to pixels in −1 … 1
+    thing_weight: float = 1.0  # of the error of pixels that have a colour; backgrounds are grey
+
+    def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
+        """Return the loss of one step, a scalar."""
+        seed = step_seed(self.seed, VAE_STAGE, step)
+        pixels = self.draw(seed, self.batch).to(next(model.parameters()).device)
+        posterior = model.encode(pixels).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=torch_generator(seed)).to(pixels.device)
+        error = model.decode(posterior.mean + posterior.std * noise).sample - pixels
+        kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+        coloured = pixels.amax(1, keepdim=True) - pixels.amin(1, keepdim=True) > COLOURED
+        weights = 1 + (self.thing_weight - 1) * coloured.float()
+        return ((error.abs() + error.square()) * (weights / weights.mean())).mean() + KL_WEIGHT * kl
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Scenes that are drawn and encoded once, and then used with new captions and noise in each step."""
+
+    scenes: list[Any]
+    data: torch.Tensor  # [N, …], unit normal latents as the denoiser gets them
+    weights: torch.Tensor  # [N, …], of the loss; broadcasts with data
+
+
+@dataclass(frozen=True)
+class FlowLoss:
+    """Flow matching on latents: squared error of the predicted velocity, noise − data.
+
+    Noise levels are logit-normal, then shifted towards noise, the distribution that SD3 and FLUX describe.
+    """
+
+    pool: Pool
+    condition: Callable[[list[Any], np.random.Generator], tuple[torch.Tensor, ...]]  # scenes to what the model is told
+    seed: int
+    batch: int
+    shift: float
+    autocast: bool  # bfloat16 inside the model
+    # A further loss of the same call: a function of model and scenes that returns a scalar.
+    also: Callable[[Any, list[Any]], torch.Tensor] | None = None
+
+    def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
+        """Return the loss of one step, a scalar."""
+        seed = step_seed(self.seed, FLOW_STAGE, step)
+        generator, rng = torch_generator(seed), np.random.default_rng(seed)
+        device = next(model.parameters()).device
+        chosen = rng.integers(len(self.pool.scenes), size=self.batch)
+        scenes = [self.pool.scenes[i] for i in chosen]
+        condition = [x.to(device) for x in self.condition(scenes, rng)]
+        data, weights = self.pool.data[chosen].to(device), self.pool.weights[chosen].to(device)
+        noise = torch.randn(data.shape, generator=generator).to(device)
+        s = torch.randn(self.batch, generator=generator).sigmoid()
+        sigma = (self.shift * s / (1 + (self.shift - 1) * s)).to(device)
+        noisy = torch.lerp(data, noise, sigma.view(-1, *[1] * (data.ndim - 1)))
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast), PlainAttention():
+            velocity = model(noisy, sigma, *condition)
+        loss = ((velocity.float() - (noise - data)).square() * weights).mean()
+        return loss if self.also is None else loss + self.also(model, scenes)
+
+
+def build_pool(
+    draw: Callable[[np.random.SeedSequence, int], tuple[torch.Tensor, list[Any]]],
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    weigh: Callable[[Any], torch.Tensor],
+    seed: int,
+    count: int,
+    batch: int,
+) -> Pool:
+    """Draw and encode ``count`` training scenes in parts of ``batch``. ``weigh`` returns the weights of a scene."""
+    scenes, data = [], []
+    for start in range(0, count, batch):
+        pixels, part = draw(step_seed(seed, FLOW_STAGE, start), min(batch, count - start))
+        scenes += part
+        data.append(encode(pixels).cpu())
+    return Pool(scenes, torch.cat(data), torch.stack([weigh(scene) for scene in scenes]))
+
+
+# -- the loop
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The number of steps and the learning rates of one stage."""
+
+    steps: int
+    learning_rate: float
+    warmup: int = 100  # steps
+    boost: float = 1.0  # of the learning rate of the matrices that Muon updates; 0: AdamW updates them too
+    decay: float = 0.35  # the part of the steps over which the rate falls
+    average: float = 0.995  # decay of the averaged weights
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step: a linear warmup, a plateau, and over the last part a linear decay to
+        zero.
+
+        Before the decay begins the rate does not depend on ``steps``: until then a run may be resumed with another end
+        and is still the run that had this end from its start.
+        """
+        down = (self.steps - step) / (self.decay * self.steps)
+        return self.learning_rate * min(1.0, (step + 1) / self.warmup, down)
+
+
+@dataclass
+class State:
+    """The content of a checkpoint. ``seconds`` is the time spent training so far."""
+
+    model: nn.Module
+    averaged: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0
+    seconds: float = 0.0
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint; an interrupted write leaves the previous one whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "model": self.model.state_dict(),
+            "averaged": self.averaged.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(content, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of the same model."""
+        device = next(self.model.parameters()).device
+        content = torch.load(path, map_location=device, weights_only=True)
+        self.model.load_state_dict(content["model"])
+        self.averaged.load_state_dict(content["averaged"])
+        for optimizer, saved in zip(self.optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seconds = content["step"], content["seconds"]
+
+
+def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim.Optimizer]:
+    """Return AdamW, and Muon for the matrices inside blocks unless ``muon`` is false."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            inside = muon and parameter.ndim == 2 and any(mark in f".{name}" for mark in MUON_INSIDE)
+            (matrices if inside else others).append(parameter)
+    adam = torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    # Scaled so that an update is as large as AdamW's: one learning rate serves both.
+    return [
+        adam,
+        *([torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if matrices else []),
+    ]
+
+
+def fit(
+    model: nn.Module,
+    loss_of_step: Callable[[nn.Module, int], torch.Tensor],
+    schedule: Schedule,
+    *,
+    checkpoint: Path,
+    name: str,
+    stop_after: int | None = None,
+    export: Callable[[State], None] = lambda state: None,
+) -> State:
+    """Train ``model`` up to the end of the schedule, or up to step ``stop_after``; resume if ``checkpoint`` exists.
+
+    Args:
+        loss_of_step: model and step to a scalar loss; must draw all its randomness from `step_seed`.
+        export: called with the state about every ``EXPORT_EVERY`` seconds and at the end.
+    """
+    optimizers = build_optimizers(model, muon=schedule.boost > 0)
+    state = State(model, copy.deepcopy(model).requires_grad_(False), optimizers)
+    if checkpoint.exists():
+        state.load(checkpoint)
+    end = schedule.steps if stop_after is None else min(stop_after, schedule.steps)
+    saved = exported = start = time.monotonic()
+    spent = state.seconds
+    with tqdm(total=end, initial=state.step, desc=name, mininterval=5.0) as bar:
+        while state.step < end:
+            loss = loss_of_step(model, state.step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                boost = schedule.boost if isinstance(optimizer, torch.optim.Muon) else 1.0
+                for group in optimizer.param_groups:
+                    group["lr"] = schedule.rate(state.step) * boost
+                optimizer.step()
+                optimizer.zero_grad()
+            state.step += 1
+            # Early on the averaged weights follow more quickly.
+            decay = min(schedule.average, (1 + state.step) / (10 + state.step))
+            with torch.no_grad():
+                torch._foreach_lerp_(list(state.averaged.parameters()), list(model.parameters()), 1 - decay)
+            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+            bar.update()
+            now = time.monotonic()
+            state.seconds = spent + now - start
+            if now - saved > CHECKPOINT_EVERY:
+                state.save(checkpoint)
+                saved = now
+            if now - exported > EXPORT_EVERY:
+                export(state)
+                exported = now
+    state.save(checkpoint)
+    export(state)
+    return state
+
+
+# -- the command line
+
+
+def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **recipe: float) -> argparse.Namespace:
+    """Return the command line of a training program: options of every one, and one for each number of its ``recipe``.
+
+    ``home`` holds the checkpoints and the pipeline folder. Also sets the number of threads.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="float32 instead of bfloat16")
+    parser.add_argument("--stop-after", type=int, help="end at this step of the schedule; the same command continues")
+    parser.add_argument("--checkpoints", type=Path, default=home / "checkpoints")
+    parser.add_argument("--output", type=Path, default=home / "pipeline")
+    for name, value in recipe.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="of the recipe")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    # Under autocast RMSNorm sees bfloat16 input and float32 weight; it says so once and computes all the same.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    return args
+
+
+def train_flow(
+    args: argparse.Namespace,
+    model: nn.Module,
+    loss: FlowLoss,
+    vae: nn.Module,
+    vae_seconds: float,
+    build_pipeline: Callable[[Any, Any], diffusers.DiffusionPipeline],
+) -> None:
+    """Train the denoiser; now and then write the averaged weights as a bfloat16 pipeline folder, and how they came
+    about. The seconds are wall-clock time, which other processes lengthen.
+    """
+
+    def write(state: State) -> None:
+        parts = copy.deepcopy(state.averaged).eval(), copy.deepcopy(vae)
+        build_pipeline(*(part.to("cpu", torch.bfloat16) for part in parts)).save_pretrained(args.output)
+        options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        options.pop("stop_after")
+        children = dict(state.model.named_children())
+        record = {
+            "options": options,
+            "parameters": {name: sum(x.numel() for x in part.parameters()) for name, part in children.items()},
+            "step": state.step,
+            "seconds": {"vae": round(vae_seconds), "flow": round(state.seconds)},
+            "versions": {"torch": torch.__version__, "diffusers": diffusers.__version__},
+        }
+        (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    schedule = Schedule(args.steps, args.learning_rate, boost=args.boost, decay=0.5)
+    checkpoint = args.checkpoints / "flow.pt"
+    fit(model, loss, schedule, checkpoint=checkpoint, name="flow", stop_after=args.stop_after, export=write)

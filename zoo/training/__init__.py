@@ -1,1 +1,0 @@
-"""Shared training code of the tiny pipelines: the loop, the losses, the command line."""

@@ -1,0 +1,206 @@
+"""Scenes of one coloured shape that moves: captions, videos, a checker, and which of them training never sees.
+
+Held out are triples (colour, shape, direction), one in seven. Every pair of the three occurs in training, the held-out
+triples never, whether the caption states the direction or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from zoo.flux import scenes
+from zoo.flux.check import DetectedObject, find, find_background
+from zoo.flux.scenes import COLOURS, SHAPES, SUPERSAMPLING, background, choice, draw_shape
+
+# Per unit of time, x to the right and y downwards.
+DIRECTIONS = {
+    "right": (1, 0),
+    "down right": (1, 1),
+    "down": (0, 1),
+    "down left": (-1, 1),
+    "left": (-1, 0),
+    "up left": (-1, -1),
+    "up": (0, -1),
+    "up right": (1, -1),
+}
+BACKGROUNDS = ("white", "grey", "black")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The content of a video; ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
+
+    colour: str
+    shape: str
+    direction: str
+    background: str
+
+
+# All (colour, shape, direction) that are held out, or all that are not.
+triples = partial(scenes.triples, places=DIRECTIONS)
+
+
+def random_scene(rng: np.random.Generator, *, held_out: bool) -> Scene:
+    """Return a scene whose triple is held out, or is not."""
+    return Scene(*choice(rng, triples(held_out=held_out)), choice(rng, BACKGROUNDS))
+
+
+def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+    """Return the words for a scene: the full caption without ``rng``; with it, direction or background may be left out.
+
+    >>> caption(Scene("red", "circle", "up left", "white"))
+    'a red circle moving up left on a white background'
+    """
+    further = [f"moving {scene.direction}", f"on a {scene.background} background"]
+    if rng is not None:
+        further = [part for part in further if rng.random() >= 0.1]
+    return " ".join([f"a {scene.colour} {scene.shape}", *further])
+
+
+def words() -> list[str]:
+    """Return every word that a caption can hold, sorted: the vocabulary of the tokenizer."""
+    text = " ".join([*COLOURS, *SHAPES, *DIRECTIONS, *BACKGROUNDS, "a moving on background"])
+    return sorted(set(text.split()))
+
+
+# -- videos: size, place and speed vary a little from one to another
+
+SIDE = 64  # pixels
+FRAMES = 17  # Wan's autoencoder makes one latent frame of the first and one of each four that follow: 4 k + 1
+RADIUS = 10.0  # pixels; half of the width of a circle
+WAY = 22.0  # pixels from the first frame to the last, along each axis in which the shape moves
+JITTER = 0.1  # of the radius and of the way, each way
+CENTRE_JITTER = 6.0  # pixels, of the middle of the way, each way
+
+
+def _draw(
+    background_name: str, things: list[tuple[str, str, np.ndarray, float]], numbers: range = range(FRAMES)
+) -> np.ndarray:
+    """Return frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Edges are
+    antialiased.
+    """
+    k = SUPERSAMPLING
+    empty = Image.fromarray(background(background_name, SIDE * k, SIDE * k))
+    frames = []
+    for i in numbers:
+        image = empty.copy()
+        canvas = ImageDraw.Draw(image)
+        for colour, shape, centres, radius in things:
+            x, y = centres[i] * k
+            draw_shape(canvas, shape, x, y, radius * k, COLOURS[colour])
+        frames.append(np.asarray(image.reduce(k)))
+    return np.stack(frames)
+
+
+def _vary(value: float, rng: np.random.Generator) -> float:
+    return value * (1 + rng.uniform(-JITTER, JITTER))
+
+
+def _move(direction: str, middle: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return centres ``[FRAMES, 2]`` of a steady motion with ``middle`` halfway."""
+    way = _vary(WAY, rng)
+    return middle + np.linspace(-0.5, 0.5, FRAMES)[:, None] * way * np.array(DIRECTIONS[direction])
+
+
+def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+    """Return the frames of a scene, ``[17, 64, 64, 3]`` uint8 RGB. The shape is whole in all of them."""
+    middle = SIDE / 2 + rng.uniform(-CENTRE_JITTER, CENTRE_JITTER, size=2)
+    path = _move(scene.direction, middle, rng)
+    return _draw(scene.background, [(scene.colour, scene.shape, path, _vary(RADIUS, rng))])
+
+
+def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
+    """Return frames with six things that cross each other. No caption describes such a scene; an autoencoder learns
+    colours sooner from it.
+    """
+    things = []
+    for _ in range(6):
+        middle = rng.uniform(0, SIDE, size=2)
+        path = _move(choice(rng, DIRECTIONS), middle, rng)
+        things.append((choice(rng, COLOURS), choice(rng, SHAPES), path, _vary(RADIUS, rng)))
+    return _draw(choice(rng, BACKGROUNDS), things, numbers)
+
+
+# -- the checker: by the one patch of saturated pixels of each frame, and its way. Colour, shape and background are
+# those of most frames, found as `zoo.flux.check` finds them in an image.
+
+MOST = 0.75  # of the frames
+MIN_WAY = 8.0  # pixels from the first frame to the last; true ones go 19 or more
+MAX_TURN = 22.5  # degrees between the way and the direction asked for; directions are 45 apart
+MAX_STRAY = 3.0  # pixels, median distance of a frame's centre from the straight and steady way
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The parts of a scene that a video shows."""
+
+    colour: bool
+    shape: bool
+    direction: bool
+    steady: bool  # the way is straight and its speed level
+    one: bool  # one object in most frames, neither none nor two
+    background: bool
+
+    @property
+    def all_right(self) -> bool:
+        """Whether nothing is wrong."""
+        return all((self.colour, self.shape, self.direction, self.steady, self.one, self.background))
+
+
+def most(values: Iterable[str | None]) -> str | None:
+    """Return the value of at least `MOST` of the frames, or None."""
+    values = list(values)
+    value, count = Counter(values).most_common(1)[0]
+    return value if count >= MOST * len(values) else None
+
+
+def line(objects: list[DetectedObject | None]) -> tuple[np.ndarray, float] | None:
+    """Return the pixels (x, y) per frame of the best straight line through the centres, and the median distance from
+    it.
+
+    None where fewer than `MOST` of the frames have an object.
+    """
+    times = np.array([i for i, detected in enumerate(objects) if detected is not None])
+    if len(times) < MOST * len(objects):
+        return None
+    centres = np.array([detected.centre for detected in objects if detected is not None])[:, ::-1]
+    speed, start = np.polyfit(times, centres, 1)
+    stray = float(np.median(np.linalg.norm(centres - (start + times[:, None] * speed), axis=1)))
+    return speed, stray
+
+
+def direction_of(way: np.ndarray) -> str | None:
+    """Return the direction of a motion (x, y) in pixels; None if it is too short or between two directions."""
+    length = float(np.linalg.norm(way))
+    if length < MIN_WAY:
+        return None
+    cosine = {name: float(way @ step) / length / float(np.linalg.norm(step)) for name, step in DIRECTIONS.items()}
+    best = max(cosine, key=cosine.__getitem__)
+    return best if cosine[best] >= np.cos(np.radians(MAX_TURN)) else None
+
+
+def check(frames: np.ndarray, scene: Scene) -> Verdict:
+    """Judge a video by the scene that was asked for.
+
+    Raises:
+        ValueError: the video is not ``[frames, height, width, 3]`` uint8.
+    """
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
+        raise ValueError(f"check wants [frames, height, width, 3] uint8, got {list(frames.shape)} {frames.dtype}")
+    by_frame = [find(frame) for frame in frames]
+    objects = [objects[0] if objects else None for objects in by_frame]
+    way = line(objects)
+    return Verdict(
+        colour=most(thing and thing.colour for thing in objects) == scene.colour,
+        shape=most(thing and thing.shape for thing in objects) == scene.shape,
+        direction=way is not None and direction_of(way[0] * (len(frames) - 1)) == scene.direction,
+        steady=way is not None and way[1] <= MAX_STRAY,
+        one=bool(np.mean([len(objects) == 1 for objects in by_frame]) >= MOST),
+        background=most(find_background(frame) for frame in frames) == scene.background,
+    )
