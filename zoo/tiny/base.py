@@ -14,30 +14,42 @@ from torch import Tensor, nn
 
 from zoo.tiny.random_weights import fill
 
-# Small values of config fields that mean the same in many classes. Three heads and widths of 24 or 20 divide by neither
+# Small values of config fields; a class takes those that it has. Three heads and widths of 24 or 20 divide by neither
 # two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks to the next.
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("in_channels", "out_channels", "in_visual_dim", "out_visual_dim"), 4),
-    **dict.fromkeys(
-        ("num_layers", "num_single_layers", "n_layers", "num_visual_blocks", "num_hidden_layers", "depth"), 2
-    ),
-    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers", "num_text_blocks", "patch_size_t"), 1),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_kv_heads"), 3),
-    **dict.fromkeys(("num_key_value_heads", "num_cross_attention_heads"), 2),
-    **dict.fromkeys(("hidden_size", "dim", "embed_dim", "ffn_dim", "ff_dim", "caption_projection_dim"), 48),
-    **dict.fromkeys(("joint_attention_dim", "text_embed_dim", "text_dim", "caption_channels"), 24),
-    **dict.fromkeys(("cap_feat_dim", "context_in_dim", "in_text_dim"), 24),
-    **dict.fromkeys(("pooled_projection_dim", "image_embed_dim", "in_text_dim2"), 20),
-    **dict.fromkeys(("freq_dim", "rope_max_seq_len", "intermediate_size", "vocab_size"), 32),
-    **dict.fromkeys(("axes_dims_rope", "axes_dims"), (4, 6, 6)),
-    **dict.fromkeys(("rope_axes_dim", "rope_dim"), (4, 4, 4)),
-    **dict.fromkeys(("cross_attention_dim", "model_dim"), 36),
-    **dict.fromkeys(("time_dim", "text_embed_2_dim", "attention_head_dim"), 16),
-    **dict.fromkeys(("time_embed_dim", "condition_dim"), 8),
-    **dict.fromkeys(("ff_mult", "mlp_width_ratio"), 2.0),
-    "cross_attention_head_dim": 18,
-    "head_dim": 12,
+_BY_VALUE: dict[Any, str] = {
+    1: "num_refiner_layers n_refiner_layers num_text_blocks patch_size_t cross_attn_interval num_layerwise_text_blocks "
+    "num_refiner_text_blocks perceiver_num_layers",
+    2: "num_layers num_single_layers n_layers num_visual_blocks num_hidden_layers depth num_key_value_heads "
+    "num_cross_attention_heads LFE_depth LFE_num_heads LFE_num_id_token LFE_num_scale approximator_layers "
+    "cross_attn_num_heads dit_depth face_encoder_num_heads full_chunk_limit gist_min_text_len gist_step "
+    "inject_face_latents_blocks mmdit_layers num_key_value_attention_heads num_kv_heads num_mmdit_layers "
+    "num_single_dit_layers rope_freq_dim text_num_attention_heads text_num_key_value_heads",
+    3: "num_attention_heads num_heads n_heads n_kv_heads audio_num_attention_heads dit_heads min_num_gist_tokens "
+    "num_memory_tokens num_text_layers sliding_window video_length",
+    4: "in_channels out_channels in_visual_dim out_visual_dim LFE_num_querie audio_acoustic_hidden_dim "
+    "audio_attention_head_dim io_channels latent_channel latent_channels latent_dim motion_dim num_experts out_dim",
+    8: "time_embed_dim condition_dim LFE_dim_head adaln_lora_dim audio_in_channels audio_out_channels "
+    "cross_attn_dim_head face_encoder_hidden_dim in_audio_dim in_dim motion_encoder_dim motion_encoder_size "
+    "motion_style_dim out_audio_dim rotary_dim",
+    12: "head_dim LFE_id_dim audio_cross_attention_dim gist_max_text_len",
+    16: "time_dim text_embed_2_dim attention_head_dim LFE_vit_dim adaln_dim approximator_num_channels cond_in_channels "
+    "cross_attention_dim_t5 fourier_embedding_dim moe_intermediate_dim multiple_of patch_latent_dim "
+    "prior_vq_quantizer_codebook_size time_proj_dim time_step_dim timestep_embed_dim timestep_features_dim",
+    18: "cross_attention_head_dim",
+    20: "pooled_projection_dim image_embed_dim in_text_dim2 global_cond_dim global_states_input_dim image_proj_dim "
+    "text_emb_dim text_embed_dim_t5 text_encoder_dim",
+    24: "joint_attention_dim text_embed_dim text_dim caption_channels cap_feat_dim context_in_dim in_text_dim "
+    "approximator_hidden_dim cond_token_dim cross_attention_input_dim dit_text_dim encoder_hidden_size "
+    "llm_features_dim text_hidden_dim text_in_dim time_embed_hidden_dim",
+    32: "freq_dim rope_max_seq_len intermediate_size vocab_size LFE_output_dim ff_inner_dim ffn_hidden_size "
+    "text_intermediate_size timestep_channels timestep_guidance_channels",
+    36: "cross_attention_dim model_dim",
+    48: "hidden_size dim embed_dim ffn_dim ff_dim caption_projection_dim",
+    (4, 4, 4): "rope_axes_dim rope_dim",
+    (4, 6, 6): "axes_dims_rope axes_dims",
 }
+SMALL = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
+SMALL |= dict.fromkeys(("ff_mult", "mlp_width_ratio"), 2.0)
 
 
 class TinyModel:

@@ -20,11 +20,17 @@ NO_TILES_ENCODED = ("CogVideoX", "HunyuanImage")
 NOT_TILED = ("LTX2Video", "HunyuanImageRefiner")
 # VAEs that always decode by tiles.
 BY_TILES = ("MiniMaxH3", "Allegro")
-# Small values of config fields that mean the same in many classes.
-SMALL = {
-    **dict.fromkeys(("latent_channels", "z_dim", "z_channels", "latent_dim", "norm_num_groups"), 4),
-    **dict.fromkeys(("layers_per_block", "num_res_blocks"), 1),
+# Small values of config fields; a class takes those that it has.
+_BY_VALUE = {
+    1: "layers_per_block num_res_blocks enc_num_blocks num_dec_blocks num_enc_blocks num_layers token_drop",
+    2: "attn_num_heads decoder_num_attention_heads decoder_num_layers enc_hop_length num_attention_heads "
+    "temporal_compress_times",
+    4: "latent_channels z_dim z_channels latent_dim norm_num_groups codebook_dim decoder_input_channels "
+    "vocoder_input_dim",
+    8: "attention_head_dim base_channels base_dim dec_dim decoder_channels downsampling_ratio enc_dim enc_latent_dim "
+    "enc_n_fft encoder_dim encoder_hidden_size encoder_latent_dim",
 }
+SMALL = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
 
 
 def fill_randomly(module: nn.Module) -> nn.Module:
@@ -113,7 +119,7 @@ _KL: dict[str, Any] = {
     "up_block_types": ("UpDecoderBlock2D",) * 2,
     "block_out_channels": (8, 16),
 }
-_WAN: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+_WAN: dict[str, Any] = {"dim_mult": [1, 2, 2, 2], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
 _LTX: dict[str, Any] = {"latent_channels": 8, "layers_per_block": (1,) * 5, "spatial_compression_ratio": 32}
 _LTX2: dict[str, Any] = {
     **_LTX,
@@ -139,7 +145,6 @@ TINY_VAES: dict[str, TinyVae] = {
         (1, 8, 7, 5),
         (1, 3, 14, 10),
         latent_channels=8,
-        attention_head_dim=8,
         encoder_block_types=("ResBlock", "EfficientViTBlock"),
         decoder_block_types=("ResBlock", "EfficientViTBlock"),
         encoder_block_out_channels=(8, 16),
@@ -231,7 +236,6 @@ TINY_VAES: dict[str, TinyVae] = {
         decode_block_out_channels=(8, 16, 16, 16),
         attention_resolutions=(8,),
         resolution=64,
-        num_layers=1,
     ),
     "Magvit": TinyVae("AutoencoderKLMagvit", (1, 4, 2, 7, 4), (1, 3, 5, 56, 32), block_out_channels=(8, 8, 16, 16)),
     "TemporalDecoder": TinyVae(
@@ -260,15 +264,10 @@ TINY_VAES: dict[str, TinyVae] = {
         "AutoencoderOobleck",
         (1, 4, 15),
         (1, 2, 120),
-        encoder_hidden_size=8,
         downsampling_ratios=[2, 4],
         channel_multiples=[1, 2],
-        decoder_channels=8,
-        decoder_input_channels=4,
     ),
-    "LTX2, sound": TinyVae(
-        "AutoencoderKLLTX2Audio", (1, 4, 7, 4), (1, 2, 28, 16), base_channels=8, ch_mult=(1, 2, 2), mel_bins=28
-    ),
+    "LTX2, sound": TinyVae("AutoencoderKLLTX2Audio", (1, 4, 7, 4), (1, 2, 28, 16), ch_mult=(1, 2, 2), mel_bins=28),
     "LongCatAudioDiT": TinyVae(
         "LongCatAudioDiTVae",
         (1, 4, 15),
@@ -277,22 +276,13 @@ TINY_VAES: dict[str, TinyVae] = {
         channels=8,
         c_mults=[1, 2],
         strides=[2, 4],
-        encoder_latent_dim=8,
-        downsampling_ratio=8,
     ),
     "Cosmos3, sound": TinyVae(
         "Cosmos3AVAEAudioTokenizer",
         (1, 4, 15),
         (1, 2, 180),
-        vocoder_input_dim=4,
-        dec_dim=8,
         dec_c_mults=(1, 2),
         dec_strides=(4, 3),
-        enc_dim=8,
-        enc_num_blocks=1,
-        enc_n_fft=8,
-        enc_hop_length=2,
-        enc_latent_dim=8,
         enc_c_mults=(1, 2),
         enc_strides=(2, 3),
     ),
@@ -315,11 +305,8 @@ TINY_VAES: dict[str, TinyVae] = {
         block_out_channels=(8, 16, 16),
         spatial_downsample_factors=(2, 2, 1),
         temporal_downsample_factors=(1, 2, 1),
-        decoder_num_layers=2,
-        decoder_num_attention_heads=2,
         decoder_attention_head_dim=16,
         clip_length=5,
-        token_drop=1,
         latents_mean=(0.0,) * 4,
         latents_std=(1.0,) * 4,
     ),
@@ -327,10 +314,8 @@ TINY_VAES: dict[str, TinyVae] = {
         "AutoencoderKLMiniMaxH3Audio",
         (2, 4, 15),
         (2, 1, 150),
-        encoder_dim=8,
         encoder_rates=(2, 5),
         latent_dim=16,
-        num_attention_heads=2,
         decoder_dim=16,
         decoder_rates=(5, 2),
         decoder_kernel_sizes=(9, 4),
@@ -342,8 +327,6 @@ TINY_VAES: dict[str, TinyVae] = {
         (1, 4, 7, 5),
         (1, 3, 14, 10),
         channels=32,
-        num_enc_blocks=1,
-        num_dec_blocks=1,
         ch_mult=(1, 2),
     ),
     "KVAE, video": TinyVae(
@@ -352,19 +335,15 @@ TINY_VAES: dict[str, TinyVae] = {
         (1, 3, 5, 28, 16),
         ch=32,
         ch_mult=(1, 1, 2),
-        temporal_compress_times=2,
     ),
     "KVAE, sound": TinyVae(
         "AutoencoderKLKVAEAudio",
         (1, 4, 15),
         (1, 1, 90),
-        encoder_dim=8,
         encoder_rates=[2, 3],
         latent_dim=16,
-        codebook_dim=4,
         decoder_dim=16,
         decoder_rates=[3, 2],
-        attn_num_heads=2,
     ),
     "VidTok": TinyVae("AutoencoderVidTok", (1, 4, 2, 7, 4), (1, 3, 8, 56, 32), ch=8, ch_mult=[1, 2, 2, 2]),
     "Allegro": TinyVae(

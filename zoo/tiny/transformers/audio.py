@@ -40,11 +40,7 @@ def _half(length: int) -> torch.Tensor:
 STABLE_AUDIO = {
     "sample_size": 1024,
     "num_attention_heads": 4,
-    "num_key_value_attention_heads": 2,
     "cross_attention_dim": 32,
-    "time_proj_dim": 16,
-    "global_states_input_dim": 20,
-    "cross_attention_input_dim": 24,
 }
 
 
@@ -74,7 +70,9 @@ def minimax_music_inputs(frames: int, height: int, width: int) -> dict[str, Any]
     return inputs(noise(2, 4, length), 0.6, encoder_hidden_states=noise(2, length, 24))(frames, height, width)
 
 
-LONGCAT_AUDIO = {"dit_dim": 48, "dit_depth": 2, "dit_heads": 3, "dit_text_dim": 24, "latent_dim": 4}
+LONGCAT_AUDIO = {
+    "dit_dim": 48,
+}
 
 AUDIO_MODELS = {
     "ace-step": TinyModel(
@@ -82,21 +80,13 @@ AUDIO_MODELS = {
         ace_step_inputs,
         num_attention_heads=4,
         in_channels=12,
-        audio_acoustic_hidden_dim=4,
-        sliding_window=3,
-        encoder_hidden_size=24,
     ),
     "stable audio": TinyModel("StableAudioDiTModel", stable_audio_inputs, **STABLE_AUDIO),
     "stable audio, masked": TinyModel("StableAudioDiTModel", partial(stable_audio_inputs, masked=True), **STABLE_AUDIO),
     "stable audio 3": TinyModel(
         "StableAudio3DiTModel",
         stable_audio3_inputs,
-        io_channels=4,
-        cond_token_dim=24,
-        global_cond_dim=20,
         local_add_cond_dim=5,
-        timestep_features_dim=16,
-        num_memory_tokens=3,
     ),
     "longcat-audio": TinyModel("LongCatAudioDiTTransformer", longcat_audio_inputs, **LONGCAT_AUDIO),
     "longcat-audio, masked": TinyModel(
@@ -106,8 +96,5 @@ AUDIO_MODELS = {
         "MiniMaxMusic3Transformer1DModel",
         minimax_music_inputs,
         condition_dim=24,
-        ff_inner_dim=32,
-        rotary_dim=8,
-        fourier_embedding_dim=16,
     ),
 }

@@ -22,8 +22,10 @@ packed_inputs = partial(
 )
 controlled_inputs = partial(packed_inputs, controlnet_block_samples=residuals(2, 48, patch=1))
 PACKED = {"in_channels": 16, "out_channels": 16}
-CHROMA = {**PACKED, "approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
-FLUX3 = {"in_channels": 16, "cond_in_channels": 16, "timestep_channels": 32, "axes_dims_rope": (4, 4, 4, 4)}
+CHROMA = {
+    **PACKED,
+}
+FLUX3 = {"in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)}
 
 
 def joint_mask(frames: int, height: int, width: int, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -92,7 +94,6 @@ HUNYUAN_DIT = {
     "num_layers": 4,
     "mlp_ratio": 2.0,
     "cross_attention_dim": 24,
-    "cross_attention_dim_t5": 16,
     "text_len": 9,
     "text_len_t5": 5,
 }
@@ -174,13 +175,10 @@ IMAGE_MODELS = {
         ),
         in_channels=16,
         pooled_projection_dim=None,
-        text_encoder_dim=20,
     ),
     "cogview3+": TinyModel("CogView3PlusTransformer2DModel", cogview_inputs, **COGVIEW),
     "cogview4": TinyModel("CogView4Transformer2DModel", cogview_inputs, **COGVIEW, rope_axes_dim=(16, 16)),
-    "glm-image": TinyModel(
-        "GlmImageTransformer2DModel", glm_inputs, time_embed_dim=16, prior_vq_quantizer_codebook_size=16
-    ),
+    "glm-image": TinyModel("GlmImageTransformer2DModel", glm_inputs, time_embed_dim=16),
     "flux3": TinyModel("Flux3Transformer2DModel", flux3_inputs(), **FLUX3),
     "flux3, given images": TinyModel(
         "Flux3Transformer2DModel",
@@ -225,8 +223,6 @@ IMAGE_MODELS = {
         **PACKED,
         num_layers=6,
         num_attention_heads=4,
-        num_experts=4,
-        moe_intermediate_dim=16,
         capacity_factors=2.0,
     ),
     "sana": TinyModel(

@@ -43,12 +43,7 @@ fibo2_inputs = partial(
 )
 FIBO2 = {
     "injection_layer_ids": (1,),
-    "perceiver_num_layers": 1,
-    "min_num_gist_tokens": 3,
     "max_num_gist_tokens": 7,
-    "gist_step": 2,
-    "gist_min_text_len": 2,
-    "gist_max_text_len": 12,
     "axes_lens": (16, 64, 64),
 }
 
@@ -68,7 +63,7 @@ def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = Fa
     }
 
 
-IDEOGRAM = {"in_channels": 16, "adaln_dim": 16, "llm_features_dim": 24, "mrope_section": (4, 2, 2)}
+IDEOGRAM = {"in_channels": 16, "mrope_section": (4, 2, 2)}
 
 
 def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -110,14 +105,6 @@ STREAM_MODELS = {
         ),
         in_channels=16,
         num_attention_heads=4,
-        timestep_embed_dim=16,
-        text_hidden_dim=24,
-        num_text_layers=3,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=2,
-        text_intermediate_size=32,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
     ),
     "ernie-image": TinyModel(
         "ErnieImageTransformer2DModel",
@@ -127,9 +114,7 @@ STREAM_MODELS = {
             "text_bth": noise(2, 9, 24),
             "text_lens": torch.tensor([9, 4]),
         },
-        ffn_hidden_size=32,
         patch_size=2,
-        text_in_dim=24,
         rope_axes_dim=(4, 6, 6),
     ),
     "ideogram 4": TinyModel("Ideogram4Transformer2DModel", ideogram_inputs, **IDEOGRAM),
@@ -145,6 +130,5 @@ STREAM_MODELS = {
         original_max_position_embeddings=64,
         rope_scaling={"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
         pos_embed_max_size=24,
-        time_step_dim=16,
     ),
 }

@@ -125,11 +125,6 @@ ltx2_inputs = partial(
 LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
 LTX2 = {
     **LTX,
-    "audio_in_channels": 8,
-    "audio_out_channels": 8,
-    "audio_num_attention_heads": 3,
-    "audio_attention_head_dim": 4,
-    "audio_cross_attention_dim": 12,
 }
 
 
@@ -201,7 +196,7 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
 _FEW_VALID = {"encoder_attention_mask": valid((9, 2), dtype=torch.int64)}
 hunyuan_inputs = inputs(video, pooled_projections=noise(2, 20), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID)
 HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
-FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "image_proj_dim": 20, "has_clean_x_embedder": True}
+FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 hunyuan15_inputs = partial(
     inputs,
     video,
@@ -274,15 +269,7 @@ MODELS = {
         animate_inputs,
         **WAN_IMAGE,
         in_channels=12,
-        latent_channels=4,
         motion_encoder_channel_sizes={"4": 4, "8": 4},
-        motion_encoder_size=8,
-        motion_style_dim=8,
-        motion_dim=4,
-        motion_encoder_dim=8,
-        face_encoder_hidden_dim=8,
-        face_encoder_num_heads=2,
-        inject_face_latents_blocks=2,
     ),
     "skyreels v2": TinyModel("SkyReelsV2Transformer3DModel", inputs(video, fps=[0, 1]), **WAN, inject_sample_info=True),
     "skyreels v2, a time step for each frame": TinyModel(
@@ -304,7 +291,6 @@ MODELS = {
         flux2_inputs,
         in_channels=16,
         out_channels=16,
-        timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
     ),
     "ltx": TinyModel("LTXVideoTransformer3DModel", ltx_inputs(600.0), **LTX),
@@ -325,11 +311,8 @@ MODELS = {
         h3_inputs,
         hidden_size=32,
         ffn_dim=32,
-        audio_in_channels=8,
         freq_dim=16,
-        time_embed_hidden_dim=24,
         time_embed_dim=16,
-        rope_freq_dim=2,
     ),
     "hunyuan": TinyModel("HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN),
     "hunyuan, image by token replacement": TinyModel(
@@ -370,7 +353,9 @@ MODELS = {
         qk_norm="rms_norm",
     ),
     "auraflow": TinyModel(
-        "AuraFlowTransformer2DModel", inputs(image, 0.6), sample_size=16, num_mmdit_layers=2, num_single_dit_layers=2
+        "AuraFlowTransformer2DModel",
+        inputs(image, 0.6),
+        sample_size=16,
     ),
     "pixart": TinyModel(
         "PixArtTransformer2DModel",
@@ -387,8 +372,6 @@ MODELS = {
         "Lumina2Transformer2DModel",
         inputs(image, 0.6, encoder_attention_mask=valid((9, 4))),
         num_attention_heads=4,
-        num_kv_heads=2,
-        multiple_of=16,
         axes_dim_rope=(4, 4, 4),
         axes_lens=(64, 64, 64),
     ),
@@ -397,7 +380,6 @@ MODELS = {
         hidream_inputs,
         patch_size=2,
         caption_channels=[24, 20],
-        text_emb_dim=20,
         max_resolution=(32, 32),
         llama_layers=[0, 1, 2, 3],
         force_inference_output=True,

@@ -29,7 +29,10 @@ def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 
 kandinsky6_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
-KANDINSKY6 = {"axes_dims": (4, 4, 4), "visual_cond": False, "in_audio_dim": 8, "out_audio_dim": 8}
+KANDINSKY6 = {
+    "axes_dims": (4, 4, 4),
+    "visual_cond": False,
+}
 
 # -- Cosmos
 
@@ -46,7 +49,6 @@ def cosmos_timestep(frames: int, height: int, width: int) -> Tensor:
 COSMOS = {
     "attention_head_dim": 12,
     "mlp_ratio": 2.0,
-    "adaln_lora_dim": 8,
     "max_size": (16, 32, 32),
     # Resizing it needs torchvision.
     "concat_padding_mask": False,
@@ -187,9 +189,7 @@ VIDEO_MODELS = {
         cosmos3_inputs,
         hidden_size=32,
         intermediate_size=48,
-        latent_channel=4,
         num_attention_heads=4,
-        patch_latent_dim=16,
         rope_axes_dim=(2, 2, 2),
     ),
     "easyanimate": TinyModel(
@@ -197,9 +197,7 @@ VIDEO_MODELS = {
         inputs(video, encoder_hidden_states_t5=noise(2, 5, 20)),
         patch_size=2,
         num_layers=3,
-        mmdit_layers=2,
         time_embed_dim=16,
-        text_embed_dim_t5=20,
     ),
     "consisid": TinyModel(
         "ConsisIDTransformer3DModel",
@@ -214,18 +212,6 @@ VIDEO_MODELS = {
         max_text_seq_length=9,
         use_rotary_positional_embeddings=True,
         is_train_face=True,
-        cross_attn_interval=1,
-        cross_attn_dim_head=8,
-        cross_attn_num_heads=2,
-        LFE_id_dim=12,
-        LFE_vit_dim=16,
-        LFE_depth=2,
-        LFE_dim_head=8,
-        LFE_num_heads=2,
-        LFE_num_id_token=2,
-        LFE_num_querie=4,
-        LFE_output_dim=32,
-        LFE_num_scale=2,
     ),
     "anyflow": TinyModel("AnyFlowTransformer3DModel", anyflow_inputs(), attention_head_dim=12),
     # A chunk for each frame; those before the last two are compressed.
@@ -234,11 +220,8 @@ VIDEO_MODELS = {
         anyflow_inputs(chunk_partition=lambda frames, height, width: [1] * frames),
         num_attention_heads=4,
         attention_head_dim=12,
-        full_chunk_limit=2,
     ),
-    "wan animate 2": TinyModel(
-        "WanAnimate2Transformer3DModel", wan_animate_2_inputs, text_len=12, in_dim=8, out_dim=4, num_heads=4
-    ),
+    "wan animate 2": TinyModel("WanAnimate2Transformer3DModel", wan_animate_2_inputs, text_len=12, num_heads=4),
     "kandinsky 6 sr": TinyModel(
         "Kandinsky6SRTransformer3DModel",
         kandinsky6_sr_inputs,
@@ -284,6 +267,5 @@ VIDEO_MODELS = {
         norm_eps=1e-6,
         attention_bias=True,
         activation_fn="gelu-approximate",
-        video_length=3,
     ),
 }
