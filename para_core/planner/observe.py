@@ -79,7 +79,7 @@ class _ModelObserver(TorchFunctionMode):
         # calls that are still to come. The last one is never removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
         # For each running module with linear attention, the innermost last: its description in the plan, and the names
-        # of the summing functions that it has called.
+        # of the functions that it has called.
         self._summing: list[tuple[LinearAttention, list[str]]] = []
 
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -160,13 +160,6 @@ class _ModelObserver(TorchFunctionMode):
                 tokens = segment.total if gather.per != 1 else value.shape[gather.dim]
                 self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
-    def _note_sum(self, name: str, out: Tensor) -> None:
-        attention, calls = self._summing[-1]
-        if self._counter.is_sharded and name in dict(attention.sums):
-            if (name, calls.count(name)) in attention.sums:
-                self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
-            calls.append(name)
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -186,8 +179,11 @@ class _ModelObserver(TorchFunctionMode):
             finally:
                 self._counter.in_attention = False
         out = func(*args, **kwargs)
-        if self._summing:
-            self._note_sum(getattr(func, "__name__", ""), out)
+        if self._summing and self._counter.is_sharded:
+            name, (attention, names) = getattr(func, "__name__", ""), self._summing[-1]
+            if (name, names.count(name)) in attention.sums:
+                self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
+            names.append(name)
         if func is F.linear:
             self._note_linear(*args, **kwargs)
         elif func in _CONVOLUTIONS:
